@@ -242,7 +242,8 @@ pub(crate) struct Submit {
     #[arg(short = 'n', long, conflicts_with = "payload_file")]
     pub(crate) no_input: bool,
 
-    /// Write the result there instead of to standard output; of many jobs, the last result stays
+    /// Write the result, or the output of a program that failed, there instead of to standard output; of many jobs, the
+    /// last one stays
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 

@@ -207,6 +207,11 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
             JobOutcome {
                 message: outcome.verdict.message().map(str::to_owned).or(told.message),
                 signal: signal(&outcome.verdict),
+                payload: result
+                    .as_ref()
+                    .err()
+                    .map(|error| error.payload().to_vec())
+                    .filter(|it| !it.is_empty()),
                 result_bytes: result.as_ref().ok().map(|reply| reply.payload().len()),
                 ..told
             }

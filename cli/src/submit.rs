@@ -135,11 +135,17 @@ impl<'a> Run<'a> {
         } else if self.submit.repeat.is_none() {
             output::note(&output::describe(result));
         }
-        match (result, &self.submit.output) {
-            (Ok(reply), Some(path)) if path == Path::new("-") => output::raw(reply.payload()),
-            (Ok(reply), Some(path)) => save(path, reply),
-            (Ok(reply), None) if !json => output::raw(reply.payload()),
-            _ => Ok(()),
+        let payload = match result {
+            Ok(reply) => reply.payload(),
+            // The output of a program that failed, or what a handler sent along.
+            Err(error) if !error.payload().is_empty() => error.payload(),
+            Err(_) => return Ok(()),
+        };
+        match &self.submit.output {
+            Some(path) if path == Path::new("-") => output::raw(payload),
+            Some(path) => save(path, payload),
+            None if !json => output::raw(payload),
+            None => Ok(()),
         }
     }
 
@@ -172,9 +178,9 @@ fn check_output(path: &Path) -> Result<(), Failure> {
     })
 }
 
-fn save(path: &Path, reply: &Reply) -> Result<(), Failure> {
+fn save(path: &Path, payload: &[u8]) -> Result<(), Failure> {
     let fail = |error| Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", path.display()));
-    std::fs::write(path, reply.payload()).map_err(fail)
+    std::fs::write(path, payload).map_err(fail)
 }
 
 async fn join_all<F: Future<Output = Result<(), Failure>>>(

@@ -75,11 +75,33 @@ impl Reply {
     }
 }
 
+/// The [`Outcome`] of a job that failed, and the payload that came along.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    outcome: Outcome,
+    payload: Vec<u8>,
+}
+
+impl Failure {
+    /// Bytes that the handler sent along with its failure, or the standard output of a program: the first 64 KiB.
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+}
+
+impl std::ops::Deref for Failure {
+    type Target = Outcome;
+
+    fn deref(&self) -> &Outcome {
+        &self.outcome
+    }
+}
+
 /// Why there is no result. Each but the last carries the whole [`Outcome`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobError {
     /// The handler said that it cannot.
-    Failed(Box<Outcome>),
+    Failed(Box<Failure>),
     /// The job was not taken; it did not run.
     Rejected(Box<Outcome>),
     /// The deadline passed.
@@ -134,7 +156,7 @@ impl JobError {
     pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
             Verdict::Ok => Ok(Reply { payload, served: outcome.into(), mapped: None }),
-            Verdict::Failed(_) => Err(Self::Failed(outcome)),
+            Verdict::Failed(_) => Err(Self::Failed(Box::new(Failure { outcome: *outcome, payload }))),
             Verdict::Rejected { .. } => Err(Self::Rejected(outcome)),
             Verdict::DeadlineQueued | Verdict::DeadlineRunning => Err(Self::DeadlineExceeded(outcome)),
             Verdict::Crashed { .. } => Err(Self::Crashed(outcome)),
@@ -145,13 +167,19 @@ impl JobError {
     /// The outcome that the supervisor told, if it did.
     pub fn outcome(&self) -> Option<&Outcome> {
         match self {
-            Self::Failed(outcome)
-            | Self::Rejected(outcome)
+            Self::Failed(failure) => Some(failure),
+            Self::Rejected(outcome)
             | Self::DeadlineExceeded(outcome)
             | Self::Crashed(outcome)
             | Self::Cancelled(outcome) => Some(outcome),
             Self::Disconnected { .. } => None,
         }
+    }
+
+    /// Returns the payload of a failure: what the handler sent along, or the standard output of a program, of which the
+    /// first 64 KiB arrive. Empty for all else.
+    pub fn payload(&self) -> &[u8] {
+        if let Self::Failed(failure) = self { failure.payload() } else { &[] }
     }
 
     /// Whether the handler began.
@@ -186,7 +214,8 @@ impl fmt::Display for JobError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),
-            Self::Failed(outcome) | Self::Cancelled(outcome) => outcome.fmt(f),
+            Self::Failed(failure) => failure.outcome.fmt(f),
+            Self::Cancelled(outcome) => outcome.fmt(f),
             Self::Rejected(outcome) => match outcome.retry_after {
                 Some(wait) if outcome.retryable => {
                     write!(f, "{outcome}; try again after {} ms", wait.as_micros().div_ceil(1000))

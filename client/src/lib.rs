@@ -36,7 +36,7 @@ mod served;
 mod waiters;
 mod wire;
 
-pub use answer::{JobError, Progress, Reply};
+pub use answer::{Failure, JobError, Progress, Reply};
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, Priority, RejectReason, Verdict,

@@ -161,6 +161,7 @@ impl Order {
             retry_after: None,
             deadline: self.deadline.unwrap_or_default(),
             run_limit: self.run_limit,
+            status: None,
             verdict,
         }
     }

@@ -56,6 +56,7 @@ impl Served {
                 retry_after: None,
                 deadline: Duration::from_micros(self.deadline_us),
                 run_limit: self.run_limit,
+                status: None,
             })
         })
     }

@@ -126,7 +126,7 @@ pub struct Progress<'a> {
 }
 
 /// [`OUTCOME`](crate::frame::kind::OUTCOME): what became of the job with the frame's number. The
-/// result follows as payload if it is `ok`.
+/// result follows as payload if it is `ok`, the handler's payload if it is `failed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// One of [`outcome_code`].
@@ -155,7 +155,7 @@ pub struct OutcomeMessage<'a> {
     pub retry_after_us: u64,
     /// Whether `status` means anything.
     pub has_status: u8,
-    /// The exit code or signal number of a crash.
+    /// The exit code or signal number of a crash, or the exit status of a program whose job ended `ok` or `failed`.
     pub status: i32,
     /// The bulkhead that served the job, or was asked to.
     pub bulkhead: &'a str,
@@ -199,6 +199,16 @@ impl<'a> OutcomeMessage<'a> {
             ..Self::of_verdict(&outcome.verdict, &outcome.bulkhead)
         }
         .with_times(outcome.queued, outcome.ran, outcome.deadline, outcome.retry_after)
+        .with_status(outcome.status)
+    }
+
+    /// Adds the exit status of the program that ran the job, if there is one.
+    #[must_use]
+    pub fn with_status(self, status: Option<i32>) -> Self {
+        match status {
+            Some(status) => Self { has_status: 1, status, ..self },
+            None => self,
+        }
     }
 
     /// What a verdict says by itself. No time has passed, and no worker had the job.
@@ -303,6 +313,7 @@ impl<'a> OutcomeMessage<'a> {
             retry_after: (self.has_retry_after != 0).then(|| Duration::from_micros(self.retry_after_us)),
             deadline: Duration::from_micros(self.deadline_us),
             run_limit: None,
+            status: status.filter(|_| matches!(self.outcome, outcome_code::OK | outcome_code::FAILED)),
         })
     }
 }
@@ -315,6 +326,7 @@ mod tests {
     fn outcome(verdict: Verdict) -> Outcome {
         Outcome {
             retryable: verdict.is_retryable(true),
+            status: matches!(verdict, Verdict::Ok | Verdict::Failed(_)).then_some(1),
             verdict,
             job: None,
             bulkhead: "thumbnail".into(),

@@ -50,6 +50,8 @@ pub mod tag {
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
     /// Cancel only if the job has not begun; on a cancellation, without bytes.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
+    /// The exit status of the program that ran a job, as an `i32`: 4 bytes; on a result and on a failure.
+    pub const STATUS: u16 = 9;
 }
 
 /// Why metadata could not be read.

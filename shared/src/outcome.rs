@@ -305,6 +305,8 @@ pub struct Outcome {
     pub deadline: Duration,
     /// The longest run of each attempt, from its dispatch, if there was such a limit.
     pub run_limit: Option<Duration>,
+    /// Exit status of the program that ran the job (`exec`), if it exited and the job ended `ok` or `failed`.
+    pub status: Option<i32>,
 }
 
 impl fmt::Display for Outcome {

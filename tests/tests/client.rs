@@ -387,6 +387,7 @@ fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
         retry_after: None,
         deadline: Duration::from_secs(1),
         run_limit: None,
+        status: None,
     };
     metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
 }

@@ -572,27 +572,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     fn answer(&self, number: u64, reply: Reply, leased: Option<&Leased>) -> bool {
-        let most = self.welcome.result_bytes_max;
         match reply {
-            Reply::Result(result) if leased.is_some() && result.len() as u64 <= most => {
-                let is_worth_it = result.len() > WORTH_A_FILE_BYTES || result.is_empty();
-                let leased = leased.filter(|leased| is_worth_it || leased.is_in_place());
-                match leased.and_then(|leased| leased.result(&result)) {
-                    Some(named) if named.bytes > 0 => {
-                        let extensions = [(tag::LEASE, &named.to_bytes()[..])];
-                        self.writer.answer(kind::RESULT, number, &Empty, &extensions, Payload::NONE)
-                    }
-                    _ => self.writer.answer(kind::RESULT, number, &Empty, &[], Payload::Owned(result)),
-                }
+            Reply::Result(result) => self.succeed(number, result, None, leased),
+            Reply::Exited { status, error: None, output } => {
+                self.succeed(number, output, Some(status), leased)
             }
-            Reply::Result(result) if result.len() as u64 > most => {
-                let message = format!("the result has {} bytes; max_result is {most}", result.len());
-                self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message))
+            Reply::Failed(error) => self.fail(number, &error, Vec::new(), None),
+            Reply::Exited { status, error: Some(error), output } => {
+                self.fail(number, &error, output, Some(status))
             }
-            Reply::Result(result) => {
-                self.writer.answer(kind::RESULT, number, &Empty, &[], Payload::Owned(result))
-            }
-            Reply::Failed(error) => self.fail(number, &error),
             Reply::ProgramCrashed { process, signal, message } => {
                 let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
                 let process = process.to_le_bytes();
@@ -602,7 +590,34 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    fn fail(&self, number: u64, error: &HandlerError) -> bool {
+    /// Sends a result, with the exit status of the program that made it.
+    fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, leased: Option<&Leased>) -> bool {
+        let most = self.welcome.result_bytes_max;
+        if result.len() as u64 > most {
+            let message = format!("the result has {} bytes; max_result is {most}", result.len());
+            return self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message), Vec::new(), status);
+        }
+        let is_worth_it = result.len() > WORTH_A_FILE_BYTES || result.is_empty();
+        let leased = leased.filter(|leased| is_worth_it || leased.is_in_place());
+        let named = leased.and_then(|leased| leased.result(&result)).filter(|named| named.bytes > 0);
+        let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(result) };
+        let (named, status) = (named.map(Named::to_bytes), status.map(i32::to_le_bytes));
+        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+        match (named, status.as_ref().map(|status| (tag::STATUS, &status[..]))) {
+            (Some(named), Some(status)) => {
+                self.writer.answer(kind::RESULT, number, &Empty, &[named, status], payload)
+            }
+            (named, status) => {
+                self.writer.answer(kind::RESULT, number, &Empty, named.or(status).as_slice(), payload)
+            }
+        }
+    }
+
+    /// Sends an error, with the output and the exit status of the program that failed.
+    fn fail(&self, number: u64, error: &HandlerError, mut output: Vec<u8>, status: Option<i32>) -> bool {
+        output.truncate(INLINE_PAYLOAD_BYTES_MAX);
+        let status = status.map(i32::to_le_bytes);
+        let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
         let failed = Failed {
             code: cut(&error.code, CODE_BYTES_MAX),
             message: cut(&error.message, MESSAGE_BYTES_MAX),
@@ -612,7 +627,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 Fault::Dependency => 2,
             },
         };
-        self.writer.answer(kind::FAILED, number, &failed, &[], Payload::NONE)
+        self.writer.answer(kind::FAILED, number, &failed, status.as_slice(), Payload::Owned(output))
     }
 
     // The link.

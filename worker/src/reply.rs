@@ -56,6 +56,15 @@ pub enum Reply {
     Result(Vec<u8>),
     /// It could not be done.
     Failed(HandlerError),
+    /// A program has exited.
+    Exited {
+        /// Exit status.
+        status: i32,
+        /// Error of the job; `None` if it is done.
+        error: Option<HandlerError>,
+        /// Result, or the payload of the error, of which the first 64 KiB reach the client.
+        output: Vec<u8>,
+    },
     /// The program that did it died by a signal.
     ProgramCrashed {
         /// What it was, as we number processes.

@@ -58,18 +58,10 @@ pub(crate) struct Temporary {
 }
 
 impl Rules {
-    /// What the keeper left on standard input, which is the null device where there is nothing to tell.
+    /// Reads the rules that the keeper left on standard input, which is the null device where there are none. Programs
+    /// get as few rules as possible: they need not repeat what the rules of this process withhold, but withhold the
+    /// folders of the others. So the number of descriptors does not depend on how many paths the machine has.
     pub(crate) fn inherited() -> io::Result<Self> {
-        let stdin = io::stdin();
-        if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
-            return Ok(Self::default());
-        }
-        Self::open(Self::told(&stdin)?)
-    }
-
-    /// The same for workers that a template forks, with as few rules as do: what the template's own rules withhold
-    /// they need not withhold again, only the folders of the others.
-    pub(crate) fn inherited_for_workers() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
             return Ok(Self::default());

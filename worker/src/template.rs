@@ -60,7 +60,7 @@ impl Template {
     /// Reads what the keeper has left on standard input.
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
         let failed = |error: io::Error| format!("what the keeper tells of the sandbox: {error}");
-        let rules = Rules::inherited_for_workers().map_err(failed)?;
+        let rules = Rules::inherited().map_err(failed)?;
         if rules.are_any() {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             put_at(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;

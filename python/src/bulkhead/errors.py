@@ -49,7 +49,7 @@ class Outcome:
     ``deadline``     the time limit that applied, end to end
     ``run_limit``    the longest run of each attempt, if there was such a limit
     ``worker_pid``   the process that ran it last, if one did
-    ``status``       the exit code or signal of a crash, if known
+    ``status``       the exit code or signal of a crash, if known; of ``ok`` and ``failed`` the program's exit status
     ``bulkhead``     the bulkhead that served it, or was asked to
     ``job``          the job's number in log, events and crash reports, if it was taken
     ``traceparent``  the job's own span, if it has one
@@ -177,7 +177,7 @@ def _outcome_of(fields: dict[str, Any]) -> Outcome:
 class JobError(Exception):
     """A job that did not end ``ok``. The text says what happened and what to do.
 
-    ``payload`` is what a handler sent along with its failure.
+    ``payload`` is what a handler sent along with its failure, or the first 64 KiB of a program's standard output.
     """
 
     outcome: Outcome

@@ -416,19 +416,19 @@ mod rfc3339 {
     }
 }
 
-mod base64_text {
+pub(crate) mod base64_text {
     use base64::Engine;
     use base64::engine::general_purpose::STANDARD;
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(bytes: &Option<Vec<u8>>, to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(bytes: &Option<Vec<u8>>, to: S) -> Result<S::Ok, S::Error> {
         match bytes {
             Some(bytes) => to.serialize_str(&STANDARD.encode(bytes)),
             None => to.serialize_none(),
         }
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<u8>>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<u8>>, D::Error> {
         let text = Option::<String>::deserialize(from)?;
         text.map(|text| STANDARD.decode(text).map_err(serde::de::Error::custom)).transpose()
     }

@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::crash::base64_text;
 use crate::{Text, Word};
 
 /// What became of a job.
@@ -22,6 +23,7 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<f64>,
     pub executed: Word<Executed>,
+    /// Exit status of the worker that crashed, or of the program that ran the job (`exec`), if it exited.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
     /// Whose fault it is that it failed: `caller` or `dependency`.
@@ -36,6 +38,10 @@ pub struct JobOutcome {
     pub queued_ms: f64,
     pub ran_ms: f64,
     pub reason: Option<Text>,
+    /// Payload of a failure in base64: what the handler sent along, or the first 64 KiB of a program's standard output.
+    #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub payload: Option<Vec<u8>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub result_bytes: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -46,6 +52,9 @@ pub struct JobOutcome {
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
+    /// The same as `exit_code` for a job of `exec`. In a problem document `status` is that of HTTP.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub worker_pid: Option<u32>,
 }
@@ -66,7 +75,7 @@ impl JobOutcome {
             executed: verdict.executed().into(),
             exit_code: match verdict {
                 Verdict::Crashed { reason: CrashReason::Exit, status, .. } => *status,
-                _ => None,
+                _ => outcome.status,
             },
             fault: failure.map(|failure| failure.fault.into()),
             job: outcome.job.map(|job| job.to_string()),
@@ -75,11 +84,13 @@ impl JobOutcome {
             queued_ms: millis(outcome.queued),
             ran_ms: millis(outcome.ran),
             reason: verdict.reason().map(|reason| reason.to_owned().into()),
+            payload: None,
             result_bytes: None,
             retry_after_ms: outcome.retry_after.map(millis),
             retryable: outcome.retryable,
             run_limit_ms: outcome.run_limit.map(millis),
             signal: None,
+            status: outcome.status,
             worker_pid: outcome.worker_pid,
         }
     }

@@ -106,3 +106,7 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
 /// Where a bare program name is looked for when the supervisor itself has no `PATH`, as `execvp` does.
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+/// The default of `output_grace`.
+pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);
+/// Bytes of a file name, as Linux takes it.
+pub const FILE_NAME_BYTES_MAX: usize = 255;

@@ -85,6 +85,7 @@ fn shape(key: &Key) -> Value {
             "propertyNames": {"pattern": "^(?!BULKHEAD_)[^=]+$"},
             "additionalProperties": {"type": "string"},
         }),
+        Kind::Statuses => array(integer(0, u8::MAX.into()), 0, usize::MAX),
         Kind::Limit(resource) => limit(resource),
         Kind::Table => inner_table(key),
         Kind::Tables { max } => array(definition(key.name), 0, max),

@@ -33,6 +33,8 @@ pub(super) const START: &str = "bulkhead.NAME.start";
 pub(super) const HEALTH: &str = "bulkhead.NAME.health";
 pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
 pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
+pub(super) const EXIT_STATUS: &str = "bulkhead.NAME.exit_status";
+pub(super) const FILES: &str = "bulkhead.NAME.files";
 pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
 pub(super) const SYSCALLS: &str = "bulkhead.NAME.sandbox.syscalls";
 pub(super) const CGROUP: &str = "bulkhead.NAME.cgroup";
@@ -126,6 +128,8 @@ pub enum Kind {
     Ids,
     /// A table of strings.
     Environment,
+    /// Exit statuses, or none.
+    Statuses,
     /// A value of setrlimit(2).
     Limit(Resource),
     /// A table with keys of its own.
@@ -285,6 +289,7 @@ impl fmt::Display for Kind {
             Self::Paths { max } => write!(f, "array of paths, at most {max}"),
             Self::Ids => f.write_str("range of ids as a string"),
             Self::Environment => f.write_str("table of strings"),
+            Self::Statuses => f.write_str("array of numbers, 0 to 255"),
             Self::Limit(resource) => f.write_str(match meaning(resource).0 {
                 Measure::Bytes => "size or `\"unlimited\"`",
                 Measure::Count => "number or `\"unlimited\"`",

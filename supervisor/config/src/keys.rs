@@ -5,6 +5,7 @@ pub(crate) mod access;
 pub(crate) mod admission;
 pub(crate) mod bulkhead;
 pub(crate) mod confinement;
+pub(crate) mod exec;
 pub(crate) mod life;
 pub(crate) mod rlimits;
 pub(crate) mod supervisor;
@@ -28,6 +29,8 @@ pub(crate) const TABLES: &[fn() -> Vec<Key>] = &[
     admission::RetryKeys::keys,
     admission::PoisonKeys::keys,
     admission::AdaptiveKeys::keys,
+    exec::ExitStatusKeys::keys,
+    exec::FilesKeys::keys,
     life::RestartKeys::keys,
     life::StartKeys::keys,
     life::HealthKeys::keys,

@@ -52,6 +52,7 @@ pub use keys::access::{AccessConfig, Who};
 pub use keys::admission::PriorityConfig;
 pub use keys::bulkhead::{BulkheadConfig, Program};
 pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser};
+pub use keys::exec::{ExitStatus, Files};
 pub use keys::supervisor::{HttpConfig, SupervisorConfig};
 pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
 pub use relations::admission::{overflow_needs_queue, pressure_needs_queue};

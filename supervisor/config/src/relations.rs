@@ -5,6 +5,7 @@
 mod access;
 pub(crate) mod admission;
 mod confinement;
+mod exec;
 mod fallback;
 mod start;
 mod tenants;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::file::{RawAccess, RawBulkhead, RawFile, RawSupervisor};
+use super::keys::exec::Files;
 use super::keys::life::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, Written};
@@ -231,6 +233,7 @@ impl Checker<'_> {
         self.check_adaptive(&raw.adaptive, &Permits::of_bulkhead(raw));
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
+        let runs_programs = raw.exec.given().is_some();
         let bulkhead = BulkheadConfig {
             cwd: self.cwd(&raw.cwd),
             name: raw.name.clone(),
@@ -271,8 +274,12 @@ impl Checker<'_> {
             rlimits: raw.rlimits.checked(),
             sandbox: self.sandbox(&raw.sandbox),
             cgroup: raw.cgroup.checked_if_here(),
+            output_grace: runs_programs.then(|| raw.output_grace.value_or(defaults::OUTPUT_GRACE)),
+            exit_status: runs_programs.then(|| self.exit_status(&raw.exit_status)),
+            files: raw.files.checked_if_here().filter(|files| runs_programs && *files != Files::default()),
         };
         self.check_workers(raw, &bulkhead);
+        self.check_exec(raw, &bulkhead);
         self.check_start_mode(raw, &bulkhead);
         bulkhead
     }

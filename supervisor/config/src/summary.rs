@@ -174,6 +174,9 @@ impl Lines {
                 }
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
+                ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
+                // Refused with `files`.
+                ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the folder of each job"),
                 _ => self.entry(entry),
             }
         }
@@ -257,6 +260,18 @@ impl Write for PathBuf {
 impl Write for UidRange {
     fn written(&self, _: Kind) -> Option<Written> {
         Some(Written::Toml(string(&self.to_string())))
+    }
+}
+
+impl Write for String {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(string(self)))
+    }
+}
+
+impl Write for Vec<u8> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(format!("{self:?}")))
     }
 }
 

@@ -218,6 +218,32 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
     T::try_from(number).map_err(|_| unreadable(key))
 }
 
+/// Reads exit statuses, none of which may stand there twice.
+pub(super) fn statuses(key: &Named, value: &DeValue<'_>) -> Read<Vec<u8>> {
+    let DeValue::Array(array) = value else {
+        return Err(wrong_type(key, "an array of exit statuses", value));
+    };
+    let mut statuses = Vec::new();
+    for (index, element) in array.iter().enumerate() {
+        let status = match element.get_ref() {
+            DeValue::Integer(number) => {
+                u8::try_from(integer(number)).map_err(|_| given_number(integer(number)))
+            }
+            other => Err(type_name(other).to_owned()),
+        };
+        let status = status.map_err(|given| {
+            let message =
+                format!("`{}[{index}]` must be an exit status from 0 to 255, not {given}", key.label);
+            Complaint::new(message, write(key, &key.example()))
+        })?;
+        if statuses.contains(&status) {
+            return Err(Complaint::new(format!("`{}` names {status} twice", key.label), "remove one"));
+        }
+        statuses.push(status);
+    }
+    Ok(statuses)
+}
+
 fn whole_number(key: &Named, value: &DeValue<'_>) -> Read<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),

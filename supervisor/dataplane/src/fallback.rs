@@ -249,6 +249,7 @@ impl DataPlane {
             retry_after: answer.retry_after,
             deadline: answer.deadline,
             run_limit: answer.run_limit,
+            status: answer.cargo.status,
         }
     }
 

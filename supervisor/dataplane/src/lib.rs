@@ -136,6 +136,8 @@ pub(crate) struct JobData {
     /// Where it stands on the link of the worker that has it.
     given: unread::Given,
     charge: Charge,
+    /// Exit status of the program that ran the job.
+    status: Option<i32>,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
     fallback: Option<Box<FallbackState>>,
 }

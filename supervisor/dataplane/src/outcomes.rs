@@ -117,6 +117,7 @@ impl DataPlane {
                 ..OutcomeMessage::of_verdict(&answer.verdict, &owner.name)
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
+            let message = message.with_status(answer.cargo.status);
             let payload = result_for(&answer.verdict, incoming);
             let about = About { job: answer.job, run_limit: answer.run_limit, span: None, result };
             let pool = &mut self.buffers.pool;

@@ -132,6 +132,7 @@ impl DataPlane {
             retry_after: None,
             deadline: Duration::ZERO,
             run_limit: None,
+            status: None,
         };
         self.send_span(name.into(), &mut record, &outcome);
         Some(span)

@@ -108,6 +108,7 @@ impl DataPlane {
                 held: Held { is_repeatable, file, ..Held::default() },
                 given: super::unread::Given::default(),
                 charge: Charge::default(),
+                status: None,
                 fallback,
             }),
             deadline,

@@ -207,7 +207,9 @@ impl DataPlane {
             kind::RESULT => {
                 let most = self.owner(compartment).max_result;
                 let mut size = payload.len() as u64;
-                if let Some(named) = check_result(metadata)? {
+                let (named, status) = check_result(metadata)?;
+                self.note_status((compartment, worker), JobId(number), status);
+                if let Some(named) = named {
                     if size > 0 {
                         return Err("its result stands in a memory file, and in the frame as well".to_owned());
                     }
@@ -223,7 +225,9 @@ impl DataPlane {
                 }
             }
             kind::FAILED => {
-                let failed = decode::<Failed<'_>>(metadata)?;
+                let (failed, extensions) =
+                    codec::decode::<Failed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
+                self.note_status((compartment, worker), JobId(number), extensions.get(tag::STATUS));
                 let failure = HandlerFailure {
                     code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
                     message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
@@ -426,6 +430,22 @@ impl DataPlane {
         }
     }
 
+    /// Records the exit status that comes along with the answer for a job.
+    fn note_status(
+        &mut self,
+        (compartment, worker): (CompartmentIndex, WorkerId),
+        job: JobId,
+        status: Option<&[u8]>,
+    ) {
+        let Some(status) = status.and_then(|bytes| bytes.try_into().ok()) else { return };
+        let policy = &mut self.compartments[compartment].policy;
+        if policy.holds(worker, job)
+            && let Some(record) = policy.cargo_mut(job)
+        {
+            record.status = Some(i32::from_le_bytes(status));
+        }
+    }
+
     /// A few replies that match nothing are late; very many are a worker that has lost its mind.
     pub(super) fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
         match self.links.get(index).map(|link| &link.stage) {
@@ -478,14 +498,16 @@ fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// The same of a result, which may say that it is in a file.
-fn check_result(metadata: &[u8]) -> Result<Option<Named>, String> {
+/// Reads the metadata of a result: the place of one that is in a file, and the exit status of a program.
+fn check_result(metadata: &[u8]) -> Result<(Option<Named>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
-        return Ok(None);
+        return Ok((None, None));
     }
     let decoded = codec::decode::<Empty>(metadata, &[tag::LEASE]).map_err(|error| error.to_string())?;
-    let Some(bytes) = decoded.1.get(tag::LEASE) else { return Ok(None) };
-    Named::from_bytes(bytes).map(Some).ok_or_else(|| "it named a lease by other than 16 bytes".to_owned())
+    let named = decoded.1.get(tag::LEASE).map(|bytes| {
+        Named::from_bytes(bytes).ok_or_else(|| "it named a lease by other than 16 bytes".to_owned())
+    });
+    Ok((named.transpose()?, decoded.1.get(tag::STATUS)))
 }
 
 fn too_large(size: u64, most: u64) -> HandlerFailure {

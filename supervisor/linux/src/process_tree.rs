@@ -5,7 +5,7 @@
 //! be what a process below left behind, and goes. A process that forks as fast as it can is stopped first,
 //! all of it, and killed then.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
 
@@ -31,22 +31,23 @@ const FILE_BYTES_MAX: u64 = 16 * 1024;
 #[derive(Clone, Copy)]
 struct Process {
     parent: u32,
+    session: u32,
     /// With the number, this names one process for ever: numbers are used again.
     started: u64,
     is_zombie: bool,
 }
 
-/// Kills every process that descends from this one, except the children in `spare` and what descends
+/// Kills every process that descends from this one, except the children that `is_spared` and what descends
 /// from them. Returns how many it killed; 0 means that none is left. Call it until then: killing
 /// hands the victims' children upwards.
 ///
 /// Takes a look at every process of the machine, some microseconds for each; [`Hunt`] does the same in pieces.
 /// Errors: `/proc` cannot be read.
-pub fn kill_descendants(spare: &HashSet<u32>) -> io::Result<usize> {
+pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut hunt = Hunt::default();
     hunt.begin()?;
     loop {
-        if let Progress::Over(count) = hunt.step(usize::MAX, |pid| spare.contains(&pid))? {
+        if let Progress::Over(count) = hunt.step(usize::MAX, &mut is_spared)? {
             return Ok(count);
         }
     }
@@ -56,6 +57,36 @@ pub fn kill_descendants(spare: &HashSet<u32>) -> io::Result<usize> {
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     let found = descendants(&processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
+}
+
+/// A process that descends from this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Descendant {
+    /// Number of the process.
+    pub pid: u32,
+    /// Number of its session.
+    pub session: u32,
+    /// Number of the child of this process that it is, or descends from.
+    pub child: u32,
+}
+
+/// Lists the processes that descend from this one, zombies included, up to 64 generations deep. Errors: `/proc` cannot
+/// be read.
+pub fn list_descendants() -> io::Result<Vec<Descendant>> {
+    let (table, own) = (processes()?, std::process::id());
+    let child_above = |pid: u32| {
+        let line = std::iter::successors(Some(pid), |pid| Some(table.get(pid)?.parent));
+        line.take(ANCESTORS_MAX).find(|pid| table.get(pid).is_some_and(|process| process.parent == own))
+    };
+    let descendant = |(&pid, found): (&u32, &Process)| {
+        Some(Descendant { pid, session: found.session, child: child_above(pid)? })
+    };
+    Ok(table.iter().filter_map(descendant).collect())
+}
+
+/// Returns the session of a process; `None` if there is no such process, or this user cannot see it.
+pub fn session_of(pid: u32) -> Option<u32> {
+    read_process(pid).map(|process| process.session)
 }
 
 /// When this process started, in the kernel's ticks: together with its number, this names one process for
@@ -128,7 +159,11 @@ fn parent_of(pid: u32) -> io::Result<u32> {
     process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} makes no sense")))
 }
 
-fn descendants(table: &HashMap<u32, Process>, root: u32, is_spared: impl Fn(u32) -> bool) -> Vec<(u32, u64)> {
+fn descendants(
+    table: &HashMap<u32, Process>,
+    root: u32,
+    mut is_spared: impl FnMut(u32) -> bool,
+) -> Vec<(u32, u64)> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for (&pid, process) in table {
         children.entry(process.parent).or_default().push(pid);
@@ -188,8 +223,9 @@ fn parse(stat: &str) -> Option<Process> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
-    let started = fields.nth(17)?.parse().ok()?;
-    Some(Process { parent, started, is_zombie: matches!(state, "Z" | "X") })
+    let session = fields.nth(1)?.parse().ok()?;
+    let started = fields.nth(15)?.parse().ok()?;
+    Some(Process { parent, session, started, is_zombie: matches!(state, "Z" | "X") })
 }
 
 #[cfg(test)]

@@ -291,7 +291,8 @@ impl Sandbox {
 
     /// How much the temporary folder may hold, if it is no file system of its own.
     pub fn temporary_bytes(&self) -> Option<u64> {
-        (self.terms.temporary == Temporary::Folder).then_some(self.temporary_bytes)
+        let is_bounded = self.terms.temporary == Temporary::Folder && self.profile != Profile::None;
+        is_bounded.then_some(self.temporary_bytes)
     }
 
     /// Whether system calls are filtered: then SIGSYS is the sandbox's.
@@ -565,7 +566,10 @@ impl Settling<'_> {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
-            return Terms::default();
+            // A folder of its own is what `files` takes.
+            let has_files = bulkhead.files.is_some();
+            let temporary = if has_files { Temporary::Folder } else { Temporary::None };
+            return Terms { temporary, programs_apart: has_files, ..Terms::default() };
         }
         let namespaces = match profile {
             Profile::Strict => self.namespaces(sandbox.network),

@@ -63,6 +63,7 @@ impl Program {
                     arguments.push("--rlimit".to_owned());
                     arguments.push(format!("{}={value}", rlimit.resource.name()));
                 }
+                arguments.extend(meaning_of_end(bulkhead));
                 arguments.push("--".to_owned());
                 arguments.push(text(path));
                 arguments.extend(argv.iter().skip(1).cloned());
@@ -125,6 +126,22 @@ impl Program {
     pub fn describe(&self) -> &str {
         &self.subject
     }
+}
+
+/// The host's arguments about the end of a program.
+fn meaning_of_end(bulkhead: &BulkheadConfig) -> Vec<String> {
+    let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
+    let mut options = Vec::from_iter(grace);
+    if let Some(config::ExitStatus { ok, caller, retryable }) = &bulkhead.exit_status {
+        for (option, statuses) in [("--ok", ok), ("--caller", caller), ("--retryable", retryable)] {
+            options.extend(statuses.iter().map(|status| (option, status.to_string())));
+        }
+    }
+    if let Some(config::Files { input, output }) = &bulkhead.files {
+        options.extend(input.iter().map(|name| ("--input", name.clone())));
+        options.extend(output.iter().map(|name| ("--output", name.clone())));
+    }
+    options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
 /// No file fits in there, and unlike 0 it keeps the kernel from handing a dump to a program

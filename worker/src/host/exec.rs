@@ -1,20 +1,23 @@
 //! `exec`: one unmodified program for each job. The payload is its standard input, its standard output
-//! the result, its standard error goes to the log.
+//! the result, its standard error goes to the log. Payload and result can be files in the job's own folder instead.
 
+use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitCode, ExitStatus};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bulkhead_linux::{rlimits, signals};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::{ioctl_fionbio, ioctl_fionread};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, Mode, OFlags, fstat, openat};
+use rustix::io::{Errno, ioctl_fionbio, ioctl_fionread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
-use super::launch::{self, Environment, Launch, Program};
+use super::launch::{self, Environment, Launch, Program, Surroundings};
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
 use crate::reply::{HandlerError, Reply};
@@ -24,35 +27,51 @@ use crate::server::Server;
 /// Bytes of standard error that go into a job's message.
 const TAIL_BYTES: usize = 4 * 1024;
 
-/// Exit statuses that have a meaning by `sysexits.h`.
-const EX_USAGE: i32 = 64;
-const EX_DATAERR: i32 = 65;
-const EX_TEMPFAIL: i32 = 75;
-
-/// What to run, and how it is limited.
+/// What to run, how it is limited, and what its end means. The supervisor says all of it by arguments.
+#[derive(Default)]
 pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
+    /// How long standard output is read after the program has exited.
+    output_grace: Duration,
+    /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
+    ok: Vec<i32>,
+    caller: Vec<i32>,
+    retryable: Vec<i32>,
+    /// File names of payload and result in the job's own folder, which is the working directory if there is one.
+    input: Option<String>,
+    output: Option<String>,
 }
 
 impl Plan {
     pub(super) fn parse(mut arguments: &[&str]) -> Option<Self> {
         // As the supervisor sets it: less than any dump, and no 0, with which the kernel still hands dumps to programs.
-        let mut rlimits = vec![(Resource::Core, Rlimit { current: Some(1), maximum: Some(1) })];
-        loop {
-            match *arguments {
-                ["--rlimit", text, ref rest @ ..] => {
-                    rlimits.push(parse_rlimit(text)?);
-                    arguments = rest;
-                }
-                ["--", program, ref rest @ ..] => {
-                    let arguments = rest.iter().map(|&text| text.to_owned()).collect();
-                    return Some(Self { program: program.to_owned(), arguments, rlimits });
+        let core = (Resource::Core, Rlimit { current: Some(1), maximum: Some(1) });
+        let mut plan = Self { rlimits: vec![core], ..Self::default() };
+        while let [option, text, ref rest @ ..] = *arguments {
+            match option {
+                "--rlimit" => plan.rlimits.push(parse_rlimit(text)?),
+                "--output-grace-us" => plan.output_grace = Duration::from_micros(text.parse().ok()?),
+                "--ok" => plan.ok.push(text.parse().ok()?),
+                "--caller" => plan.caller.push(text.parse().ok()?),
+                "--retryable" => plan.retryable.push(text.parse().ok()?),
+                "--input" => plan.input = Some(text.to_owned()),
+                "--output" => plan.output = Some(text.to_owned()),
+                "--" => {
+                    plan.program = text.to_owned();
+                    plan.arguments = rest.iter().map(|&text| text.to_owned()).collect();
+                    return Some(plan);
                 }
                 _ => return None,
             }
+            arguments = rest;
         }
+        None
+    }
+
+    fn has_files(&self) -> bool {
+        self.input.is_some() || self.output.is_some()
     }
 }
 
@@ -106,7 +125,7 @@ impl Host {
         let failed = |attempted: &str, error: io::Error| {
             HandlerError::new("confinement", format!("failed to {attempted}: {error}"))
         };
-        // A descriptor for each path, and some for each program. Programs get what the host was given.
+        // Some descriptors for each program. Programs get what the host was given.
         let open_files = getrlimit(Resource::Nofile);
         plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
@@ -143,14 +162,59 @@ impl Host {
             Ok(folder) => folder,
             Err(error) => return failed(error),
         };
-        let reply = match self.start(folder.as_ref(), ctx) {
-            Ok(program) => self.attend(program, job, ctx),
-            Err(error) => failed(error),
+        let reply = match self.put_input(folder.as_ref(), job) {
+            Ok(()) => match self.start(folder.as_ref(), ctx) {
+                Ok(program) => self.attend(program, job, folder.as_ref(), ctx),
+                Err(error) => failed(error),
+            },
+            Err(error) => {
+                let name = self.plan.input.as_deref().unwrap_or_default();
+                let message = format!("failed to write the payload to the file `{name}`: {error}");
+                Reply::Failed(HandlerError::new("io", message))
+            }
         };
         if let Some(folder) = folder {
             self.folders.remove(folder);
         }
         reply
+    }
+
+    /// Writes the payload to the file that the program reads, if there is to be one.
+    fn put_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
+        let Some(name) = &self.plan.input else { return Ok(()) };
+        let folder = folder.ok_or(io::ErrorKind::NotFound)?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = openat(folder.place(), name, flags, Mode::RUSR | Mode::WUSR)?;
+        File::from(file).write_all(job.payload())
+    }
+
+    /// Reads the file that the program wrote, of which nothing is left. Symbolic links are not followed, and opening a
+    /// FIFO does not wait.
+    fn take_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
+        let none = |why: &dyn std::fmt::Display| {
+            HandlerError::new(
+                "no_output",
+                format!("the program exited and left no result in the file `{name}`: {why}"),
+            )
+        };
+        let folder = folder.ok_or_else(|| none(&"there is no folder"))?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        folder.open_up();
+        let file = match openat(folder.place(), name, flags, Mode::empty()) {
+            Err(Errno::LOOP) => return Err(none(&"it is a symbolic link")),
+            file => file.map_err(|error| none(&error))?,
+        };
+        let found = fstat(&file).map_err(|error| none(&error))?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+            return Err(none(&"it is no regular file"));
+        }
+        let mut output = Vec::new();
+        File::from(file).take(most + 1).read_to_end(&mut output).map_err(|error| none(&error))?;
+        if output.len() as u64 > most {
+            let message = format!("the file `{name}` has more than max_result ({most} bytes)");
+            return Err(HandlerError::new(RESULT_TOO_LARGE, message));
+        }
+        Ok(output)
     }
 
     /// Starts the program of a job.
@@ -160,26 +224,32 @@ impl Host {
         let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
         let program = (self.plan.program.as_str(), self.place.as_str());
         let launch = Launch::new(program, &self.plan.arguments, environment)?;
-        let proof = proof.as_ref().map(AsFd::as_fd);
-        self.orphans.start(|| launch.start(&self.plan.rlimits, ruleset.as_ref(), proof), Program::id)
+        let surroundings = Surroundings {
+            rlimits: &self.plan.rlimits,
+            ruleset: ruleset.as_ref(),
+            proof: proof.as_ref().map(AsFd::as_fd),
+            directory: folder.filter(|_| self.plan.has_files()).map(Folder::place),
+            logs_output: self.plan.output.is_some(),
+        };
+        self.orphans.start(|| launch.start(&surroundings), Program::id)
     }
 
     /// Sees a program through to its end, after which nothing is left of it.
-    fn attend(&self, mut program: Program, job: &Job, ctx: &Ctx<Self>) -> Reply {
+    fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
-        let watched = Run::watch(&mut program, job.payload(), ctx);
-        let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited, .. }));
+        let watched = self.watch(&mut program, job.payload(), ctx);
+        let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited | End::Incomplete(_), .. }));
         if is_cut_short {
             // Of this process alone: what it leaves behind is swept up below.
             program.kill();
         }
-        let status = program.wait();
         self.orphans.ended(pid);
+        let status = program.wait();
         self.orphans.sweep();
         match (watched, status) {
             (Ok(mut run), Ok(status)) => {
                 run.read_rest(ctx.result_bytes_max());
-                run.reply(pid, status, ctx)
+                self.reply(run, pid, status, folder, ctx.result_bytes_max())
             }
             (Err(error), _) | (_, Err(error)) => {
                 let message = format!("failed to talk to {}: {error}", self.plan.program);
@@ -187,30 +257,14 @@ impl Host {
             }
         }
     }
-}
 
-enum End {
-    Exited,
-    Cancelled,
-    TooLarge,
-}
-
-/// What a program has said, and why it was no longer listened to.
-struct Run {
-    stdout: Option<PipeReader>,
-    stderr: Option<PipeReader>,
-    output: Vec<u8>,
-    tail: Vec<u8>,
-    end: End,
-}
-
-impl Run {
-    /// Feeds the program and listens to it until it has ended or must.
-    fn watch(program: &mut Program, payload: &[u8], ctx: &Ctx<Host>) -> io::Result<Self> {
+    /// Feeds a program and reads its output until both have ended, or the job must.
+    fn watch(&self, program: &mut Program, payload: &[u8], ctx: &Ctx<Self>) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
-        // One that gets nothing sees the end of its input at once.
-        let mut stdin = program.stdin.take().filter(|_| !payload.is_empty());
-        let mut run = Self {
+        // A program that gets nothing on its standard input sees its end at once.
+        let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
+        let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
+        let mut run = Run {
             stdout: program.stdout.take(),
             stderr: program.stderr.take(),
             output: Vec::new(),
@@ -227,17 +281,18 @@ impl Run {
         {
             ioctl_fionbio(fd, true)?;
         }
-        let mut unsent = payload;
         let most = ctx.result_bytes_max();
+        let mut until: Option<Instant> = None;
         loop {
             let ready = wait(
                 [
                     Some(cancelled),
-                    Some(program.child.pidfd.as_fd()),
+                    Some(program.child.pidfd.as_fd()).filter(|_| until.is_none()),
                     run.stdout.as_ref().map(AsFd::as_fd),
                     run.stderr.as_ref().map(AsFd::as_fd),
                 ],
                 stdin.as_ref(),
+                until.map(|until| until.saturating_duration_since(Instant::now())),
             );
             if ready.stdin {
                 feed(&mut stdin, &mut unsent);
@@ -253,19 +308,99 @@ impl Run {
                 return Ok(run);
             }
             if ready.readable[1] {
+                if self.plan.output_grace.is_zero() || program.has_crashed()? {
+                    return Ok(run);
+                }
+                self.orphans.keep(program.id());
+                until = Some(Instant::now() + self.plan.output_grace);
+            }
+            if until.is_some() && run.stdout.is_none() {
                 return Ok(run);
             }
             if ready.readable[0] {
                 run.end = End::Cancelled;
                 return Ok(run);
             }
+            if let (Some(until), Some(stdout)) = (until, &run.stdout)
+                && Instant::now() >= until
+            {
+                let pipe = fstat(stdout)?.st_ino;
+                run.end = End::Incomplete(self.orphans.holders(program.id(), pipe));
+                return Ok(run);
+            }
         }
     }
 
+    fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
+        let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
+        if let End::Cancelled = run.end {
+            return Reply::Failed(HandlerError::new("cancelled", "the program was killed with its job"));
+        }
+        if let End::TooLarge = run.end {
+            let message = format!("the program wrote more than max_result ({most} bytes)");
+            return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
+        }
+        if let Some(signal) = status.signal() {
+            let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
+            let mut message = format!("the program was killed by {name}");
+            if !tail.is_empty() {
+                message.push_str(": ");
+                message.push_str(&tail);
+            }
+            return Reply::ProgramCrashed { process, signal, message };
+        }
+        let status = status.code().unwrap_or(0);
+        let failed = |error, output| Reply::Exited { status, error: Some(error), output };
+        if !self.plan.ok.contains(&status) {
+            let error = HandlerError::new(format!("exit_{status}"), tail);
+            let error = if self.plan.retryable.contains(&status) { error.retryable() } else { error };
+            let error = if self.plan.caller.contains(&status) { error.caller() } else { error };
+            return failed(error, run.output);
+        }
+        if let End::Incomplete(holders) = &run.end {
+            return failed(incomplete(holders, self.plan.output_grace), run.output);
+        }
+        match self.plan.output.as_deref().map(|name| self.take_output(name, folder, most)) {
+            None => Reply::Exited { status, error: None, output: run.output },
+            Some(Ok(output)) => Reply::Exited { status, error: None, output },
+            Some(Err(error)) => failed(error, Vec::new()),
+        }
+    }
+}
+
+/// The error of a program whose standard output did not end. `holders` names processes that had it open.
+fn incomplete(holders: &[String], grace: Duration) -> HandlerError {
+    let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
+    let message = format!(
+        "the program exited, but its standard output was still held {} ms later by {holders}, which was killed: have the \
+         program wait for it or redirect its output, or write `output_grace = \"0s\"` to end it with the program",
+        grace.as_millis()
+    );
+    HandlerError::new("output_incomplete", message)
+}
+
+enum End {
+    Exited,
+    /// The program exited, and these processes held its standard output open for longer than `output_grace`.
+    Incomplete(Vec<String>),
+    Cancelled,
+    TooLarge,
+}
+
+/// What a program has said, and why it was no longer listened to.
+struct Run {
+    stdout: Option<PipeReader>,
+    stderr: Option<PipeReader>,
+    output: Vec<u8>,
+    tail: Vec<u8>,
+    end: End,
+}
+
+impl Run {
     /// Reads what is in the pipes of a program that has ended. To be called when nothing is left of it; what
     /// others may still write is not waited for.
     fn read_rest(&mut self, most: u64) {
-        if !matches!(self.end, End::Exited) {
+        if !matches!(self.end, End::Exited | End::Incomplete(_)) {
             return;
         }
         let held =
@@ -298,41 +433,6 @@ impl Run {
     fn read_errors(&mut self) -> usize {
         read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
     }
-
-    fn reply(self, process: u32, status: ExitStatus, ctx: &Ctx<Host>) -> Reply {
-        let tail = String::from_utf8_lossy(&self.tail).trim_end().to_owned();
-        match self.end {
-            End::Cancelled => {
-                return Reply::Failed(HandlerError::new("cancelled", "the program was killed with its job"));
-            }
-            End::TooLarge => {
-                let most = ctx.result_bytes_max();
-                let message = format!("the program wrote more than max_result ({most} bytes)");
-                return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
-            }
-            End::Exited => {}
-        }
-        if let Some(signal) = status.signal() {
-            let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
-            let mut message = format!("the program was killed by {name}");
-            if !tail.is_empty() {
-                message.push_str(": ");
-                message.push_str(&tail);
-            }
-            return Reply::ProgramCrashed { process, signal, message };
-        }
-        match status.code().unwrap_or(0) {
-            0 => Reply::Result(self.output),
-            code => {
-                let error = HandlerError::new(format!("exit_{code}"), tail);
-                Reply::Failed(match code {
-                    EX_TEMPFAIL => error.retryable(),
-                    EX_USAGE | EX_DATAERR => error.caller(),
-                    _ => error,
-                })
-            }
-        }
-    }
 }
 
 struct Readiness {
@@ -340,7 +440,12 @@ struct Readiness {
     stdin: bool,
 }
 
-fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&PipeWriter>) -> Readiness {
+/// Waits until one is ready, or for so long at most.
+fn wait(
+    sources: [Option<BorrowedFd<'_>>; 4],
+    stdin: Option<&PipeWriter>,
+    most: Option<Duration>,
+) -> Readiness {
     let mut polls = Vec::with_capacity(5);
     let mut places = [usize::MAX; 5];
     for (i, source) in sources.into_iter().enumerate() {
@@ -354,7 +459,8 @@ fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&PipeWriter>) -> Rea
         polls.push(PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::OUT));
     }
     let mut readiness = Readiness { readable: [false; 4], stdin: false };
-    if poll(&mut polls, None).is_err() {
+    let most = most.and_then(|most| Timespec::try_from(most).ok());
+    if poll(&mut polls, most.as_ref()).is_err() {
         return readiness;
     }
     let is_ready = |place: usize| polls.get(place).is_some_and(|poll| !poll.revents().is_empty());

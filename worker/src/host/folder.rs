@@ -38,6 +38,12 @@ impl Folder {
     pub(super) fn place(&self) -> BorrowedFd<'_> {
         self.place.as_fd()
     }
+
+    /// Opens the folder to its owner, from whom the program may have closed it.
+    pub(super) fn open_up(&self) {
+        // If that fails, so does whatever is tried next.
+        let _ = bulkhead_linux::folder::give_to_owner(&self.place);
+    }
 }
 
 impl Folders {

@@ -12,7 +12,7 @@ use bulkhead_linux::errno;
 use bulkhead_linux::vfork::{self, Child};
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, Signal, WaitOptions};
+use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitOptions, waitid};
 
 use crate::context::Ctx;
 use crate::rules::Ruleset;
@@ -72,6 +72,18 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
     Ok(CString::new(text.into_vec())?)
 }
 
+/// The surroundings of a program, which its process puts in force before it is the program.
+pub(super) struct Surroundings<'s> {
+    pub(super) rlimits: &'s [(Resource, Rlimit)],
+    pub(super) ruleset: Option<&'s Ruleset>,
+    /// A folder that the rules must withhold.
+    pub(super) proof: Option<BorrowedFd<'s>>,
+    /// Working directory, unless it is the host's.
+    pub(super) directory: Option<BorrowedFd<'s>>,
+    /// True if standard output goes to the log, as standard error does.
+    pub(super) logs_output: bool,
+}
+
 /// A program that is ready to be executed.
 pub(super) struct Launch {
     program: CString,
@@ -109,14 +121,11 @@ impl Launch {
     }
 
     /// Starts it, with pipes for its standard streams.
-    pub(super) fn start(
-        self,
-        rlimits: &[(Resource, Rlimit)],
-        ruleset: Option<&Ruleset>,
-        proof: Option<BorrowedFd<'_>>,
-    ) -> io::Result<Program> {
-        let ((its_stdin, stdin), (stdout, its_stdout), (stderr, its_stderr)) = (pipe()?, pipe()?, pipe()?);
-        let streams = [its_stdin.as_raw_fd(), its_stdout.as_raw_fd(), its_stderr.as_raw_fd()];
+    pub(super) fn start(self, its: &Surroundings<'_>) -> io::Result<Program> {
+        let ((its_stdin, stdin), (stderr, its_stderr)) = (pipe()?, pipe()?);
+        let (stdout, its_stdout) = (!its.logs_output).then(pipe).transpose()?.unzip();
+        let log = its_stderr.as_raw_fd();
+        let streams = [its_stdin.as_raw_fd(), its_stdout.as_ref().map_or(log, PipeWriter::as_raw_fd), log];
         let host = rustix::process::getpid();
         let execute = || {
             let surroundings = || -> io::Result<()> {
@@ -128,11 +137,14 @@ impl Launch {
                     return Err(Errno::INTR.into());
                 }
                 give_streams(streams)?;
-                if let Some(ruleset) = ruleset {
-                    ruleset.restrict(proof)?;
+                if let Some(directory) = its.directory {
+                    rustix::process::fchdir(directory)?;
+                }
+                if let Some(ruleset) = its.ruleset {
+                    ruleset.restrict(its.proof)?;
                 }
                 // Last, since one of them may forbid to open what is looked at above.
-                for (resource, limit) in rlimits {
+                for (resource, limit) in its.rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
                 Ok(())
@@ -146,7 +158,7 @@ impl Launch {
         // allocates nor takes a lock.
         #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
         let child = unsafe { vfork::spawn(execute) }?;
-        Ok(Program { child, stdin: Some(stdin), stdout: Some(stdout), stderr: Some(stderr) })
+        Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
     /// Becomes the program. Not by the C library's way, which has a shell run what the kernel does not know.
@@ -189,6 +201,18 @@ impl Program {
     /// Its number.
     pub(super) fn id(&self) -> u32 {
         self.child.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Returns true if a signal has killed the program, which must have ended.
+    pub(super) fn has_crashed(&self) -> io::Result<bool> {
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        loop {
+            match waitid(WaitId::Pid(self.child.pid), look) {
+                Ok(status) => return Ok(status.is_some_and(|status| !status.exited())),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
     }
 
     /// Kills this process alone.

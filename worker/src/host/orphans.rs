@@ -1,10 +1,14 @@
-//! What the programs of jobs leave behind. The host is a child subreaper: when a program dies, what is
-//! left of its tree becomes the host's. The kernel hands such orphans to the first thread of a process,
+//! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining descendants
+//! become the host's. The kernel hands such orphans to the first thread of a process,
 //! while a program is the child of the thread that started it. So the first thread starts nothing, waits
 //! for nothing but its own children (`__WNOTHREAD`), and "no child" means that nothing is left. The kernel tells the
 //! children of a thread in `/proc`, so that the first thread is not woken for programs that leave nothing behind.
+//!
+//! Orphans of a program that still has its `output_grace` must survive the cleanup after other programs. Each program
+//! leads a session of its own, which its descendants can only leave by starting another one; so a session tells whose
+//! an orphan is. Sessions that descendants started are recorded when a program ends and while others are cleaned up.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -12,21 +16,92 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::kill_descendants;
-use bulkhead_linux::wait::wait4;
+use bulkhead_linux::process_tree::{Descendant, kill_descendants, list_descendants, read_small, session_of};
+use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::io::Errno;
 
 /// A process that survives SIGKILL for so long sits in the kernel; nothing is gained by more patience.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The programs that run, and the way to the thread that sweeps up after those that ran.
+/// Flags of `wait4` for a look at the first thread's own children.
+const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
+
+/// Maximum number of processes that a message names.
+const NAMED_MAX: usize = 4;
+
+/// Maximum number of processes that are searched for a pipe.
+const SEARCHED_MAX: usize = 256;
+
+/// Maximum number of descriptors that are searched in each process.
+const DESCRIPTORS_MAX: usize = 1024;
+
+/// The programs that run or have their grace, and the way to the thread that cleans up after the others.
 pub(super) struct Orphans {
-    programs: Mutex<HashSet<u32>>,
+    programs: Mutex<Programs>,
     /// Held by threads that start a program, all at once, and by the one that kills what is not entered.
     starting: RwLock<()>,
     /// The numbers of the children of the first thread, dead ones included, if the kernel tells.
     left: Option<File>,
     requests: SyncSender<SyncSender<()>>,
+}
+
+#[derive(Default)]
+struct Programs {
+    /// Every program whose job has not ended, by its number, which is also that of its session. True if its orphans'
+    /// sessions are recorded.
+    unfinished: HashMap<u32, bool>,
+    /// Programs that the members of other sessions may descend from.
+    sessions: HashMap<u32, Vec<u32>>,
+}
+
+impl Programs {
+    /// Returns the programs that a child of the host may descend from.
+    fn owners(&mut self, child: u32) -> Vec<u32> {
+        // A process that is gone needs no owner; its children are looked at by themselves.
+        session_of(child).map_or_else(Vec::new, |session| self.owners_of(session))
+    }
+
+    /// Returns the programs that the members of a session may descend from. Of an unknown session these are the
+    /// programs that have just died and whose orphans are not recorded.
+    fn owners_of(&mut self, session: u32) -> Vec<u32> {
+        if self.unfinished.contains_key(&session) {
+            return vec![session];
+        }
+        if let Some(owners) = self.sessions.get(&session) {
+            return owners.clone();
+        }
+        let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
+        let owners: Vec<u32> = unrecorded.map(|(&program, _)| program).filter(|&it| has_ended(it)).collect();
+        if !owners.is_empty() {
+            self.sessions.insert(session, owners.clone());
+        }
+        owners
+    }
+
+    fn is_spared(&mut self, child: u32) -> bool {
+        if self.unfinished.contains_key(&child) {
+            return true;
+        }
+        let owners = self.owners(child);
+        owners.iter().any(|owner| self.unfinished.contains_key(owner))
+    }
+
+    /// Records the sessions of all descendants. Errors: `/proc` cannot be read.
+    fn record_sessions(&mut self) -> io::Result<()> {
+        for Descendant { session, child, .. } in list_descendants()? {
+            if self.unfinished.contains_key(&session) || self.sessions.contains_key(&session) {
+                continue;
+            }
+            let owners = match self.unfinished.contains_key(&child) {
+                true => vec![child],
+                false => self.owners(child),
+            };
+            if !owners.is_empty() {
+                self.sessions.insert(session, owners);
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Orphans {
@@ -45,13 +120,50 @@ impl Orphans {
     ) -> io::Result<P> {
         let _starting = self.starting.read().unwrap_or_else(PoisonError::into_inner);
         let program = start()?;
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner).insert(number(&program));
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        programs.unfinished.insert(number(&program), false);
         Ok(program)
     }
 
-    /// A program has ended and was waited for.
+    /// Protects the orphans of a program that has exited until [`Orphans::ended`]. The program must not have been waited
+    /// for, so that its number stays its own.
+    pub(super) fn keep(&self, number: u32) {
+        let is_something_left = !self.is_nothing_left();
+        let starting =
+            is_something_left.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_something_left {
+            // Without /proc the orphans of its own session are known.
+            let _ = programs.record_sessions();
+        }
+        programs.unfinished.insert(number, true);
+        drop((programs, starting));
+    }
+
+    /// Names the orphans of a program that have a pipe open, for people. `pipe` is the number of its inode.
+    pub(super) fn holders(&self, number: u32, pipe: u64) -> Vec<String> {
+        let link = format!("pipe:[{pipe}]");
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        let descendants = list_descendants().unwrap_or_default();
+        let own = descendants.into_iter().filter(|found| programs.owners_of(found.session).contains(&number));
+        let own: Vec<u32> = own.map(|found| found.pid).take(SEARCHED_MAX).collect();
+        drop(programs);
+        let holds = |pid: &u32| {
+            let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+            let mut targets = descriptors.take(DESCRIPTORS_MAX).map(|entry| std::fs::read_link(entry.path()));
+            targets.any(|target| target.is_ok_and(|target| target.as_os_str() == link.as_str()))
+        };
+        let name = |pid: u32| {
+            let name = read_small(&format!("/proc/{pid}/comm")).unwrap_or_default();
+            format!("{} (pid {pid})", name.trim_end().escape_default())
+        };
+        own.into_iter().filter(holds).take(NAMED_MAX).map(name).collect()
+    }
+
+    /// The job of a program is over: what it leaves behind goes with the next sweep. To be called before the program is
+    /// waited for.
     pub(super) fn ended(&self, number: u32) {
-        self.programs.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
 
     /// Whether the first thread has no child. A program's children are handed over before its end is seen.
@@ -82,19 +194,28 @@ impl Orphans {
     fn sweep_here(&self) {
         let until = Instant::now() + PATIENCE;
         loop {
-            match wait4(-1, libc::WNOHANG | libc::__WNOTHREAD) {
+            match wait4(-1, FIRST_THREAD) {
                 Ok((0, ..)) if Instant::now() < until => {
                     let starting = self.starting.write().unwrap_or_else(PoisonError::into_inner);
-                    let programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+                    let has_kept = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that /proc cannot be read; the next round asks again.
-                    let _ = kill_descendants(&programs);
+                    let _ = if has_kept { programs.record_sessions() } else { Ok(()) };
+                    let killed = kill_descendants(|child| programs.is_spared(child));
                     drop((programs, starting));
+                    if matches!(killed, Ok(0)) {
+                        while wait4(-1, FIRST_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}
+                        break;
+                    }
                     std::thread::sleep(Duration::from_micros(500));
                 }
-                Ok((0, ..)) => return,
+                Ok((0, ..)) => break,
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(_) => return,
+                Err(_) => break,
             }
         }
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        let Programs { unfinished, sessions } = &mut *programs;
+        sessions.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::kinds::*;
 use super::rlimits::RawRlimits;
-use super::{admission, confinement, life, tenants};
+use super::{admission, confinement, exec, life, tenants};
 use crate::Profile;
 use crate::defaults::*;
 use crate::key::{BULKHEAD, Kind};
@@ -35,6 +35,9 @@ section! {
     entry: Cow<'static, str> as Kind::Text, elsewhere_default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers;
     /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
     exec: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
+    /// How long the standard output of a program of `exec` is read after the program has exited. A process that still
+    /// holds it then is killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
+    output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
     /// The environment of the workers. It is empty but for this and the few variables the SDK needs; names that start
     /// with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
@@ -89,6 +92,8 @@ section! {
         start: life::StartKeys,
         health: life::HealthKeys,
         recycle: life::RecycleKeys,
+        exit_status: exec::ExitStatusKeys,
+        files: exec::FilesKeys,
         sandbox: confinement::SandboxKeys,
         cgroup: confinement::CgroupKeys,
         rlimits: RawRlimits,
@@ -184,6 +189,13 @@ pub struct BulkheadConfig {
     pub sandbox: confinement::SandboxConfig,
     /// A control group for each worker; `None`: none of its own.
     pub cgroup: Option<confinement::CgroupConfig>,
+    /// How long a program's standard output is read after its exit; `None` without `exec`.
+    #[serde(serialize_with = "crate::units::serialize_duration_option")]
+    pub output_grace: Option<Duration>,
+    /// The meaning of a program's exit status; `None` without `exec`.
+    pub exit_status: Option<exec::ExitStatus>,
+    /// Payload and result of a program as files; `None`: it reads and writes pipes.
+    pub files: Option<exec::Files>,
 }
 
 impl BulkheadConfig {

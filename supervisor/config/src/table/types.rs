@@ -123,6 +123,12 @@ impl Scalar for Cow<'static, str> {
     }
 }
 
+impl Value for Vec<u8> {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, values::statuses)
+    }
+}
+
 impl Value for UidRange {
     fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.take(name, values::ids)

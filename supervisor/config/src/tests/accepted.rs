@@ -83,6 +83,9 @@ fn what_is_left_out_has_the_documented_default() {
             best_effort: vec![],
         },
         cgroup: None,
+        output_grace: Some(ms(1_000)),
+        exit_status: Some(ExitStatus { ok: vec![0], caller: vec![64, 65], retryable: vec![75] }),
+        files: None,
     };
     assert_eq!(config.bulkheads, [expected]);
     assert_eq!(config.access, []);
@@ -127,8 +130,13 @@ fn every_key_is_taken() {
     let library = folder.path("libthumb.so");
     assert_eq!(aa.program, Program::Library { path: library, entry: "thumb_handle".to_owned() });
     assert_eq!((aa.max_payload, aa.max_result), (32 << 20, 32 << 20), "from the supervisor");
-    let argv = ["pdftotext", "-", "-"].map(str::to_owned).to_vec();
+    let argv = ["pdftotext", "in.pdf", "out.txt"].map(str::to_owned).to_vec();
     assert_eq!(mm.program, Program::Exec { argv, path: folder.path("bin/pdftotext") });
+    assert_eq!((mm.output_grace, last.output_grace), (Some(ms(5_000)), None));
+    let statuses = ExitStatus { ok: vec![0, 1], caller: vec![2, 75], retryable: vec![] };
+    assert_eq!(mm.exit_status, Some(statuses), "the default of one list has nothing that another one names");
+    let files = Files { input: Some("in.pdf".to_owned()), output: Some("out.txt".to_owned()) };
+    assert_eq!((&mm.files, &last.files), (&Some(files), &None));
 }
 
 #[test]

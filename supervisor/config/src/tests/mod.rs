@@ -6,6 +6,7 @@ mod admission;
 mod confinement;
 mod crashes;
 mod documentation;
+mod exec;
 mod fallback;
 mod http;
 mod json_schema;
@@ -245,7 +246,10 @@ entry = "thumb_handle"
 sandbox = { profile = "none" }
 
 [bulkhead.mm]
-exec = ["pdftotext", "-", "-"]
+exec = ["pdftotext", "in.pdf", "out.txt"]
+output_grace = "5s"
+exit_status = { ok = [0, 1], caller = [2, 75] }
+files = { input = "in.pdf", output = "out.txt" }
 fallback = []
 max_queue = 7
 sandbox = { user = "root" }

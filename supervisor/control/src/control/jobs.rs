@@ -439,7 +439,13 @@ async fn run(
     }
     let mut response = match outcome.verdict {
         Verdict::Ok => result(&outcome, result_bytes, reader, writer),
-        _ => outcome_problem(&outcome, asked.traceparent),
+        _ => {
+            let mut payload = Vec::new();
+            // The data plane passes on no more of a failure.
+            let most = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
+            reader.take(most).read_to_end(&mut payload).await.map_err(|_| Cut::Ended)?;
+            outcome_problem(&outcome, payload, asked.traceparent)
+        }
     };
     let span = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok());
     if let Some(span) = span.and_then(Traceparent::parse) {
@@ -510,15 +516,16 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
 
 // Answers.
 
-/// The fields of an outcome.
-fn fields(outcome: &Outcome) -> Map<String, Value> {
+/// The fields of an outcome, with the payload of one that failed.
+fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let signal = match &outcome.verdict {
         Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {
             status.map(bulkhead_linux::signals::name)
         }
         _ => None,
     };
-    match json!(JobOutcome { signal, ..JobOutcome::new(outcome) }) {
+    let payload = (!payload.is_empty()).then_some(payload);
+    match json!(JobOutcome { signal, payload, ..JobOutcome::new(outcome) }) {
         Value::Object(fields) => fields,
         _ => unreachable!("a structure is written as an object"),
     }
@@ -537,6 +544,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
         ("bulkhead-deadline-ms", "deadline_ms"),
         ("bulkhead-run-limit-ms", "run_limit_ms"),
         ("bulkhead-worker-pid", "worker_pid"),
+        ("bulkhead-status", "status"),
     ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
@@ -563,7 +571,7 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
         }
     });
     let mut response = Body::from_stream(body).into_response();
-    response.headers_mut().extend(headers(&fields(outcome)));
+    response.headers_mut().extend(headers(&fields(outcome, Vec::new())));
     let kind = HeaderValue::from_static("application/octet-stream");
     response.headers_mut().insert(header::CONTENT_TYPE, kind);
     response.headers_mut().insert(header::CONTENT_LENGTH, bytes.into());
@@ -571,12 +579,14 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
 }
 
 /// A problem document with the fields of the outcome.
-fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Response {
+fn outcome_problem(outcome: &Outcome, payload: Vec<u8>, traceparent: Option<Traceparent>) -> Response {
     // 499 is used here and by a few proxies alone.
     let status =
         StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut fields = fields(outcome);
+    let mut fields = fields(outcome, payload);
     let told = headers(&fields);
+    // In a problem document that is the status of HTTP.
+    fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
     let mut response = problem_with(status, &detail, fields);
@@ -609,7 +619,7 @@ fn refused(name: &str, reason: RejectReason, message: String) -> Response {
 fn slow(name: &str) -> Response {
     let message = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: message.clone() };
-    let fields = fields(&unseen(name, verdict, None));
+    let fields = fields(&unseen(name, verdict, None), Vec::new());
     let told = headers(&fields);
     let mut response = problem_with(StatusCode::REQUEST_TIMEOUT, &message, fields);
     response.headers_mut().extend(told);
@@ -624,7 +634,7 @@ fn ended(name: &str) -> Response {
 
 /// An outcome that the data plane did not tell.
 fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
-    outcome_problem(&unseen(name, verdict, retry_after), None)
+    outcome_problem(&unseen(name, verdict, retry_after), Vec::new(), None)
 }
 
 fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
@@ -639,6 +649,7 @@ fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcom
         retry_after,
         deadline: Duration::ZERO,
         run_limit: None,
+        status: None,
         verdict,
     }
 }

@@ -90,7 +90,7 @@ impl Hunt {
 
     /// Goes on with so many processes; `is_spared` are children of this one that stay, with what descends from
     /// them. After an error (`/proc` cannot be read) the hunt is over.
-    pub fn step(&mut self, processes_max: usize, is_spared: impl Fn(u32) -> bool) -> io::Result<Progress> {
+    pub fn step(&mut self, processes_max: usize, is_spared: impl FnMut(u32) -> bool) -> io::Result<Progress> {
         match std::mem::take(&mut self.stage) {
             Stage::Over => Ok(Progress::Over(self.found.len())),
             Stage::Looking { mut entries, mut table } => {
@@ -139,7 +139,7 @@ impl Hunt {
     }
 
     /// A look is complete: stops what it found for the first time, or else kills all.
-    fn looked(&mut self, table: &HashMap<u32, Process>, is_spared: impl Fn(u32) -> bool) -> Progress {
+    fn looked(&mut self, table: &HashMap<u32, Process>, is_spared: impl FnMut(u32) -> bool) -> Progress {
         let own = std::process::id();
         let mut before = std::mem::take(&mut self.found);
         // The nearest first: the parent of one that is to be stopped has been stopped itself.

@@ -183,6 +183,7 @@ mod tests {
             retry_after: None,
             deadline: Duration::from_secs(1),
             run_limit: None,
+            status: None,
         };
         Box::new(JobSpan {
             given,

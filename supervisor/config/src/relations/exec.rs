@@ -1,0 +1,111 @@
+//! The keys that are about the programs of `exec`, and what they rule out.
+
+use super::Checker;
+use crate::Profile;
+use crate::defaults::FILE_NAME_BYTES_MAX;
+use crate::diagnostics::shown;
+use crate::file::RawBulkhead;
+use crate::keys::bulkhead::{BulkheadConfig, Program};
+use crate::keys::exec::{ExitStatus, ExitStatusKeys};
+use crate::reader::{Field, Given, Origin};
+use crate::values::Complaint;
+
+/// Exit statuses of `sysexits.h`: EX_USAGE, EX_DATAERR and EX_TEMPFAIL.
+const CALLER: [u8; 2] = [64, 65];
+const RETRYABLE: [u8; 1] = [75];
+
+impl Checker<'_> {
+    pub(super) fn exit_status(&mut self, raw: &ExitStatusKeys) -> ExitStatus {
+        let lists = [("ok", &raw.ok), ("caller", &raw.caller), ("retryable", &raw.retryable)];
+        let mut written: Vec<(u8, &str)> = Vec::new();
+        for (name, given) in lists.into_iter().filter_map(|(name, field)| Some((name, field.given()?))) {
+            for &status in &given.value {
+                if let Some((_, before)) = written.iter().find(|(other, _)| *other == status) {
+                    let message =
+                        format!("`exit_status` has the status {status} in `{before}` and in `{name}`");
+                    self.problems.report(given.span.clone(), message, "remove it from one of the two");
+                }
+                written.push((status, name));
+            }
+        }
+        // A list that is not written has its default, but for the statuses that another list names.
+        let list = |field: &Field<Vec<u8>>, default: &[u8]| {
+            field.value().unwrap_or_else(|| {
+                let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);
+                default.iter().copied().filter(is_free).collect()
+            })
+        };
+        ExitStatus {
+            ok: list(&raw.ok, &[0]),
+            caller: list(&raw.caller, &CALLER),
+            retryable: list(&raw.retryable, &RETRYABLE),
+        }
+    }
+
+    pub(super) fn check_exec(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
+        if !matches!(bulkhead.program, Program::Exec { .. }) {
+            self.check_for_exec(raw, "output_grace", &raw.output_grace);
+            self.check_for_exec(raw, "exit_status", &raw.exit_status.here);
+            self.check_for_exec(raw, "files", &raw.files.here);
+            return;
+        }
+        let files = [("input", &raw.files.input), ("output", &raw.files.output)];
+        for (name, given) in files.iter().filter_map(|(name, field)| Some((name, field.given()?))) {
+            if let Err(complaint) = check_file_name(name, given) {
+                self.complain(given.span.clone(), complaint);
+            }
+        }
+        let Some(files) = files.iter().find_map(|(_, field)| field.given()) else { return };
+        if let Some(cwd) = raw.cwd.given().filter(|cwd| cwd.origin >= files.origin) {
+            self.problems.report(
+                cwd.span.clone(),
+                "`cwd` and `files` exclude each other: with `files` each job's own folder is the working directory",
+                "remove `cwd`, and name other files by absolute paths",
+            );
+        }
+        let sandbox = &bulkhead.sandbox;
+        if sandbox.profile != Profile::None && sandbox.tmp_bytes == 0 {
+            let place = raw.sandbox.tmp.given().map_or(&files.span, |tmp| &tmp.span);
+            self.problems.report(
+                place.clone(),
+                "`files` needs a temporary folder, and `sandbox.tmp` is 0",
+                "write `tmp = \"64MiB\"` or more, so that a payload and a result fit",
+            );
+        }
+    }
+
+    /// Reports a key of the bulkhead itself that is about `exec`.
+    fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
+        if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
+            self.problems.report(
+                given.span.clone(),
+                format!(
+                    "`{key}` has no effect: it is about `exec`, and bulkhead `{}` has no `exec`",
+                    raw.name
+                ),
+                format!("remove `{key}`, or run a program by `exec = [\"program\"]`"),
+            );
+        }
+    }
+}
+
+/// Checks that a file lies in the job's folder itself.
+fn check_file_name(key: &str, given: &Given<String>) -> Result<(), Complaint> {
+    let name = given.value.as_str();
+    if name.contains('/') || matches!(name, "." | "..") {
+        return Err(Complaint::new(
+            format!(
+                "`files.{key}` must be the name of a file in the job's own folder, not the path `{}`",
+                shown(name)
+            ),
+            format!("write a name without `/`, as in `{key} = \"{key}.txt\"`"),
+        ));
+    }
+    if name.len() > FILE_NAME_BYTES_MAX {
+        return Err(Complaint::new(
+            format!("`files.{key}` has {} bytes; a file name has at most {FILE_NAME_BYTES_MAX}", name.len()),
+            "write a shorter name",
+        ));
+    }
+    Ok(())
+}

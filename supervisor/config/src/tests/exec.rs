@@ -1,0 +1,89 @@
+//! The keys about programs of `exec`.
+
+use std::time::Duration;
+
+use super::*;
+
+#[test]
+fn an_output_grace_of_zero_is_allowed() {
+    let config = Folder::new().accept(&bulkhead("output_grace = \"0s\""));
+    assert_eq!(config.bulkheads[0].output_grace, Some(Duration::ZERO));
+}
+
+#[test]
+fn statuses_are_numbers_from_0_to_255_in_one_list() {
+    let folder = Folder::new();
+    let cases = [
+        (
+            "ok = [0, 256]",
+            22,
+            "`exit_status.ok[1]` must be an exit status from 0 to 255, not 256",
+            "ok = [0, 1]",
+        ),
+        ("ok = [-1]", 22, "`exit_status.ok[0]` must be an exit status from 0 to 255, not -1", "ok = [0, 1]"),
+        (
+            "caller = [\"2\"]",
+            26,
+            "`exit_status.caller[0]` must be an exit status from 0 to 255, not a string",
+            "",
+        ),
+        ("ok = 1", 22, "`exit_status.ok` must be an array of exit statuses, not a number", "ok = [0, 1]"),
+        ("retryable = [3, 3]", 29, "`exit_status.retryable` names 3 twice", "remove one"),
+        ("ok = [0, 1], caller = [1]", 39, "has the status 1 in `ok` and in `caller`", "remove it from one"),
+        ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
+    ];
+    for (keys, column, message, help) in cases {
+        folder.refuse_one(&bulkhead(&format!("exit_status = {{ {keys} }}")), (3, column), message, help);
+    }
+    let config = folder.accept(&bulkhead("exit_status = { ok = [] , caller = [75] }"));
+    let expected = ExitStatus { ok: vec![], caller: vec![75], retryable: vec![] };
+    assert_eq!(config.bulkheads[0].exit_status, Some(expected));
+}
+
+#[test]
+fn files_have_plain_names() {
+    let folder = Folder::new();
+    for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
+        let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
+        let message = format!("the name of a file in the job's own folder, not the path `{name}`");
+        folder.refuse_one(&text, (3, 19), &message, "input = \"input.txt\"");
+    }
+    let long = "x".repeat(256);
+    folder.refuse_one(
+        &bulkhead(&format!("files = {{ output = \"{long}\" }}")),
+        (3, 20),
+        "has 256 bytes",
+        "shorter",
+    );
+    folder.refuse_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
+    for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
+        folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
+    }
+    assert_eq!(folder.accept(&bulkhead("files = {}")).bulkheads[0].files, None);
+}
+
+#[test]
+fn files_exclude_a_working_directory_and_need_a_temporary_folder() {
+    let folder = Folder::new();
+    let files = "files = { input = \"in\" }";
+    let text = bulkhead(&format!("cwd = \"work\"\n{files}"));
+    folder.refuse_one(&text, (3, 7), "`cwd` and `files` exclude each other", "remove `cwd`");
+    folder.accept(&format!("[defaults]\ncwd = \"work\"\n{}", bulkhead(files)));
+    let text = bulkhead(&format!("{files}\nsandbox = {{ tmp = 0 }}"));
+    folder.refuse_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");
+    folder.accept(&bulkhead(&format!("{files}\nsandbox = {{ profile = \"none\" }}")));
+}
+
+#[test]
+fn without_exec_the_keys_have_no_effect() {
+    let folder = Folder::new();
+    let command = "[bulkhead.a]\ncommand = [\"tool\"]\n";
+    for (key, column) in
+        [("output_grace = \"2s\"", 16), ("exit_status = { ok = [1] }", 1), ("files = { input = \"x\" }", 1)]
+    {
+        let name = key.split(' ').next().unwrap();
+        let message = format!("`{name}` has no effect: it is about `exec`, and bulkhead `a` has no `exec`");
+        folder.refuse_one(&format!("{command}{key}\n"), (3, column), &message, &format!("remove `{name}`"));
+        folder.accept(&format!("[defaults]\n{key}\n{command}"));
+    }
+}
