@@ -380,3 +380,27 @@ def _note(text: str) -> None:
     if path:
         with open(path, "a") as file:
             file.write(text + "\n")
+
+
+@bulkhead.handler("careless")
+def careless(payload: bytes, ctx: Context) -> str:
+    """Mistakes of C libraries that concern the worker itself."""
+    import ctypes
+    import socket
+
+    if payload == b"fork":
+        child = ctypes.CDLL(None).fork()
+        if child == 0:
+            ctx.progress(0.5, "in the child")
+            return "child"
+        return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if payload == b"close":
+        os.closerange(3, 256)
+        return "closed"
+    ours, theirs = socket.socketpair()
+    kept = {ours.fileno(), theirs.fileno()}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept and os.path.exists(f"/proc/self/fd/{name}"):
+            os.dup2(ours.fileno(), int(name))
+    time.sleep(600)
+    return "replaced"

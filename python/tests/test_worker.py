@@ -386,6 +386,24 @@ def test_a_forked_child_of_a_handler_is_no_worker(client: Client, supervisor: Su
     assert supervisor.snapshot(name)["late_replies"] == 0
 
 
+@pytest.mark.parametrize("name", ["plain", "many", "strict"])
+def test_a_child_that_c_code_forked_is_no_worker(client: Client, supervisor: Supervisor, name: str) -> None:
+    assert client.call(name, b"fork", operation="careless").payload == b"1"
+    assert client.call(name, b"goes on").payload == b"goes on"
+    assert supervisor.snapshot(name)["late_replies"] == 0
+
+
+@pytest.mark.parametrize("how", [b"close", b"replace"])
+def test_a_worker_ends_when_its_link_is_lost(how: bytes) -> None:
+    keys = {**WORKER, "health": {"heartbeat": "200ms"}, "deadline": "5m"}
+    with running(one=keys) as own, Client(own.socket) as client:
+        job = client.submit("one", how, operation="careless", deadline=300)
+        wait_for("the worker is replaced", lambda: own.snapshot("one")["restarts"] == 1)
+        assert not isinstance(job.exception(LONG), bulkhead.DeadlineExceeded)
+        assert client.call("one", b"goes on").payload == b"goes on"
+        wait_for("the log names the mistake", lambda: "closed or replaced the worker's link" in own.log())
+
+
 # By hand.
 
 

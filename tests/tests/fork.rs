@@ -276,3 +276,16 @@ fn nothing_of_it_outlives_the_supervisor() {
     let _ = supervisor.wait();
     wait_for("all are gone", || (!is_alive(template) && !is_alive(worker)).then_some(()));
 }
+
+#[test]
+fn a_process_that_a_template_forks_itself_is_no_worker() {
+    let supervisor = Supervisor::start(&bulkhead(FORK).replace("\"forked\"", "\"forked\", \"stray\""));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let submit = |operation: &str| {
+        let reply = client.job("b", "").operation(operation).send().unwrap();
+        String::from_utf8(reply.payload().to_vec()).unwrap()
+    };
+    let process = submit("who");
+    assert_eq!((submit("template").as_str(), submit("worker").as_str()), ("Ok(true)", "Ok(true)"));
+    assert_eq!(submit("who"), process);
+}

@@ -759,3 +759,118 @@ fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     let detail = snapshot["detail"].as_str().unwrap_or_default();
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
+
+/// A library whose mistakes concern the worker itself: processes that it forks and that return, and descriptors that
+/// it closes or replaces.
+const CARELESS: &str = r#"
+#include <bulkhead.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+BULKHEAD_LIBRARY
+
+static const char *left;
+static char initialised[32] = "no child";
+
+static void at_exit(void)
+{
+    if (left) close(open(left, O_CREAT | O_WRONLY, 0600));
+}
+
+static void wait_for(pid_t child, char *text, size_t size)
+{
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status)) snprintf(text, size, "exited with %d", WEXITSTATUS(status));
+    else snprintf(text, size, "killed by %d", WTERMSIG(status));
+}
+
+int bulkhead_init(char *message, size_t size)
+{
+    pid_t child = fork();
+    if (child == 0) { alarm(60); return 0; }
+    wait_for(child, initialised, sizeof initialised);
+    atexit(at_exit);
+    return 0;
+}
+
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    const char *op = job->operation;
+    char text[64];
+    if (!strcmp(op, "fork")) {
+        char path[256];
+        snprintf(path, sizeof path, "%.*s", (int)job->payload_len, (const char *)job->payload);
+        left = path;
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(60);
+            host->progress(job, 0.5, "in the child");
+            host->result(job, "child", 5);
+            return 0;
+        }
+        wait_for(child, text, sizeof text);
+        left = NULL;
+    } else if (!strcmp(op, "close")) {
+        for (int fd = 3; fd < 256; fd++) close(fd);
+        return 0;
+    } else if (!strcmp(op, "replace")) {
+        int pair[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair)) return 1;
+        for (int fd = 3; fd < 256; fd++)
+            if (fd != pair[0] && fd != pair[1] && fcntl(fd, F_GETFD) >= 0) dup2(pair[0], fd);
+        pause();
+        return 0;
+    } else if (!strcmp(op, "abort")) {
+        abort();
+    } else if (!strcmp(op, "init")) {
+        strcpy(text, initialised);
+    } else {
+        snprintf(text, sizeof text, "%d", (int)getpid());
+    }
+    return host->result(job, text, strlen(text));
+}
+"#;
+
+fn careless(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
+    let (folder, path) = compile(CARELESS, &["-D_GNU_SOURCE"]);
+    let (supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}\n"));
+    (folder, supervisor, client)
+}
+
+#[test]
+fn a_forked_process_that_returns_is_no_worker() {
+    let (folder, supervisor, client) = careless("");
+    let submit = |operation: &str, payload: &str| client.job("x", payload).operation(operation).send();
+    assert_eq!(text(submit("init", "")), "exited with 1");
+    let process = text(submit("who", ""));
+    let left = folder.path().join("left");
+    assert_eq!(text(submit("fork", left.to_str().unwrap())), "exited with 1");
+    assert!(!left.exists(), "the forked process ran what the library left for exit()");
+    assert_eq!(text(submit("who", "")), process);
+    assert_eq!(outcome(&submit("abort", "")), "crashed/signal");
+    assert_eq!(supervisor.number("x", "late_replies"), 0);
+    wait_for("the log names the mistake", || {
+        supervisor.log().contains("a process forked by this worker returned from its handler").then_some(())
+    });
+}
+
+#[test]
+fn a_worker_ends_when_its_link_is_lost() {
+    let (_folder, supervisor, client) = careless("health = { heartbeat = \"200ms\" }\n");
+    for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
+        let job = client.job("x", "").operation(operation).start().unwrap();
+        supervisor.wait_number("x", "restarts", nth as u64 + 1);
+        // Not by the job's deadline, which is a minute away.
+        assert_ne!(outcome(&job.wait()), "deadline_exceeded/running");
+        assert_eq!(text(client.job("x", "").operation("init").send()), "exited with 1");
+    }
+    wait_for("the log names the mistake", || {
+        supervisor.log().contains("closed or replaced the worker's link").then_some(())
+    });
+}

@@ -19,6 +19,11 @@
  *
  * A crash, a hang or a leak in here costs this process and the jobs in it,
  * never the caller.
+ *
+ * A process that the library forks is not the worker: it must end itself with
+ * _exit(), also when exec() fails. If it returns from the handler, the host
+ * ends it with status 1. Close only descriptors that the library opened: a
+ * worker that lost its link ends at once or with its next heartbeat.
  */
 #ifndef BULKHEAD_H
 #define BULKHEAD_H

@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::files::{Leased, MappedPayload, ResultInPlace};
 use crate::link::Writer;
+use crate::ownership;
 use crate::progress::Progress;
 use crate::template::Template;
 
@@ -197,8 +198,12 @@ impl<S> Ctx<S> {
     }
 
     /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words. However often it is called,
-    /// the client hears ten times a second at most, and the last word before the result.
+    /// the client hears ten times a second at most, and the last word before the result. Does nothing in a process that
+    /// the handler forked.
     pub fn progress(&self, fraction: f32, text: &str) {
+        if !ownership::is_worker() {
+            return;
+        }
         let progress = self.order.handle.progress.get_or_init(Box::default);
         progress.say(&self.writer, self.order.number, fraction, cut(text, MESSAGE_BYTES_MAX));
     }

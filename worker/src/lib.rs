@@ -17,6 +17,7 @@ mod context;
 mod files;
 mod journal;
 mod link;
+mod ownership;
 mod pool;
 mod progress;
 mod reply;

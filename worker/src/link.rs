@@ -13,10 +13,12 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability, welcome_capability};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::FdFlags;
+use rustix::io::{Errno, FdFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::journal::Journal;
+use crate::ownership;
+use crate::pool::end_at_once;
 use crate::seal::Seal;
 
 /// Bytes that one read takes: a worker gets few jobs at once.
@@ -156,9 +158,27 @@ fn wait(link: &OwnedFd, flags: PollFlags) {
     let _ = poll(&mut [PollFd::new(link, flags)], None);
 }
 
+fn identity(link: &OwnedFd) -> rustix::io::Result<(u64, u64)> {
+    rustix::fs::fstat(link).map(|found| (found.st_dev, found.st_ino))
+}
+
+/// Ends a worker that cannot use its link any more.
+pub(crate) fn lost(error: rustix::io::Errno) -> ! {
+    match error {
+        // The supervisor is gone.
+        Errno::PIPE | Errno::CONNRESET => end_at_once(),
+        error => ownership::leave(&format!(
+            "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that \
+             it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+        )),
+    }
+}
+
 /// The writing half, shared by all threads.
 pub(crate) struct Writer {
     link: OwnedFd,
+    /// Device and inode of the link.
+    identity: (u64, u64),
     waiting: Mutex<Waiting>,
 }
 
@@ -172,33 +192,50 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Whether all is sent.
-    fn flush(&mut self, link: &OwnedFd) -> io::Result<bool> {
-        let is_sent = self.outbox.flush(link, &mut self.pool)?;
+    /// Returns true if nothing is left to send. An error on the link ends the worker.
+    fn flush(&mut self, link: &OwnedFd) -> bool {
+        let is_sent = self
+            .outbox
+            .flush(link, &mut self.pool)
+            .unwrap_or_else(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::IO)));
         if is_sent && let Some(journal) = &mut self.journal {
             journal.clear();
         }
-        Ok(is_sent)
+        is_sent
     }
 }
 
 impl Writer {
     pub(crate) fn new(link: &OwnedFd) -> io::Result<Self> {
-        Ok(Self { link: link.try_clone()?, waiting: Mutex::default() })
+        Ok(Self { link: link.try_clone()?, identity: identity(link)?, waiting: Mutex::default() })
+    }
+
+    /// Ends the worker if one of its descriptors of the link, `other` or the writer's own, is another file now.
+    pub(crate) fn check_link(&self, other: &OwnedFd) {
+        for link in [&self.link, other] {
+            match identity(link) {
+                Ok(found) if found == self.identity => {}
+                Ok(_) => lost(Errno::NOTSOCK),
+                Err(error) => lost(error),
+            }
+        }
     }
 
     /// From here on, answers are kept there until they are sent.
     pub(crate) fn keep_journal(&self, journal: Journal) {
-        self.lock().journal = Some(journal);
+        if let Some(mut waiting) = self.lock() {
+            waiting.journal = Some(journal);
+        }
     }
 
     /// Where it is said how many jobs were begun, if answers are kept in a journal: then jobs may be sent ahead.
     pub(crate) fn begun(&self) -> Option<&'static AtomicU64> {
-        self.lock().journal.as_ref().map(Journal::begun)
+        self.lock()?.journal.as_ref().map(Journal::begun)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    /// `None` in a process that a handler forked: another thread may have held the lock, and the link is not its own.
+    fn lock(&self) -> Option<MutexGuard<'_, Waiting>> {
+        ownership::is_worker().then(|| self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Appends a frame; it leaves with the next flush.
@@ -216,7 +253,8 @@ impl Writer {
         payload: Payload<'_>,
     ) {
         // What handlers say was cut to size, so that the metadata fits.
-        let Waiting { outbox, pool, .. } = &mut *self.lock();
+        let Some(mut waiting) = self.lock() else { return };
+        let Waiting { outbox, pool, .. } = &mut *waiting;
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
     }
 
@@ -230,7 +268,8 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        let Waiting { outbox, pool, journal } = &mut *self.lock();
+        let Some(mut waiting) = self.lock() else { return true };
+        let Waiting { outbox, pool, journal } = &mut *waiting;
         let before = outbox.waiting_bytes();
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
         let Some(journal) = journal else { return true };
@@ -241,14 +280,9 @@ impl Writer {
 
     /// Sends all that waits, however long the supervisor takes to read it.
     pub(crate) fn flush(&self) {
-        let mut waiting = self.lock();
-        loop {
-            match waiting.flush(&self.link) {
-                Ok(true) => return,
-                Ok(false) => wait(&self.link, PollFlags::OUT),
-                // The supervisor is gone; the thread that reads the link ends this process.
-                Err(_) => return,
-            }
+        let Some(mut waiting) = self.lock() else { return };
+        while !waiting.flush(&self.link) {
+            wait(&self.link, PollFlags::OUT);
         }
     }
 
@@ -262,7 +296,7 @@ impl Writer {
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
         let Some(mut waiting) = self.try_lock() else { return false };
         let is_pushed = waiting.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
-        let _ = waiting.flush(&self.link);
+        waiting.flush(&self.link);
         is_pushed
     }
 
@@ -270,7 +304,7 @@ impl Writer {
     /// it.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut waiting) = self.try_lock() else { return true };
-        !matches!(waiting.flush(&self.link), Ok(false))
+        waiting.flush(&self.link)
     }
 
     fn try_lock(&self) -> Option<MutexGuard<'_, Waiting>> {

@@ -40,12 +40,14 @@ use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, St
 use bulkhead_shared::{Fault, worker_protocol};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
 use rustix::thread::set_current_timer_slack;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
 use crate::files::{Leased, Lent};
-use crate::link::{Reader, Welcome, Writer, threads_max};
+use crate::link::{self, Reader, Welcome, Writer, threads_max};
+use crate::ownership;
 use crate::reply::{HandlerError, Reply};
 
 #[cfg(test)]
@@ -281,6 +283,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let context = StartCtx { to: Listener::Supervisor(self.writer.clone()) };
         let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
             .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
+        ownership::end_forked_process();
         match made {
             Ok(state) => {
                 let _ = self.shared.set(Arc::new(state));
@@ -472,7 +475,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn call_idle(&self, state: &mut State) {
         if !state.is_searching {
             state.is_searching = true;
-            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+            if let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes()) {
+                link::lost(error);
+            }
         }
     }
 
@@ -558,6 +563,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         };
         let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, ctx)))
             .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
+        ownership::end_forked_process();
         if let Some(progress) = ctx.order.handle.progress.get() {
             progress.settle(&self.writer, number);
         }
@@ -639,7 +645,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut files = Vec::new();
         loop {
             let read = inbox.receive_by(scratch, |buffer| receive_with_files(&self.link, buffer, &mut files));
-            let Ok((received, mut batch)) = read else { end_at_once() };
+            let (received, mut batch) = match read {
+                Ok(read) => read,
+                Err(error) => link::lost(Errno::from_io_error(&error).unwrap_or(Errno::CONNRESET)),
+            };
             let now = Instant::now();
             let mut state = lock(&self.state);
             if !files.is_empty() {
@@ -729,6 +738,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 stopping = Stopping::Sent;
             }
             if !interval.is_zero() && Instant::now() >= next_beat {
+                // A heartbeat says that the supervisor can reach this worker.
+                self.writer.check_link(&self.link);
                 match self.welcome.beat {
                     Some(beat) => beat.store(monotonic_ns().to_le(), Ordering::Release),
                     None => drop(self.writer.try_send(kind::HEARTBEAT, &Empty)),
@@ -879,12 +890,13 @@ fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
     let mut event = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
     match epoll::wait(epoll, &mut event, timeout.as_ref()) {
         Ok(1) => Some(event[0].data.u64()),
-        _ => None,
+        Ok(_) | Err(Errno::INTR) => None,
+        Err(error) => link::lost(error),
     }
 }
 
 /// The supervisor is gone, or mad: nothing that this process does is of use any more.
-fn end_at_once() -> ! {
+pub(crate) fn end_at_once() -> ! {
     // Not `exit`, which would run whatever a C library has left to be run, and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort();

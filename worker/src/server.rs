@@ -10,6 +10,7 @@ use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::context::{Ctx, Job, Listener, StartCtx};
 use crate::link::{self, Reader, Writer};
+use crate::ownership;
 use crate::pool::{Pool, panic_text};
 use crate::reply::{HandlerError, Reply};
 use crate::template::{self, Template};
@@ -165,7 +166,9 @@ impl<S: Send + Sync + 'static> Server<S> {
         };
         // Others of our user are not to read our memory or take our descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
-        let started = if template::is_wanted() { self.open_template(link) } else { self.open(link) };
+        let claimed = ownership::claim().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
+        let started = claimed
+            .and_then(|()| if template::is_wanted() { self.open_template(link) } else { self.open(link) });
         started.unwrap_or_else(|message| {
             eprintln!("the worker cannot start: {message}");
             ExitCode::FAILURE
@@ -179,15 +182,20 @@ impl<S: Send + Sync + 'static> Server<S> {
         let context = StartCtx { to: Listener::Keeper(template.clone()) };
         let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
             .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
+        ownership::end_forked_process();
         let refused = |message: String| {
             template.refuse(&message);
             message
         };
         let mut state = made
             .map_err(|error| refused(format!("initialisation failed: {}: {}", error.code, error.message)))?;
-        let before = || before_fork.iter_mut().for_each(|hook| hook(&mut state));
+        let before = || {
+            before_fork.iter_mut().for_each(|hook| hook(&mut state));
+            ownership::end_forked_process();
+        };
         let link = template.serve(before).map_err(refused)?;
         // From here on this is a worker, and the link has taken the place of the template's socket.
+        ownership::claim().map_err(|error| error.to_string())?;
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;

@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use rustix::process::{Pid, Signal};
 
+use crate::ownership;
 use crate::rules::{Rules, Temporary};
 
 /// Threads that are named where there should be one.
@@ -80,14 +81,19 @@ impl Template {
         rustix::io::retry_on_intr(send).map(drop)
     }
 
+    /// Does nothing in a process that the initialisation forked.
+    fn tell(&self, word: Word<'_>) -> rustix::io::Result<()> {
+        if ownership::is_worker() { self.say(word) } else { Ok(()) }
+    }
+
     pub(crate) fn status(&self, text: &str) {
-        // The keeper is gone, and this process goes with it.
-        let _ = self.say(Word::Status(cut(text, TEXT_BYTES_MAX)));
+        // An error means that the keeper is gone, and this process goes with it.
+        let _ = self.tell(Word::Status(cut(text, TEXT_BYTES_MAX)));
     }
 
     pub(crate) fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
-        let _ = self.say(Word::Extend(more_ms));
+        let _ = self.tell(Word::Extend(more_ms));
     }
 
     pub(crate) fn refuse(&self, text: &str) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _socket
+import errno
 import mmap
 import os
 import struct
@@ -10,6 +11,10 @@ import threading
 import time
 
 from . import _wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = ["Journal", "Link", "Refused", "inherited", "shake_hands"]
 
@@ -43,14 +48,30 @@ class Journal:
 class Link:
     """The socket, and who may write to it."""
 
-    __slots__ = ("_writing", "socket")
+    __slots__ = ("_identity", "_owner", "_writing", "socket")
 
     def __init__(self, socket: _socket.socket) -> None:
         self.socket = socket
+        self._identity = _identity(socket)
+        self._owner = os.getpid()
         self._writing = threading.Lock()
 
+    def is_own(self) -> bool:
+        """Returns false in a process that code in the worker forked, in Python or in C."""
+        return os.getpid() == self._owner
+
+    def check(self) -> None:
+        """Ends the worker if the link's descriptor is another file now."""
+        try:
+            if _identity(self.socket) != self._identity:
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+        except OSError as error:
+            lost(error)
+
     def send(self, kind: int, number: int, metadata: bytes = _wire.EMPTY, payload: _wire.Buffer = b"") -> None:
-        """Sends a frame: when this returns, it outlives this process."""
+        """Sends a frame: when this returns, it outlives this process. A forked process sends nothing."""
+        if not self.is_own():
+            return
         try:
             if len(payload) <= _wire.INLINE_BYTES_MAX:
                 data = _wire.frame(kind, number, metadata, payload)
@@ -61,19 +82,38 @@ class Link:
                 with self._writing:
                     self.socket.sendall(head)
                     self.socket.sendall(payload)
-        except OSError:
-            # The supervisor is gone: nothing that this process does is of use any more.
-            os._exit(1)
+        except OSError as error:
+            lost(error)
 
     def heartbeat(self) -> None:
         """Says that this process lives, unless another thread is writing: then bytes flow, which say as much."""
+        self.check()
         if self._writing.acquire(False):
             try:
                 self.socket.sendall(_wire.frame(_wire.HEARTBEAT, 0))
-            except OSError:
-                os._exit(1)
+            except OSError as error:
+                lost(error)
             finally:
                 self._writing.release()
+
+
+def _identity(socket: _socket.socket) -> tuple[int, int]:
+    found = os.fstat(socket.fileno())
+    return found.st_dev, found.st_ino
+
+
+def lost(error: OSError) -> NoReturn:
+    """Ends a worker that cannot use its link any more. It is silent if the supervisor is gone."""
+    if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+        sentence = (
+            "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that "
+            f"it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+        )
+        try:
+            os.write(2, sentence.encode())
+        except OSError:
+            pass
+    os._exit(1)
 
 
 def inherited() -> _socket.socket | None:

@@ -76,7 +76,6 @@ class Server:
         # How long a handler takes, smoothed; threads may overwrite each other's.
         self._typical = STUCK_SECONDS
         self._looked_at = 0.0
-        self._is_child = False
         self._make_epolls()
 
     @staticmethod
@@ -122,19 +121,21 @@ class Server:
 
     def run(self, prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> None:
         """Prepares, and serves until the supervisor wants no more."""
+        os.register_at_fork(after_in_child=self._leave_child)
         try:
             self._handler, self._operations, self.state = prepare()
+            self._end_if_child(None)
             handlers = [*self._operations.values(), *([self._handler] if self._handler else [])]
             for handler in handlers:
                 if not callable(handler):
                     raise TypeError(f"a handler must be callable, which {handler!r} is not")
         except BaseException as error:
+            self._end_if_child(error)
             print_traceback(error)
             self._give_up(f"initialisation failed: {told(error)}")
         # Threads and loop come before the seal, which forbids to make a loop's sockets.
         if any(map(_is_async, handlers)):
             self._event_loop()
-        os.register_at_fork(after_in_child=self._leave_child)
         self._listen_to_signals()
         if not self._is_for_one_job:
             try:
@@ -168,9 +169,8 @@ class Server:
 
     def _leave_child(self) -> None:
         """A handler has forked: the child is no worker, and its signals are its own. So are the children's children."""
-        if self._is_child:
+        if self._link.socket.fileno() < 0:
             return
-        self._is_child = True
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._link.socket.close()
@@ -179,6 +179,11 @@ class Server:
             self._watcher.close()
         for descriptor in (self._wake, self._wake_read, self._signals, self._signalled):
             os.close(descriptor)
+
+    def _end_if_child(self, error: BaseException | None) -> None:
+        """Ends a process that a handler forked and that came back: it must not speak for the worker."""
+        if not self._link.is_own():
+            _end_child(error)
 
     def _event_loop(self) -> Any:
         """The loop of all async handlers."""
@@ -310,12 +315,10 @@ class Server:
                 loop.call_soon_threadsafe(self._begin_async, job, result)
                 return False
         except BaseException as error:
-            if self._is_child:
-                _end_child(error)
+            self._end_if_child(error)
             self._fail(job, error)
         else:
-            if self._is_child:
-                _end_child(None)
+            self._end_if_child(None)
             del payload
             self._succeed(job, result)
         self._typical += (min(time.monotonic() - began, STUCK_SECONDS) - self._typical) / 8
@@ -358,6 +361,8 @@ class Server:
 
     def say_progress(self, job: Context, fraction: float, text: str) -> None:
         """Sends it now, or keeps it."""
+        if not self._link.is_own():
+            return
         with self._telling:
             if job._said is False:
                 return
@@ -406,6 +411,7 @@ class Server:
 
     def _end_async(self, job: Context, task: Any) -> None:
         try:
+            self._end_if_child(None)
             try:
                 result = task.result()
             except BaseException as error:
@@ -437,7 +443,9 @@ class Server:
                     pass
             except BlockingIOError:
                 pass
-            except (EOFError, OSError, _wire.Unreadable):
+            except OSError as error:
+                _link.lost(error)
+            except (EOFError, _wire.Unreadable):
                 # The supervisor is gone, or mad: nothing that this process does is of use any more.
                 os._exit(1)
             frames = self._reader.frames
@@ -480,6 +488,12 @@ class Server:
     # The watcher.
 
     def _watch(self) -> None:
+        try:
+            self._watch_link()
+        except OSError as error:
+            _link.lost(error)
+
+    def _watch_link(self) -> None:
         interval = self.welcome.heartbeat_ms / 1e3
         next_beat = time.monotonic() + interval
         is_on_link, seen = True, 0
@@ -507,6 +521,7 @@ class Server:
                 seen = self._begun
             if interval and time.monotonic() >= next_beat:
                 if self._journal is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
+                    self._link.check()
                     self._journal.beat()
                 else:
                     self._link.heartbeat()
@@ -610,7 +625,7 @@ def _drain(descriptor: int) -> bytes:
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """A child that a handler forked has come back here; it must not speak for the worker."""
+    """Ends a child of a handler, as ``SystemExit`` says if that was raised."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit(error.code or 0)
     if error is not None:

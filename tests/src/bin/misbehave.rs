@@ -63,6 +63,7 @@ fn main() -> ExitCode {
         ["forked"] => forked(None, u32::MAX),
         ["forked", "threads"] => forked(Some("left-behind"), u32::MAX),
         ["forked", "twice"] => forked(None, 2),
+        ["forked", "stray"] => forked_stray(),
         ["raw", "hoard"] => hoard(),
         ["raw", "liar"] => liar(),
         ["raw", "scribbler"] => scribbler(),
@@ -143,6 +144,31 @@ fn leave_chains(count: u64) {
                 }
                 libc::_exit(0)
             }
+        }
+    }
+}
+
+/// Forks processes that return: from the initialisation, and from a handler.
+fn forked_stray() -> ExitCode {
+    Server::new()
+        .init(|_| Ok::<_, HandlerError>(fork_stray()))
+        .operation("template", |_, ctx| Ok(ctx.state().clone()))
+        .operation("worker", |_, _| Ok(fork_stray()))
+        .operation("who", |_, _| Ok(std::process::id().to_string()))
+        .serve()
+}
+
+/// Returns in both processes. The parent says how the child ended.
+fn fork_stray() -> String {
+    // SAFETY: the child uses nothing but what the SDK does when a handler returns.
+    #[expect(unsafe_code, reason = "fork(2) has no safe form")]
+    match unsafe { nix::unistd::fork() }.expect("a child") {
+        nix::unistd::ForkResult::Child => {
+            nix::unistd::alarm::set(60);
+            "child".into()
+        }
+        nix::unistd::ForkResult::Parent { child } => {
+            format!("{:?}", nix::sys::wait::waitpid(child, None).map(|status| status.pid().is_some()))
         }
     }
 }

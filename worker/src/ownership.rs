@@ -1,0 +1,62 @@
+//! Tells the worker from processes that code in it forks, which must not use its link or its journal.
+//!
+//! The mark is a byte in memory that the kernel clears in a forked process (`MADV_WIPEONFORK`). A check is one load.
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
+
+/// Size of the mapping. The kernel rounds it up to a page.
+const MAPPED_BYTES: usize = 1;
+
+/// Makes this process the worker. A process that a template forked as a worker calls it again.
+pub(crate) fn claim() -> io::Result<()> {
+    if MARK.get().is_none() {
+        let _ = MARK.set(map()?);
+    }
+    MARK.get().inspect(|mark| mark.store(true, Ordering::Relaxed));
+    Ok(())
+}
+
+/// Returns false in a process that code in the worker forked.
+pub(crate) fn is_worker() -> bool {
+    MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
+}
+
+/// Ends a forked process that returned from the worker's code instead of ending itself.
+pub(crate) fn end_forked_process() {
+    if !is_worker() {
+        leave(
+            "a process forked by this worker returned from its handler; it ends here. End forked processes with \
+             _exit(), also when exec() fails\n",
+        );
+    }
+}
+
+/// Ends this process with a message. Runs no destructors: they belong to the worker's code, and may hang or, in a
+/// forked process, undo what the worker still needs.
+pub(crate) fn leave(message: &str) -> ! {
+    // Without the lock of `std::io::stderr`, which another thread may have held at the fork.
+    let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
+    // SAFETY: ends the process and returns nowhere.
+    #[expect(unsafe_code, reason = "_exit(2) has no safe form")]
+    unsafe {
+        libc::_exit(1)
+    }
+}
+
+fn map() -> io::Result<&'static AtomicBool> {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping at an address of the kernel's choice, never unmapped. Zero is a valid `AtomicBool`.
+    #[expect(unsafe_code, reason = "mmap(2) and madvise(2) have no safe form")]
+    unsafe {
+        let base = libc::mmap(std::ptr::null_mut(), MAPPED_BYTES, protection, flags, -1, 0);
+        if base == libc::MAP_FAILED || libc::madvise(base, MAPPED_BYTES, libc::MADV_WIPEONFORK) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(AtomicBool::from_ptr(base.cast()))
+    }
+}
