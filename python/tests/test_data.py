@@ -26,7 +26,7 @@ import jobs
 import pytest
 from pools import LONG
 
-from bulkhead import BulkheadExecutor, ResultUnreadable, _data
+from bulkhead import BulkheadExecutor, ResultRefused, ResultUnreadable, _data
 from bulkhead._data import _MAKERS, DataOnly, _longest_if_simple, loads
 
 
@@ -278,7 +278,8 @@ def test_a_worker_that_was_taken_over_runs_nothing_here(call: Callable[..., Any]
     made = str(tmp_path / "made")
     with BulkheadExecutor(1, sandbox="strict") as pool:
         error = pool.submit(call, made).exception(LONG)
-        assert isinstance(error, ResultUnreadable)
+        assert isinstance(error, ResultRefused)
+        assert not isinstance(error, BrokenProcessPool)
         assert "mkdir" in str(error)
         assert not os.path.exists(made)
         assert pool.submit(jobs.plain_data, DATA).result(LONG) == DATA
@@ -299,10 +300,10 @@ def test_a_worker_that_was_taken_over_runs_nothing_here(call: Callable[..., Any]
     ("answer", "error"),
     [
         (b"Ithe initializer failed", BrokenProcessPool),
-        (b"E\0\0\0\0" + named("builtins", "SystemExit") + b")R.", ResultUnreadable),
+        (b"E\0\0\0\0" + named("builtins", "SystemExit") + b")R.", ResultRefused),
         (b"E\0\0\0\0" + named("builtins", "KeyError") + b")R.", KeyError),
-        (named("pathlib", "PosixPath") + b"N}\x8c\x04_str\x8c\x01xs\x86b.", ResultUnreadable),
-        (b"\x80\x04}K\x01" + b"\x85" * 1_000_000 + b"Ns.", ResultUnreadable),
+        (named("pathlib", "PosixPath") + b"N}\x8c\x04_str\x8c\x01xs\x86b.", ResultRefused),
+        (b"\x80\x04}K\x01" + b"\x85" * 1_000_000 + b"Ns.", ResultRefused),
         (b"", ResultUnreadable),
     ],
 )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .executor import BulkheadExecutor as BulkheadExecutor
     from .executor import CallTimeout as CallTimeout
     from .executor import PoolDisconnected as PoolDisconnected
+    from .executor import ResultRefused as ResultRefused
     from .executor import ResultUnreadable as ResultUnreadable
     from .executor import WorkerCrashed as WorkerCrashed
     from .worker import Context as Context
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "PoolDisconnected": "executor",
     "Rejected": "errors",
     "Reply": "_connection",
+    "ResultRefused": "executor",
     "ResultUnreadable": "executor",
     "SupervisorNotFound": "errors",
     "WorkerCrashed": "executor",

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from . import _wire
+from . import _files, _wire
 from .errors import Disconnected
 
 __all__ = ["Channel", "connect"]
@@ -55,8 +55,10 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._descriptors: list[int] = []
         #: Frames in pieces, to be appended behind those that wait to be sent. They leave with the next ``flush``.
         self.outgoing: deque[Sequence[_wire.Buffer]] = deque()
+        self.leases = _files.Leases(self.outgoing.append, self._descriptors)
         #: Guards what is being sent: frames, and the counts of their bytes that have left.
         self._writing = threading.RLock()
         self._taken: list[Sequence[_wire.Buffer]] = []
@@ -141,7 +143,7 @@ class Channel:
 
     def read(self, told: Callable[[list[_wire.Frame]], None]) -> None:
         """Reads until the connection ends; ``told`` is called with all frames that came together."""
-        reader = _wire.Reader(self._socket.recv, self._socket.recv_into)
+        reader = _wire.Reader(_files.receiver(self._socket, self._descriptors), self._socket.recv_into)
         frames = reader.frames
         while True:
             try:

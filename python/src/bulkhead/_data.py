@@ -19,10 +19,13 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from struct import Struct
+from types import MappingProxyType
 from typing import Any, NoReturn
+
+from . import _libraries
 
 __all__ = ["DataOnly", "loads"]
 
@@ -51,14 +54,28 @@ NAME_MAX = 255
 KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 5e-7
 
 
-class DataOnly(pickle.UnpicklingError):
+class DataOnly(_libraries.Refused):
     """A result is no plain data."""
 
 
-def loads(data: bytes | bytearray) -> Any:
-    """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly`` for what is no plain data."""
+def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
+    """Classes whose instances are read too, by their names. Raises ``TypeError`` for what is no such class."""
+    for kind in kinds:
+        if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _may_be_raised(kind)):
+            raise TypeError(f"results: {kind!r} must be a class, and no exception that ends a program or a generator")
+        _HAVING.add(kind)
+        if issubclass(kind, BaseException):
+            _EXCEPTIONS.add(kind)
+    return {(kind.__module__, kind.__qualname__): kind for kind in kinds}
+
+
+def loads(
+    data: bytes | bytearray, buffers: Iterable[Any] = (), allowed: Mapping[tuple[str, str], type] = MappingProxyType({})
+) -> Any:
+    """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly`` for what is no plain data, nor of a class that
+    is allowed."""
     try:
-        return _load(data)
+        return _load(data, buffers, allowed)
     except pickle.UnpicklingError as error:
         why = str(error)
     except RecursionError:
@@ -71,12 +88,12 @@ def loads(data: bytes | bytearray) -> Any:
     raise DataOnly(why)
 
 
-def _load(data: bytes | bytearray) -> Any:
+def _load(data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]) -> Any:
     longest = _longest_if_simple(data)
     if longest is not None:
         value = pickle.loads(data)
     else:
-        reader = _Reader(data)
+        reader = _Reader(data, buffers, allowed)
         # Decimals are made, and compared as keys: the caller's context neither decides nor tells.
         with decimal.localcontext(decimal.Context(traps=[decimal.InvalidOperation])):
             value = reader.read()
@@ -193,12 +210,13 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
 
 
 class _Name:
-    """What a pickle has named: never part of what it says."""
+    """What a pickle has named: never part of what it says. So is a buffer outside of the pickle."""
 
     __slots__ = ("make", "name")
 
-    def __init__(self, name: str, make: Callable[[_Reader, tuple[Any, ...]], Any]) -> None:
+    def __init__(self, name: str, make: Any) -> None:
         self.name = name
+        #: A function of the reader and the arguments; a class that is allowed; the buffer.
         self.make = make
 
 
@@ -299,6 +317,15 @@ def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
     return made
 
 
+def _maker_of_library(make: Callable[..., Any]) -> Callable[[_Reader, tuple[Any, ...]], Any]:
+    def made(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
+        reader.work(len(arguments))
+        # Of names only buffers are values.
+        return make(*(a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments))
+
+    return made
+
+
 def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[Any, ...]:
     """The arguments, at most so many, and of these types alone."""
     if len(arguments) > most or not kinds.issuperset(map(type, arguments)):
@@ -334,23 +361,29 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
     ("pathlib._local", "PosixPath"): _make_path,
     ("pathlib._local", "PurePosixPath"): _make_pure_path,
     ("uuid", "UUID"): _make_uuid,
+    **{("bulkhead._libraries", name): _maker_of_library(make) for name, make in _libraries.MAKERS.items()},
 }
 
 
-def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
-    """What makes a built-in exception; none that ends a program, or a generator: a future of asyncio cannot have it."""
-    kind = getattr(builtins, name, None)
-    if kind not in _EXCEPTIONS:
+def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
+    """What makes a built-in exception, or one of a library."""
+    kind = getattr(sys.modules.get(module), name, None)
+    if not isinstance(kind, type) or not _may_be_raised(kind) or kind.__module__ != module:
+        return None
+    if module in _libraries.ERROR_MODULES:
+        _EXCEPTIONS.add(kind)
+        _HAVING.add(kind)
+    elif module != "builtins":
         return None
 
-    def make(reader: _Reader, arguments: tuple[Any, ...]) -> Exception:
+    def make(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
             _refuse("an error made of a range")
         # Those copy what they are given, and a UnicodeDecodeError a bytearray.
         reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _COPIED))
         # The number of an OSError is hashed.
         reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
-        made: Exception = kind(*arguments)
+        made: Any = kind(*arguments)
         if isinstance(made, SyntaxError) and hasattr(made, "_metadata"):
             # Of one that has it a traceback, from 3.14 on, opens the file.
             made._metadata = None
@@ -426,14 +459,16 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
 #: What has other objects. Strings, numbers, dates, paths and the like have none that matter.
 _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
-_EXCEPTIONS = frozenset(
-    kind
-    for kind in vars(builtins).values()
-    if isinstance(kind, type)
-    and issubclass(kind, Exception)
-    and not issubclass(kind, (StopIteration, StopAsyncIteration))
-)
-_HAVING = _SEQUENCES | _MAPPINGS | _EXCEPTIONS | {_Name}
+
+
+def _may_be_raised(kind: type) -> bool:
+    """False for what ends a program, or a generator: a future of asyncio cannot have it."""
+    return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
+
+
+#: These two grow by what is allowed.
+_EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _may_be_raised(kind)}
+_HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
@@ -525,6 +560,9 @@ def _parts(value: Any) -> tuple[Any, ...]:
         return value, value.values()
     if kind is _Name:
         _refuse(f"{value.name} itself")
+    if kind not in _EXCEPTIONS:
+        inner = getattr(value, "__dict__", {}).values()
+        return (value, inner) if isinstance(value, tuple) else (inner,)
     found = value.args, vars(value).values()
     if isinstance(value, OSError):
         return *found, (value.filename, value.filename2)
@@ -561,8 +599,12 @@ _BYTES: Mapping[int, int] = {ord("C"): 1, ord("B"): 4, 0x8E: 8}
 class _Reader:
     """One pickle, and what it has done so far."""
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(
+        self, data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]
+    ) -> None:
         self._data = data
+        self._buffers = iter(buffers)
+        self._allowed = allowed
         self._work_left = WORK_MAX + WORK_PER_BYTE * len(data)
         self._quick_keys = _QUICK_KEYS_WITH_NUMBERS
         #: Hashes of keys that are not quick, with what holds the keys.
@@ -666,7 +708,7 @@ class _Reader:
                 stack.append(from_bytes(data[start:at], "little", signed=True))
             elif code == 0x81:  # NEWOBJ
                 arguments = stack.pop()
-                stack[-1] = self._make(stack[-1], arguments)
+                stack[-1] = self._make(stack[-1], arguments, is_new=True)
             elif code == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif code == 0x87:  # TUPLE3
@@ -716,7 +758,11 @@ class _Reader:
                 stack.append(bytearray(view[start:at]))
             elif code == 0x93:  # STACK_GLOBAL
                 name = stack.pop()
-                stack[-1] = _named(stack[-1], name)
+                stack[-1] = self._named(stack[-1], name)
+            elif code == 0x97:  # NEXT_BUFFER
+                stack.append(_Name("a buffer", memoryview(next(self._buffers, b""))))
+            elif code == 0x98:  # READONLY_BUFFER
+                stack[-1] = _Name("a buffer", stack[-1].make.toreadonly())
             elif code == 0x95:  # FRAME
                 at += 8
             elif code == 0x80:  # PROTO
@@ -729,12 +775,19 @@ class _Reader:
                 raise DataOnly(f"the opcode {chr(code)!r} is none that pickle's protocol 4 or later writes data with")
         raise IndexError
 
-    def _make(self, named: Any, arguments: Any) -> Any:
+    def _make(self, named: Any, arguments: Any, *, is_new: bool = False) -> Any:
         if type(named) is not _Name or type(arguments) is not tuple:
             _refuse("a call of something else than a name")
-        return named.make(self, arguments)
+        make = named.make
+        if isinstance(make, type):
+            # Allowed by the caller, who knows what it does with its arguments.
+            return make.__new__(make, *arguments) if is_new else make(*arguments)
+        return make(self, arguments)
 
     def _build(self, made: Any, state: Any) -> None:
+        if type(made) in self._allowed.values() and type(made) not in _EXCEPTIONS:
+            _set_state(made, state)
+            return
         if type(state) is not dict:
             _refuse("a state that is no dictionary")
         self.work(len(state))
@@ -802,14 +855,26 @@ class _Reader:
             raise DataOnly("to hash its keys takes far more than its size")
         return count
 
-
-def _named(module: Any, name: Any) -> _Name:
-    if type(module) is not str or type(name) is not str:
-        _refuse("a name that is no text")
-    make = _MAKERS.get((module, name)) or (_maker_of_exception(name) if module == "builtins" else None)
-    if make is None:
-        raise DataOnly(
-            f"{module}.{name} is no plain data, which is all that is read from confined workers: "
-            "return numbers, texts, bytes and the like, or make the executor with results='any' if you trust them"
+    def _named(self, module: Any, name: Any) -> _Name:
+        if type(module) is not str or type(name) is not str:
+            _refuse("a name that is no text")
+        make = (
+            _MAKERS.get((module, name))
+            or self._allowed.get((module.replace("__mp_main__", "__main__"), name))
+            or _maker_of_exception(module, name)
         )
-    return _Name(f"{module}.{name}", make)
+        if make is None:
+            raise DataOnly(f"{module}.{name}")
+        return _Name(f"{module}.{name}", make)
+
+
+def _set_state(made: Any, state: Any) -> None:
+    """As ``pickle`` does for an instance of a class of the caller's own."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for name, value in (attributes or {}).items():
+        made.__dict__[name] = value
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)

@@ -131,12 +131,14 @@ def inherited() -> _socket.socket | None:
 
 
 def shake_hands(
-    link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool
+    link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
 ) -> tuple[_wire.WorkerWelcome, Journal | None]:
     """Says hello and waits for the welcome; frames behind it stay with the reader. Raises ``Refused``."""
     capabilities = _wire.WORKER_LIMITS
     if takes_ahead:
         capabilities |= _wire.WORKER_AHEAD | _wire.WORKER_BEATS
+    if takes_files:
+        capabilities |= _wire.WORKER_FILES
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
     lent: list[int] = []
     is_lent = False

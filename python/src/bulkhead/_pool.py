@@ -10,6 +10,7 @@ import _thread
 import concurrent.futures
 import itertools
 import os
+import pickle
 import threading
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from . import _wire
+from . import _files, _wire
 from ._channel import Channel, connect
 from ._future import Condition, call_back
 from ._output import Fifos, Lines
@@ -29,7 +30,17 @@ from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
-__all__ = ["NAME", "Call", "CallTimeout", "Pool", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+__all__ = [
+    "NAME",
+    "Call",
+    "CallTimeout",
+    "Pool",
+    "PoolDisconnected",
+    "PoolFuture",
+    "ResultRefused",
+    "ResultUnreadable",
+    "WorkerCrashed",
+]
 
 T = TypeVar("T")
 
@@ -44,6 +55,9 @@ QUICK_US, SLOW_US = 2_000, 20_000
 WINDOW_BYTES_MAX = 256 << 20
 #: Bytes of a call: those of a frame, less those of its metadata.
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
+#: Outcomes behind which no worker has the call any more: ok, and failed.
+_ANSWERED = frozenset((0, 1))
+_ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
 #: Small calls that may wait here for company, while the supervisor has so many more than workers that none sleeps.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
@@ -64,6 +78,14 @@ class ResultUnreadable(BrokenProcessPool):
     """The call, or what it returned or raised, could not be unpickled on the other side. Only this call is lost."""
 
 
+class ResultRefused(pickle.UnpicklingError):
+    """What the call returned or raised is nothing that is taken from a confined worker: see ``results``. Only this call
+    is lost, and its process goes on."""
+
+
+_ADVICE = (
+    "return plain data, arrays, images or frames, name its class in results=['data', ...], or trust it by results='any'"
+)
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
@@ -144,7 +166,10 @@ class PoolFuture(Future[T]):
 class Call:
     """A function with its arguments, and SUBMIT's metadata for it."""
 
-    __slots__ = ("arguments", "bytes", "function", "future", "has_place", "is_ordered", "keywords", "metadata")
+    __slots__ = (
+        *("arguments", "bytes", "function", "future", "has_place"),
+        *("is_large", "is_ordered", "keywords", "lease", "metadata"),
+    )
 
     def __init__(
         self,
@@ -165,6 +190,9 @@ class Call:
         self.arguments = arguments
         self.keywords = keywords
         self.bytes = 0
+        #: It is one of the window's large ones, of which each worker has one.
+        self.is_large = False
+        self.lease: _files.Lease | None = None
 
 
 class Pool:
@@ -176,7 +204,7 @@ class Pool:
         bulkhead: Mapping[str, Any],
         supervisor: Mapping[str, Any],
         pickler: str,
-        is_data_only: bool,
+        allowed: Mapping[tuple[str, str], type] | None,
         launch: Callable[[PrivateSupervisor], Fifos | Lines],
     ) -> None:
         self.workers = workers
@@ -184,12 +212,8 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = Pickler(pickler)
-        #: How results are read.
-        self._loads = self.pickler.loads
-        if is_data_only:
-            from . import _data
-
-            self._loads = _data.loads
+        #: Classes whose instances are results beside plain data; none if any are.
+        self._allowed = allowed
         #: Why no call is taken any more.
         self.broken: str | None = None
         #: Whether a worker has done a call: what keeps others from being started may pass.
@@ -207,7 +231,7 @@ class Pool:
         #: By number. Those on their way there are in `_pickling`; those that have a place are counted in `_placed`.
         self._sent: dict[int, Call] = {}
         self._pickling: dict[Call, None] = {}
-        self._placed = 0
+        self._placed = self._large = 0
         self._deferred = 0
         self._next_number = 1
         self._bytes = 0
@@ -266,10 +290,17 @@ class Pool:
         self._pickling.pop(call, None)
         self._free_place(call)
 
-    def _free_place(self, call: Call) -> None:
+    def _free_place(self, call: Call, *, is_answered: bool = True) -> None:
         if call.has_place:
             self._placed -= 1
             call.has_place = False
+        if call.is_large:
+            self._large -= 1
+            call.is_large = False
+        if call.lease is not None:
+            if self._channel is not None:
+                self._channel.leases.put_back(call.lease, is_answered=is_answered)
+            call.lease = None
 
     def _give_up(self, call: Call, error: BaseException) -> None:
         """``submit`` has failed, be it by what a signal's handler raised, which may come behind any function call: then
@@ -324,7 +355,11 @@ class Pool:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     def _has_place(self) -> bool:
-        return self._placed < self._window and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
+        return (
+            self._placed < self._window
+            and self._large < self.workers
+            and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
+        )
 
     def _send(self, call: Call, *, may_wait: bool, is_own: bool = False) -> bool:
         """Pickles a call that has a place, and sends it; False if it does not need the place any more.
@@ -333,23 +368,31 @@ class Pool:
         instead: it is meant for the main thread, or for the one whose ``is_own`` the call is.
         """
         future = call.future
-        payload, problem = b"", None
+        payload: bytes | _files.Pieces = b""
+        problem: BaseException | None = None
         try:
-            payload = self.pickler.dumps((call.function, call.arguments, call.keywords))
+            payload = self.pickler.dump((call.function, call.arguments, call.keywords))
         except BaseException as error:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
             problem = error
-        call.bytes = size = len(payload)
+        size = len(payload)
         if size > CALL_BYTES_MAX:
             problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
+        metadata, rest = call.metadata, payload
+        if size >= _files.LARGE_BYTES_MIN and problem is None:
+            metadata, rest = self._in_file(call, payload)
+        data = _files.joined(rest)
+        call.bytes = len(data)
         # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
         # a signal's handler may come there, and end the pool.
         is_begun = problem is None and future._begin()
         with self._lock:
             channel = self._channel
-            if problem is None and channel is None:
+            lease = call.lease
+            if problem is None and (channel is None or (lease and channel.leases.used.get(lease.number) is not lease)):
                 problem = PoolDisconnected("the supervisor ended before the call was sent")
+                channel = None
             if channel is None or not is_begun:
                 channel = None
                 self._put_down(call)
@@ -362,7 +405,7 @@ class Pool:
                     and not call.is_ordered
                 )
                 number = self._next_number
-                frame = _wire.head(_wire.SUBMIT, number, call.metadata, size), payload
+                frame = _wire.head(_wire.SUBMIT, number, metadata, len(data)), data
                 put = channel.outgoing.append
                 # No call from here on, so that no signal's exception comes between.
                 del self._pickling[call]
@@ -370,7 +413,10 @@ class Pool:
                 future._number = number
                 self._next_number = number + 1
                 self._sent[number] = call
-                self._bytes += size
+                self._bytes += call.bytes
+                if size >= _files.LARGE_BYTES_MIN:
+                    self._large += 1
+                    call.is_large = True
                 # With the lock held, so that the thread that hears of those before it sends it.
                 put(frame)
         if channel is None and problem is not None:
@@ -385,6 +431,18 @@ class Pool:
             # By a thread that may have been before this one on the wire.
             self._send_cancel(number)
         return True
+
+    def _in_file(self, call: Call, payload: bytes | _files.Pieces) -> tuple[bytes, bytes | _files.Pieces]:
+        """Writes a large call into a memory file if there is one. Returns its metadata, and what it has beside that."""
+        with self._lock:
+            channel = self._channel
+            if channel is not None:
+                call.lease = channel.leases.take(call.metadata, len(payload), self.workers)
+        lease = call.lease
+        if lease is None:
+            return call.metadata, payload
+        _files.write(payload, lease.own)
+        return _wire.with_extension(call.metadata, _wire.LEASED_BYTES, lease.named(len(payload))), b""
 
     def _fill(self, *, may_wait: bool) -> None:
         """Sends what waits, as far as there are places; and lets the pool end if it is to."""
@@ -441,27 +499,29 @@ class Pool:
         try:
             with self._lock:
                 self._ending[id(ending)] = ending
+                channel = self._channel
                 for kind, number, metadata, payload in frames:
                     call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
                     if call is not None:
-                        settled.append((call.future, metadata, payload))
+                        settled.append((call.future, metadata, _parts(call, metadata, payload)))
                         ending.append(call.future)
                         self._bytes -= call.bytes
-                        self._free_place(call)
+                        self._free_place(call, is_answered=metadata[0] in _ANSWERED)
                         self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
+                    elif kind in _ABOUT_LEASES and channel is not None:
+                        channel.leases.told(kind, number, metadata)
                 quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
                 self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
                 self._deferred = 0
-                channel = self._channel
             # First what keeps the workers busy.
             self._fill(may_wait=False)
             if channel is not None:
                 channel.flush(may_wait=False)
             output.catch_up()
         finally:
-            for future, metadata, payload in settled:
+            for future, metadata, parts in settled:
                 try:
-                    self._settle(future, metadata, payload)
+                    self._settle(future, metadata, parts)
                 except BaseException as error:
                     future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
             self._ending.pop(id(ending), None)
@@ -469,7 +529,10 @@ class Pool:
             # Since one of these: there is nothing left to wait for.
             self._fill(may_wait=False)
 
-    def _settle(self, future: PoolFuture[Any], metadata: bytes, payload: _wire.Payload) -> None:
+    def _settle(self, future: PoolFuture[Any], metadata: bytes, parts: list[Any]) -> None:
+        payload = parts[0]
+        if isinstance(payload, BaseException):
+            raise payload
         if metadata[0] or payload[:1] != b"\x80":
             error = self._error(metadata, payload)
             self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == UNFIT)
@@ -477,13 +540,21 @@ class Pool:
             return
         self._has_answered = True
         try:
-            value = self._loads(payload)
+            value = self._load(parts)
         except BaseException as problem:
-            error = ResultUnreadable(f"the result cannot be unpickled: {problem!r}")
+            error = _unread("the result", problem)
             error.__cause__ = problem
             future._settle(None, error)
         else:
             future._settle(value, None)
+
+    def _load(self, parts: list[Any]) -> Any:
+        if self._allowed is None:
+            return self.pickler.load(parts)
+        from ._data import loads
+
+        pickled, *buffers = parts
+        return loads(bytes(pickled) if isinstance(pickled, memoryview) else pickled, buffers, self._allowed)
 
     def _error(self, metadata: bytes, payload: _wire.Payload) -> BaseException:
         if metadata[0]:
@@ -501,11 +572,11 @@ class Pool:
             end = 5 + int.from_bytes(payload[1:5], "little")
             text = bytes(payload[5:end]).decode(errors="replace")
             try:
-                raised: BaseException = self._loads(payload[end:])
+                raised: BaseException = self._load([payload[end:]])
                 if not isinstance(raised, BaseException):
                     raise TypeError(f"it is of the type {type(raised).__name__}")
             except BaseException as problem:
-                raised = ResultUnreadable(f"the exception cannot be unpickled ({problem!r}): {_last_line(text)}")
+                raised = _unread("the exception", problem, f" (it was {_last_line(text)})")
             # Its class may refuse that its instances are changed.
             BaseException.__dict__["__cause__"].__set__(raised, _remote(text))
             return raised
@@ -771,6 +842,25 @@ def _serve(pool: Pool, session: _Session) -> None:
     finally:
         # Without this thread no call would have an outcome.
         pool.lost(session)
+
+
+def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
+    """The parts of a result; an exception in their place if there are none."""
+    try:
+        named = _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES) if call.lease is not None else None
+        if call.lease is not None and named is not None:
+            return call.lease.read(named)
+        return _files.parts(payload) if payload[:1] == _files.PIECES else [payload]
+    except Exception as error:
+        return [error]
+
+
+def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
+    from ._libraries import Refused
+
+    if isinstance(problem, Refused):
+        return ResultRefused(f"{what} is not taken from a confined worker{said}: {problem}; {_ADVICE}")
+    return ResultUnreadable(f"{what} cannot be unpickled{said}: {problem!r}")
 
 
 def _version() -> str:

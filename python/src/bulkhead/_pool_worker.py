@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import _template
+from . import _files, _libraries, _template
 
 __all__ = ["main"]
 
@@ -39,19 +39,33 @@ def process_chunk(fn: Callable[..., Any], chunk: Iterable[tuple[Any, ...]]) -> l
 class Pickler:
     """How values travel: by pickle, or by another module's ``dumps`` and ``loads``."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, is_data_only: bool = False) -> None:
         self.module = module
-        if module == "pickle":
-            self.dumps: Callable[[Any], bytes] = _plain_dumps
-        else:
-            self.dumps = __import__(module, fromlist=["dumps"]).dumps
-        self.loads: Callable[[Any], Any] = (
-            pickle.loads if module in READ_BY_PICKLE else __import__(module, fromlist=["loads"]).loads
-        )
+        self.is_read_by_pickle = module in READ_BY_PICKLE
+        codec: Any = pickle if module == "pickle" else __import__(module, fromlist=["dumps", "loads"])
+        self.dumps: Callable[..., bytes] = _libraries.dumps if is_data_only else codec.dumps
+        self.loads: Callable[..., Any] = pickle.loads if self.is_read_by_pickle else codec.loads
 
+    def dump(self, value: Any) -> bytes | _files.Pieces:
+        """A value, with large buffers outside of the pickle if ``pickle`` reads it."""
+        if not self.is_read_by_pickle:
+            return self.dumps(value)
+        buffers: list[memoryview] = []
 
-def _plain_dumps(value: Any) -> bytes:
-    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        def is_within(buffer: pickle.PickleBuffer) -> bool:
+            view = buffer.raw()
+            if len(view) >= _files.BUFFER_BYTES_MIN:
+                buffers.append(view)
+                return False
+            view.release()
+            return True
+
+        pickled = self.dumps(value, protocol=5, buffer_callback=is_within)
+        return _files.Pieces(pickled, buffers) if buffers else pickled
+
+    def load(self, parts: list[Any]) -> Any:
+        """What was dumped."""
+        return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
@@ -69,9 +83,9 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
         return head + pickler.dumps(error)
     except BaseException as problem:
         try:
-            return head + _plain_dumps(type(problem)(*problem.args))
+            return head + pickle.dumps(type(problem)(*problem.args))
         except BaseException:
-            return head + _plain_dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
+            return head + pickle.dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
 
 
 def _flush() -> None:
@@ -90,10 +104,11 @@ class Calls:
     def __init__(self, pickler: Pickler) -> None:
         self._pickler = pickler
 
-    def __call__(self, payload: Any, _context: Any) -> bytes:
+    def __call__(self, payload: Any, _context: Any) -> bytes | _files.Written:
         pickler = self._pickler
+        loan = payload if isinstance(payload, _files.Loan) else None
         try:
-            function, arguments, keywords = pickler.loads(payload)
+            function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
         except BaseException:
             return UNREADABLE + traceback.format_exc().encode(errors="backslashreplace")
         try:
@@ -101,7 +116,8 @@ class Calls:
             _flush()
             # What a result holds on to goes with it, and not with the next call.
             del function, arguments, keywords
-            return pickler.dumps(value)
+            result = pickler.dump(value)
+            return _files.joined(result) if loan is None else loan.write(result)
         except BaseException as error:
             try:
                 return _raised(error, pickler)
@@ -151,7 +167,7 @@ class _Worker:
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
         self.is_for_one_job = preparation["tasks"] == 1
-        self._calls: Callable[[Any, Any], bytes] = _refuse
+        self._calls: Callable[[Any, Any], bytes | _files.Written] = _refuse
         self._pickler = Pickler("pickle")
 
     def init(self) -> None:
@@ -162,7 +178,7 @@ class _Worker:
         _prepare(preparation)
         for module in preparation["preload"]:
             __import__(module)
-        self._pickler = Pickler(preparation["pickler"])
+        self._pickler = Pickler(preparation["pickler"], is_data_only=preparation["is_data_only"])
         if not is_template:
             self._initialize()
 
@@ -187,8 +203,13 @@ class _Worker:
             told = UNFIT + traceback.format_exc().encode(errors="backslashreplace")
             self._calls = lambda _payload, _context: told
 
-    def __call__(self, payload: Any, context: Any) -> bytes:
-        return self._calls(payload, context)
+    def __call__(self, payload: Any, context: Any) -> bytes | _files.Written:
+        try:
+            return self._calls(payload, context)
+        finally:
+            # The call's own frame is gone, and with it what the function has not kept.
+            if isinstance(payload, _files.Loan):
+                payload.release()
 
 
 def _refuse(_payload: Any, _context: Any) -> bytes:
@@ -216,4 +237,4 @@ def main(path: str) -> None:
         worker.init()
         return worker, {}, None
 
-    run(prepare, worker.after_fork, is_for_one_job=worker.is_for_one_job)
+    run(prepare, worker.after_fork, is_for_one_job=worker.is_for_one_job, takes_files=True)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 
-from . import _link, _wire
+from . import _files, _link, _wire
 from .worker import PROGRESS_SECONDS, Context, HandlerError
 
 TYPE_CHECKING = False
@@ -45,14 +45,22 @@ _COROUTINE_FLAG = 0x80
 class Server:
     """A worker: its link, its jobs, and its threads."""
 
-    def __init__(self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False) -> None:
+    def __init__(
+        self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False, takes_files: bool = False
+    ) -> None:
         #: Whether nothing can come while a job runs that it would hear of: there is no watcher then.
         self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
-        self._reader = _wire.Reader(socket.recv, socket.recv_into, _socket.MSG_DONTWAIT)
+        #: Descriptors that came, for the frame that says what they are; and memory files that are lent, by lease.
+        self._descriptors: list[int] = []
+        self._lent: dict[int, _files.Files] = {}
+        receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv
+        self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         takes_ahead = not is_for_one_job
-        self.welcome, self._journal = _link.shake_hands(self._link, self._reader, version, takes_ahead=takes_ahead)
+        self.welcome, self._journal = _link.shake_hands(
+            self._link, self._reader, version, takes_ahead=takes_ahead, takes_files=takes_files
+        )
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -327,20 +335,23 @@ class Server:
     # Answers.
 
     def _succeed(self, job: Context, result: object) -> None:
-        if type(result) is not bytes:
+        if type(result) is not bytes and type(result) is not _files.Written:
             try:
                 result = _as_bytes(result)
             except BaseException as error:
                 # Whatever a class of the handler's own raises, it is the job's failure and not the worker's.
                 self._fail(job, error)
                 return
-        assert isinstance(result, (bytes, memoryview))
+        assert isinstance(result, (bytes, memoryview, _files.Written))
         if len(result) > self._result_bytes_max:
             sentence = f"the result has {len(result)} bytes; max_result is {self._result_bytes_max}"
             self._fail(job, HandlerError("result_too_large", sentence))
             return
         self._settle(job)
-        self._link.send(_wire.RESULT, job.number, _wire.EMPTY, result)
+        if isinstance(result, _files.Written):
+            self._link.send(_wire.RESULT, job.number, result.extension)
+        else:
+            self._link.send(_wire.RESULT, job.number, _wire.EMPTY, result)
 
     def _fail(self, job: Context, error: BaseException) -> None:
         payload = b""
@@ -456,10 +467,11 @@ class Server:
 
     def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.JOB:
-            operation, tenant, remaining, trace = _wire.job(metadata)
+            operation, tenant, remaining, trace, named = _wire.job(metadata)
             self._arrived += 1
             deadline = time.monotonic() + min(remaining / 1e6, _wire.SECONDS_MAX)
-            job = Context(self, self._arrived, number, operation, tenant, deadline, trace, payload)
+            data = payload if named is None else _files.Loan(self._lent, named)
+            job = Context(self, self._arrived, number, operation, tenant, deadline, trace, data)
             self._live[number] = job
             self._pending.append(job)
         elif kind == _wire.CANCEL_JOB:
@@ -476,6 +488,16 @@ class Server:
                     del self._live[number]
                     self._link.send(_wire.RETURNED, number)
                     break
+        elif kind == _wire.FILES:
+            try:
+                self._lent[number] = _files.Files(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors)
+            except (OSError, ValueError) as error:
+                # Without them payloads come as bytes.
+                print(f"memory files cannot be used: {error}", file=sys.stderr)
+            else:
+                self._link.send(_wire.FILES_TAKEN, number)
+        elif kind == _wire.FILES_ENDED:
+            self._lent.pop(number, None)
         elif kind == _wire.LIMITS:
             self._limit = self._within(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:

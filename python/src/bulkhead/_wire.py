@@ -33,19 +33,19 @@ CRITICAL = 1
 
 # Kinds.
 HELLO, CLIENT_WELCOME, REFUSED, WORKER_WELCOME = 1, 2, 3, 4
-SUBMIT, CANCEL = 16, 17
-OUTCOME, PROGRESS = 32, 33
-JOB, CANCEL_JOB, DRAIN, LIMITS, RECALL, JOURNAL = 48, 49, 50, 51, 52, 53
+SUBMIT, CANCEL, LEASE, LEASE_TAKEN, LEASE_RETURNED = 16, 17, 18, 19, 20
+OUTCOME, PROGRESS, LEASED, LEASE_ENDED, LEASE_REFUSED = 32, 33, 34, 35, 36
+JOB, CANCEL_JOB, DRAIN, LIMITS, RECALL, JOURNAL, FILES, FILES_ENDED = 48, 49, 50, 51, 52, 53, 54, 55
 READY, STARTED, RESULT, FAILED, PROGRESSED, STATUS = 64, 65, 66, 67, 68, 69
-EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED = 70, 71, 72, 73, 74
+EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED, FILES_TAKEN = 70, 71, 72, 73, 74, 75
 
-KNOWN = frozenset({*range(1, 5), SUBMIT, CANCEL, OUTCOME, PROGRESS, *range(48, 54), *range(64, 75)})
+KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 56), *range(64, 76)})
 
 # Extensions.
-TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT = 1, 2, 3, 4, 5
+TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
 
 # Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
-WORKER_LIMITS, WORKER_AHEAD, WORKER_BEATS = 2, 4, 8
+WORKER_LIMITS, WORKER_AHEAD, WORKER_BEATS, WORKER_FILES = 2, 4, 8, 16
 CLIENT_RUN_LIMIT = 1
 BEATS_IN_JOURNAL = 1
 
@@ -147,7 +147,7 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         at += 10
         if at + size > len(data):
             raise Malformed("an extension reaches beyond its frame")
-        if tag & 0x8000:
+        if tag & 0x8000 and tag != LEASED_BYTES:
             raise Malformed(f"the supervisor demands the extension {tag:#x}, which this version does not know")
         found[tag] = data[at : at + size]
         at += size
@@ -194,6 +194,31 @@ def submission(
     limit = 0 if deadline is None else _micros("deadline", deadline)
     tail = _SUBMIT_TAIL.pack(limit, PRIORITIES[priority], bool(idempotent), cost)
     return text(bulkhead) + text(operation) + text(tenant) + tail + extensions(*given)
+
+
+def _texts_end(data: bytes, at: int, count: int) -> int:
+    """The end of so many text fields."""
+    for _ in range(count):
+        at += 8 + int(_LENGTH.unpack_from(data, at)[0])
+    return at
+
+
+def lessee(metadata: bytes) -> bytes:
+    """The bulkhead and the tenant of a SUBMIT, as LEASE has them."""
+    bulkhead = _texts_end(metadata, 0, 1)
+    return metadata[:bulkhead] + metadata[_texts_end(metadata, bulkhead, 1) : _texts_end(metadata, bulkhead, 2)]
+
+
+def with_extension(metadata: bytes, tag: int, data: bytes) -> bytes:
+    """The metadata of a SUBMIT with one more extension."""
+    at = _texts_end(metadata, 0, 3) + _SUBMIT_TAIL.size
+    (count,) = _LENGTH.unpack_from(metadata, at)
+    return metadata[:at] + _LENGTH.pack(count + 1) + metadata[at + 8 :] + _EXTENSION.pack(tag, len(data)) + data
+
+
+def outcome_extensions(metadata: bytes) -> dict[int, bytes]:
+    """The extensions of an OUTCOME."""
+    return read_extensions(metadata, _texts_end(metadata, _OUTCOME.size, 3))
 
 
 def _micros(name: str, seconds: float) -> int:
@@ -289,8 +314,8 @@ def failed(code: str, message: str, retryable: bool, fault: str) -> bytes:
 _NO_TEXTS = bytes(16)
 
 
-def job(metadata: bytes) -> tuple[str, str, int, str | None]:
-    """Reads a JOB: operation, tenant, µs that remain, traceparent."""
+def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
+    """Reads a JOB: operation, tenant, µs that remain, traceparent, the memory file with the payload."""
     if metadata.startswith(_NO_TEXTS):
         operation, tenant, at = "", "", len(_NO_TEXTS)
     else:
@@ -298,9 +323,11 @@ def job(metadata: bytes) -> tuple[str, str, int, str | None]:
         tenant, at = read_text(metadata, at)
     (remaining,) = _LENGTH.unpack_from(metadata, at)
     if len(metadata) == at + 16:
-        return operation, tenant, remaining, None
-    trace = read_extensions(metadata, at + 8).get(TRACEPARENT)
-    return operation, tenant, remaining, None if trace is None else trace.decode("ascii", "replace")
+        return operation, tenant, remaining, None, None
+    given = read_extensions(metadata, at + 8)
+    trace = given.get(TRACEPARENT)
+    traceparent = None if trace is None else trace.decode("ascii", "replace")
+    return operation, tenant, remaining, traceparent, given.get(LEASED_BYTES)
 
 
 def client_welcome(metadata: bytes) -> int:

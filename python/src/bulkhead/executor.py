@@ -22,11 +22,29 @@ from typing import Any, ParamSpec, TypeVar
 
 from . import _wire
 from ._output import Fifos, Lines
-from ._pool import NAME, Call, CallTimeout, Pool, PoolDisconnected, PoolFuture, ResultUnreadable, WorkerCrashed
+from ._pool import (
+    NAME,
+    Call,
+    CallTimeout,
+    Pool,
+    PoolDisconnected,
+    PoolFuture,
+    ResultRefused,
+    ResultUnreadable,
+    WorkerCrashed,
+)
 from ._pool_worker import READ_BY_PICKLE, Pickler, process_chunk
 from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment
 
-__all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+__all__ = [
+    "BulkheadExecutor",
+    "CallTimeout",
+    "PoolDisconnected",
+    "PoolFuture",
+    "ResultRefused",
+    "ResultUnreadable",
+    "WorkerCrashed",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +136,8 @@ class BulkheadExecutor(_Calls):
     ``sandbox``      ``"none"``, ``"default"``, ``"strict"`` or a table of keys, see docs/confinement.md
     ``pickler``      ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or a module with dumps and loads
     ``results``      ``"any"``: what a call returns or raises is unpickled here, which may run code, as in all such
-                     pools; ``"data"``: only plain data and built-in exceptions are read. This is the default in a
+                     pools; ``"data"``: only plain data, arrays, images, frames and exceptions of Python's own are
+                     read; ``["data", MyError]``: also instances of these classes. ``"data"`` is the default in a
                      sandbox, so that a worker that was taken over cannot take over this process
     ``preload``      modules that are imported before the first call, under "forkserver" once for all workers
     ``env``          variables of the workers, on top of this process's own
@@ -141,7 +160,7 @@ class BulkheadExecutor(_Calls):
         memory: int | str | None = None,
         sandbox: str | Mapping[str, Any] = "none",
         pickler: str = "pickle",
-        results: str | None = None,
+        results: str | Sequence[str | type] | None = None,
         preload: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -171,10 +190,15 @@ class BulkheadExecutor(_Calls):
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
         if results is None:
             results = "data" if is_confined and pickler in READ_BY_PICKLE else "any"
-        if results not in ("any", "data"):
-            raise ValueError(f"results must be 'any' or 'data', not {results!r}")
-        if results == "data" and pickler not in READ_BY_PICKLE:
-            raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
+        if results not in ("any", "data") and (isinstance(results, str) or "data" not in results):
+            raise ValueError(f"results must be 'any', 'data', or a list of 'data' and classes, not {results!r}")
+        allowed = None
+        if results != "any":
+            if pickler not in READ_BY_PICKLE:
+                raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
+            from ._data import allow
+
+            allowed = allow([] if isinstance(results, str) else [kind for kind in results if kind != "data"])
         self._mp_context = mp_context
         self._max_workers = max_workers
         for name, value in (env or {}).items():
@@ -192,6 +216,7 @@ class BulkheadExecutor(_Calls):
             pickler=pickler,
             preload=preload,
             tasks=max_tasks_per_child,
+            is_data_only=allowed is not None,
         )
         self._variables = launch.variables
         keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
@@ -205,7 +230,7 @@ class BulkheadExecutor(_Calls):
             bulkhead,
             {**_SUPERVISOR_KEYS, **supervisor},
             pickler,
-            results == "data",
+            allowed,
             launch,
         )
         # One that is dropped ends as by shutdown(wait=False).
@@ -304,6 +329,8 @@ class _Configured(_Calls):
 
 #: Large results must pass; reports hold no payloads, which could be as large.
 _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloads": False, "drain_timeout": "5s"}
+#: Two files of 128 MiB for each of sixteen workers.
+_SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
 def _submission(options: Mapping[str, Any]) -> bytes:
@@ -330,7 +357,9 @@ class _Launch:
         pickler: str,
         preload: Sequence[str],
         tasks: int | None,
+        is_data_only: bool,
     ) -> None:
+        self._is_data_only = is_data_only
         self._is_confined = is_confined
         self._environment = dict(environment)
         self._initializer = initializer
@@ -356,6 +385,7 @@ class _Launch:
             "kept": [name for name in _OF_SANDBOX if self._is_confined and name not in self._environment],
             "initializer": self._pickler.dumps(self._initializer),
             "pickler": self._pickler.module,
+            "is_data_only": self._is_data_only,
             "output": output,
             "preload": self._preload,
             "tasks": self._tasks,

@@ -112,7 +112,7 @@ class Context:
         tenant: str,
         deadline: float,
         traceparent: str | None,
-        payload: bytes | bytearray,
+        payload: Any,
     ) -> None:
         self._server = server
         self._arrival = arrival
@@ -246,10 +246,12 @@ def run(
     after_fork: Callable[[], object] | None = None,
     *,
     is_for_one_job: bool = False,
+    takes_files: bool = False,
 ) -> NoReturn:
     """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest.
 
-    One for one job alone, which is not told that it is cancelled, does without a thread that watches it.
+    One for one job alone, which is not told that it is cancelled, does without a thread that watches it. The handler
+    of one that ``takes_files`` gets payloads in memory files as a ``Loan``.
     """
     from . import __version__, _link
 
@@ -274,7 +276,7 @@ def run(
     from ._serve import Server
 
     try:
-        server = Server(socket, __version__, is_for_one_job=is_for_one_job)
+        server = Server(socket, __version__, is_for_one_job=is_for_one_job, takes_files=takes_files)
     except (_link.Refused, OSError) as error:
         print(f"the worker cannot start: {error}", file=sys.stderr)
         sys.exit(1)

@@ -1,0 +1,239 @@
+"""Arrays, images and frames as plain fields, for results of workers that may have been taken over.
+
+A worker sends what the functions of ``_FIELDS`` make of a value. The caller makes the value of the fields by the
+library's public constructors, after it has checked them. Nothing is imported for that: what the caller has not imported
+is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+__all__ = ["ERROR_MODULES", "MAKERS", "Refused", "dumps"]
+
+#: Modules whose exceptions are read: to make one does nothing but keep its arguments.
+ERROR_MODULES = frozenset(
+    (
+        *("_csv", "_lzma", "_pickle", "binascii", "decimal", "gzip", "json.decoder", "re", "re._constants", "sqlite3"),
+        *("struct", "subprocess", "tarfile", "tomllib", "xml.etree.ElementTree", "zipfile", "zlib"),
+        *("PIL", "PIL.Image", "numpy.exceptions", "numpy.linalg", "pandas.errors"),
+    )
+)
+#: Types of numbers and texts: no objects.
+_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_DIMENSIONS_MAX, _DIMENSION_MAX = 32, 1 << 48
+#: The longest dimension of an array without values; and the longest side of an image.
+_EMPTY_MAX, _SIDE_MAX = 1 << 20, 1 << 24
+#: Modes of images, by the bits of a pixel. A row has whole bytes.
+_MODES = {
+    1: "1",
+    8: "L P",
+    16: "LA PA La I;16 I;16L I;16B I;16N",
+    24: "RGB YCbCr LAB HSV",
+    32: "RGBA RGBa RGBX CMYK I F",
+}
+_PIXEL_BITS = {mode: bits for bits, modes in _MODES.items() for mode in modes.split()}
+_PANDAS_DTYPE = re.compile(r"object|str|string|boolean|U?Int(8|16|32|64)|Float(32|64)")
+_ZONE = re.compile(r"(?!dateutil)[A-Za-z0-9_+:-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,2}")
+#: Values that may be hashed, unless all are texts: equal hashes can be made for numbers.
+_HASHED_MAX = 4096
+#: Bytes of texts when all are counted as often as they are found, and for each byte when they are counted once.
+_TEXT_BYTES_MAX, _TEXT_TIMES_MAX = 1 << 28, 64
+_CELLS = frozenset({str, bytes, int, float, bool, type(None), date, datetime, time, timedelta, Decimal})
+
+
+class Refused(pickle.UnpicklingError):
+    """A value is none that is read. The text names it."""
+
+
+def _library(name: str) -> Any:
+    if name not in sys.modules:
+        raise Refused(f"a value of {name}, which this program has to import before the call")
+    return sys.modules[name]
+
+
+def _refuse(name: Any) -> Any:
+    raise Refused(name[:200] if type(name) is str else "a value without a name")
+
+
+# In the worker.
+
+
+def _array_fields(array: Any, is_scalar: bool = False) -> tuple[Any, ...]:
+    numpy = sys.modules["numpy"]
+    descr = array.dtype.str if array.dtype.names is None else array.dtype.descr
+    if array.dtype.hasobject or not array.dtype.itemsize or numpy.dtype(descr) != array.dtype:
+        return _refuse, (f"an array of {array.dtype}",)
+    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    flat = (array.T if is_fortran else numpy.ascontiguousarray(array)).reshape(-1).view("u1")
+    return make_array, (descr, None if is_scalar else array.shape, is_fortran, pickle.PickleBuffer(flat))
+
+
+def _image_fields(image: Any) -> tuple[Any, ...]:
+    data, palette = image.tobytes(), None
+    if image.palette is not None and image.mode in ("P", "PA"):
+        palette = image.palette.mode, bytes(image.getpalette(image.palette.mode))
+    info = {name: value for name, value in image.info.items() if type(name) is str and type(value) in _CELLS}
+    return make_image, (image.mode, image.size, pickle.PickleBuffer(data), palette, info)
+
+
+def _column(values: Any) -> tuple[Any, ...]:
+    """The fields of a column: its kind, and its values."""
+    dtype = values.dtype
+    if hasattr(values, "cat"):
+        return "category", values.cat.codes.to_numpy(), _column(dtype.categories.to_series()), dtype.ordered
+    if getattr(dtype, "tz", None) is not None:
+        return str(dtype.tz), values.dt.tz_convert(None).to_numpy()
+    if dtype.kind != "O" and type(dtype).__module__.startswith("numpy"):
+        return "array", values.to_numpy()
+    return str(dtype).partition("[")[0], list(values.astype(object).where(values.notna(), None))
+
+
+def _frame_fields(frame: Any, is_series: bool = False) -> tuple[Any, ...]:
+    index, labels = frame.index, list(frame.columns)
+    is_counted = index.equals(sys.modules["pandas"].RangeIndex(len(index)))
+    levels = [] if is_counted else [index.get_level_values(at).to_series() for at in range(index.nlevels)]
+    columns = [_column(values) for values in (*levels, *(frame.iloc[:, at] for at in range(len(labels))))]
+    names = list(index.names), labels, list(frame.columns.names)
+    return make_frame, (columns, len(levels), len(index), *names, is_series)
+
+
+_FIELDS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
+    ("numpy", "ndarray"): _array_fields,
+    ("numpy", "generic"): lambda scalar: _array_fields(sys.modules["numpy"].asarray(scalar), True),
+    ("PIL.Image", "Image"): _image_fields,
+    ("pandas", "DataFrame"): _frame_fields,
+    ("pandas", "Series"): lambda series: _frame_fields(series.to_frame(), True),
+}
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind.__module__.startswith(("numpy", "PIL.", "pandas")) and not isinstance(value, (type, BaseException)):
+            for (module, name), fields in _FIELDS.items():
+                known = getattr(sys.modules.get(module), name, ())
+                # A subclass says more than its base, but for scalars and files of images.
+                if kind is known or (name in ("generic", "Image") and isinstance(value, known)):
+                    return fields(value)
+            return _refuse, (f"{kind.__module__}.{kind.__qualname__}",)
+        return NotImplemented
+
+
+def dumps(value: Any, protocol: int = 5, buffer_callback: Any = None) -> bytes:
+    """As ``pickle.dumps``, with arrays, images and frames as plain fields."""
+    file = io.BytesIO()
+    _Pickler(file, protocol, buffer_callback=buffer_callback).dump(value)
+    return file.getvalue()
+
+
+# In the caller. Whatever else a wrong field raises, it is refused all the same.
+
+
+def _dtype(descr: Any) -> Any:
+    numpy = _library("numpy")
+    if type(descr) is str:
+        return numpy.dtype(descr) if _DTYPE.fullmatch(descr) else _refuse(f"an array of {descr}")
+    # Each field has a name, a type, and perhaps a shape.
+    return numpy.dtype([(str(field[0]), _dtype(field[1]), *map(_shape, field[2:])) for field in descr])
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if len(shape) > _DIMENSIONS_MAX or any(type(n) is not int or not 0 <= n < _DIMENSION_MAX for n in shape):
+        _refuse("an array of no shape")
+    return tuple(shape)
+
+
+def _check_bools(array: Any) -> None:
+    """A byte that is neither 0 nor 1 would be counted as more than one."""
+    for name in array.dtype.names or ():
+        _check_bools(array[name])
+    if array.dtype.kind == "b" and array.size and array.view("u1").max() > 1:
+        _refuse("an array of what is neither true nor false")
+
+
+def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
+    """An array, or a scalar if there is no shape."""
+    dtype, sizes = _dtype(descr), _shape(shape or ())
+    size = len(_bytes(data))
+    if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != size or (not size and max(sizes) > _EMPTY_MAX):
+        _refuse(f"an array of the shape {sizes} with {size} bytes")
+    array = _library("numpy").ndarray(sizes, dtype, data, order="F" if is_fortran else "C")
+    _check_bools(array)
+    return array[()] if shape is None else array
+
+
+def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
+    """An image of ``PIL.Image.Image`` itself, whatever file it was read from."""
+    library, (width, height) = _library("PIL.Image"), _shape(size)
+    bytes_of_row = (width * _PIXEL_BITS[mode] + 7) // 8
+    if bytes_of_row * height != len(_bytes(data)) or max(width, height) > _SIDE_MAX:
+        _refuse(f"an image of {width} by {height} with {len(data)} bytes")
+    image = library.frombytes(mode, (width, height), data)
+    if palette is not None:
+        image.putpalette(_bytes(palette[1]), palette[0] if palette[0] in ("RGB", "RGBA") else "")
+    _cells(list(info.values()))
+    image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are no texts")
+    return image
+
+
+def _bytes(data: Any) -> Any:
+    return data if type(data) in (bytes, bytearray, memoryview) else _refuse("something without its bytes")
+
+
+def _cells(cells: Any) -> Any:
+    if type(cells) is not list or not _CELLS.issuperset(map(type, cells)):
+        _refuse("a frame with something else than numbers, texts and dates")
+    sizes = [(id(cell), len(cell)) for cell in cells if type(cell) in (str, bytes)]
+    if sum(size for _, size in sizes) > _TEXT_BYTES_MAX + _TEXT_TIMES_MAX * sum(dict(sizes).values()):
+        _refuse("a frame that has the same text too often")
+    return cells
+
+
+def _made(kind: Any, values: Any, *fields: Any) -> Any:
+    """What has the values of a column."""
+    pandas = _library("pandas")
+    if type(values) is list:
+        return pandas.array(_cells(values), dtype=kind if _PANDAS_DTYPE.fullmatch(kind) else _refuse(kind))
+    if type(values) is not sys.modules["numpy"].ndarray:
+        _refuse("a column without values")
+    if kind == "category":
+        categories, is_ordered = fields
+        return pandas.Categorical.from_codes(values, _hashable(_made(*categories)), ordered=is_ordered is True)
+    if kind != "array":
+        zone = kind if _ZONE.fullmatch(kind) else _refuse(f"the time zone {kind}")
+        return pandas.DatetimeIndex(values).tz_localize("UTC").tz_convert(zone)
+    return values
+
+
+def _hashable(values: Any) -> Any:
+    if len(values) > _HASHED_MAX and sys.modules["pandas"].api.types.infer_dtype(values) != "string":
+        _refuse(f"more than {_HASHED_MAX} categories, or labels of several levels, that are no texts")
+    return values
+
+
+def make_frame(columns: Any, levels: Any, rows: Any, names: Any, labels: Any, label_names: Any, is_series: Any) -> Any:
+    """A frame, or a column by itself. The first columns are the levels of its index, if it is not counted from 0."""
+    pandas = _library("pandas")
+    made = [_made(*column) for column in columns]
+    index = pandas.RangeIndex(rows) if not levels else pandas.Index(made[0])
+    if levels > 1:
+        index = pandas.MultiIndex.from_arrays([*map(_hashable, made[:levels])])
+    if type(labels) is list and {tuple} == set(map(type, labels)):
+        header = pandas.MultiIndex.from_tuples([(*_cells([*label]),) for label in labels])
+    else:
+        header = pandas.Index(_cells(labels))
+    frame = pandas.DataFrame(dict(enumerate(map(pandas.Series, made[levels:]))), index=None if made[levels:] else index)
+    frame.index, frame.columns = index.set_names(_cells(names)), header.set_names(_cells(label_names))
+    return frame.iloc[:, 0] if is_series is True else frame
+
+
+MAKERS = {function.__name__: function for function in (_refuse, make_array, make_image, make_frame)}

@@ -1,0 +1,85 @@
+"""Calls with arrays, for ``test_arrays.py``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import numpy
+
+#: Bytes of an array that is mapped, and of one that is copied.
+MAPPED, COPIED = 8 << 20, 1 << 20
+
+_kept: list[Any] = []
+
+
+def is_file(array: numpy.ndarray) -> bool:
+    """Whether the array's memory is a mapping of a memory file."""
+    address = array.__array_interface__["data"][0]
+    with open("/proc/self/maps") as file:
+        for line in file:
+            start, _, end = line.split()[0].partition("-")
+            if int(start, 16) <= address < int(end, 16):
+                return "memfd:" in line
+    return False
+
+
+def plus_one(array: numpy.ndarray) -> numpy.ndarray:
+    return array + 1
+
+
+def add_in_place(array: numpy.ndarray) -> float:
+    array += 1
+    return float(array.sum())
+
+
+def keep(array: numpy.ndarray, written: int = 0) -> bool:
+    """Keeps the array, after it has written so many values; whether it is in a file."""
+    array[:written] = -1
+    _kept.append(array)
+    return is_file(array)
+
+
+def kept() -> list[tuple[float, float, float]]:
+    """The first value, the last, and the sum of all arrays that were kept."""
+    return [(float(array[0]), float(array[-1]), float(array.sum())) for array in _kept]
+
+
+def forge(head: bytes, size: int) -> numpy.ndarray:
+    """Has this worker write another head before its results."""
+    from bulkhead import _files
+
+    def write(_payload: Any, target: Any) -> None:
+        target[: len(head)] = head
+
+    _files.write = write
+    _files.joined = lambda _payload: head
+    return numpy.zeros(size, "u1")
+
+
+def scribble(array: numpy.ndarray) -> numpy.ndarray:
+    """Returns the array, and goes on writing where results are read from, for as long as this process lives."""
+    from bulkhead import _files
+
+    files = [value for value in gc.get_objects() if isinstance(value, _files.Files)]
+
+    def write() -> None:
+        number = 0
+        while True:
+            number = (number + 1) % 256
+            for file in files:
+                file.own[:] = bytes([number]) * len(file.own)
+
+    threading.Thread(target=write, daemon=True).start()
+    return array
+
+
+def sleep_with(_array: numpy.ndarray) -> None:
+    time.sleep(60)
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)

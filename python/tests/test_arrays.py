@@ -1,0 +1,191 @@
+"""Large arrays: what travels in memory files, what the function and the caller keep, and forged answers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import arrays
+import jobs
+import pytest
+from pools import LONG, wait_for
+
+from bulkhead import BulkheadExecutor, _files
+from bulkhead.executor import ResultRefused, ResultUnreadable, WorkerCrashed
+
+numpy = pytest.importorskip("numpy", reason="NOT RUN: numpy is not installed")
+
+
+@pytest.fixture
+def pool() -> Iterator[BulkheadExecutor]:
+    with BulkheadExecutor(1) as executor:
+        yield executor
+
+
+def filled(size: int, value: float) -> Any:
+    return numpy.full(size // 8, float(value))
+
+
+def warm(pool: BulkheadExecutor, size: int = arrays.MAPPED) -> None:
+    """Has calls of that size go by a memory file from here on."""
+    wait_for("a call in a memory file", lambda: pool.submit(arrays.is_file, filled(size, 0.0)).result(LONG))
+
+
+def leases(pool: BulkheadExecutor) -> list[int]:
+    """The numbers of the leases that no call uses."""
+    return [lease.number for lease in pool._pool._channel.leases._free]  # type: ignore[union-attr]
+
+
+def test_large_array_reaches_worker_in_memory_file(pool: BulkheadExecutor) -> None:
+    warm(pool)
+    for number in range(5):
+        result = pool.submit(arrays.plus_one, filled(arrays.MAPPED, number)).result(LONG)
+        assert (result == number + 1).all()
+    assert len(leases(pool)) == 1
+
+
+def test_result_stays_when_its_file_serves_another_call(pool: BulkheadExecutor) -> None:
+    for size in (arrays.MAPPED, arrays.COPIED):
+        warm(pool)
+        results = [pool.submit(arrays.plus_one, filled(size, number)).result(LONG) for number in range(4)]
+        for number, result in enumerate(results):
+            result += 1
+            assert (result == number + 2).all()
+
+
+@pytest.mark.parametrize("size", [arrays.MAPPED, arrays.COPIED])
+def test_function_may_write_to_its_array(pool: BulkheadExecutor, size: int) -> None:
+    warm(pool)
+    for _ in range(3):
+        array = filled(size, 1.0)
+        assert pool.submit(arrays.add_in_place, array).result(LONG) == size // 8 * 2
+        assert (array == 1).all()
+
+
+@pytest.mark.parametrize("written", [0, 1000])
+def test_array_kept_by_function_keeps_its_values(pool: BulkheadExecutor, written: int) -> None:
+    warm(pool)
+    count = arrays.MAPPED // 8
+    assert pool.submit(arrays.keep, filled(arrays.MAPPED, 5.0), written).result(LONG)
+    for number in range(3):
+        pool.submit(arrays.add_in_place, filled(arrays.MAPPED, number)).result(LONG)
+    assert leases(pool)
+    ((first, last, total),) = pool.submit(arrays.kept).result(LONG)
+    assert (first, last, total) == (-1.0 if written else 5.0, 5.0, (count - written) * 5.0 - written)
+
+
+def test_arrays_kept_on_a_kernel_without_populate_keep_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 5.14 has no MADV_POPULATE_WRITE."""
+    monkeypatch.setattr(_files, "_POPULATE_WRITE", 12345)
+    descriptor = os.memfd_create("payload")
+    with open(descriptor, "r+b", buffering=0) as file:
+        file.write(bytes([1]) * arrays.MAPPED)
+        loan = _files.Loan.__new__(_files.Loan)
+        loan._mappings = [_files.mmap.mmap(descriptor, arrays.MAPPED, flags=_files.mmap.MAP_PRIVATE)]
+        array = numpy.frombuffer(loan._mappings[0], "u1")
+        loan.release()
+        os.pwrite(descriptor, bytes([2]) * arrays.MAPPED, 0)
+        assert (array == 1).all()
+
+
+def test_many_large_calls_share_one_lease_per_worker() -> None:
+    with BulkheadExecutor(2) as pool:
+        given = [filled(arrays.COPIED * (1 + number % 3), number) for number in range(40)]
+        for number, result in enumerate(pool.map(arrays.plus_one, given)):
+            assert result.shape == given[number].shape
+            assert (result == number + 1).all()
+        assert len(leases(pool)) <= 2
+
+
+def test_worker_that_dies_costs_its_call_alone(pool: BulkheadExecutor) -> None:
+    for _ in range(2):
+        warm(pool)
+        assert isinstance(pool.submit(arrays.die).exception(LONG), WorkerCrashed)
+        assert (pool.submit(arrays.plus_one, filled(arrays.MAPPED, 1)).result(LONG) == 2).all()
+
+
+def test_call_that_is_cancelled_leaves_the_pool_its_files(pool: BulkheadExecutor) -> None:
+    for _ in range(3):
+        warm(pool)
+        future = pool.submit(arrays.sleep_with, filled(arrays.MAPPED, 1))
+        wait_for("a call that runs", future.running)
+        assert future.cancel()
+    warm(pool)
+
+
+def test_supervisor_that_is_killed_takes_its_leases_along(pool: BulkheadExecutor) -> None:
+    warm(pool)
+    os.kill(pool._pool.supervisor().pid or 0, signal.SIGKILL)
+    wait_for("another supervisor", lambda: pool.submit(int).exception(LONG) is None)
+    warm(pool)
+
+
+def test_objects_and_strided_arrays_travel_as_before(pool: BulkheadExecutor) -> None:
+    for array in (numpy.array([1, "x", None] * 50_000, object), filled(arrays.MAPPED, 3.0)[::3], numpy.zeros((0, 3))):
+        assert (pool.submit(jobs.echo, array).result(LONG) == array).all()
+    frozen = filled(arrays.COPIED, 3.0)
+    frozen.flags.writeable = False
+    assert not pool.submit(jobs.echo, frozen).result(LONG).flags.writeable
+
+
+# Forged answers.
+
+
+def is_lent(pool: BulkheadExecutor) -> bool:
+    """Whether this call went by a memory file, as a later one does."""
+    pool.submit(arrays.is_file, filled(arrays.MAPPED, 0)).result(LONG)
+    return pool.submit(arrays.is_file, filled(arrays.MAPPED, 0)).result(LONG)
+
+
+def head(count: int, pickled: int, *sizes: int) -> bytes:
+    return struct.pack("<cxxxIQ", b"P", count, pickled) + struct.pack(f"<{len(sizes)}Q", *sizes)
+
+
+FORGED = {
+    "count": head(0xFFFF_FFFF, 10),
+    "large count": head(60_000, 10),
+    "pickle beyond the end": head(1, 1 << 40, 8),
+    "negative": head(1, 10, (1 << 64) - 8),
+    "beyond the end": head(1, 10, 1 << 33),
+    "cut off": b"P",
+    "no pickle": head(0, 0),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_head_is_refused(name: str) -> None:
+    for data in (FORGED[name], FORGED[name] + bytes(9000)):
+        with pytest.raises((ValueError, EOFError, pickle.UnpicklingError)):
+            pickle.loads(_files.parts(data)[0])
+
+
+def test_forged_head_in_file_costs_its_call_alone() -> None:
+    with BulkheadExecutor(1, sandbox="default") as pool:
+        wait_for("a lease", lambda: is_lent(pool))
+        for forged in FORGED.values():
+            error = pool.submit(arrays.forge, forged, arrays.MAPPED).exception(LONG)
+            assert isinstance(error, (ResultUnreadable, ResultRefused)), error
+            error = pool.submit(jobs.echo, filled(arrays.MAPPED, 1)).exception(LONG)
+            assert isinstance(error, (ResultUnreadable, ResultRefused)), error
+        with pytest.raises(WorkerCrashed):
+            pool.submit(arrays.die).result(LONG)
+        assert (pool.submit(arrays.plus_one, filled(arrays.MAPPED, 1)).result(LONG) == 2).all()
+
+
+def test_array_does_not_change_when_worker_writes_on() -> None:
+    with BulkheadExecutor(1, sandbox="default") as pool:
+        wait_for("a lease", lambda: is_lent(pool))
+        for _ in range(10):
+            # What is read is whatever stood there, or it is refused.
+            try:
+                result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
+            except (ResultUnreadable, ResultRefused):
+                continue
+            assert (result.dtype, result.shape) == ("f8", (arrays.MAPPED // 8,))
+            before = result.tobytes()
+            pool.submit(int).result(LONG)
+            assert result.tobytes() == before
