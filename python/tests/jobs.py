@@ -27,6 +27,23 @@ def draw() -> tuple[int, float]:
     return os.getpid(), random.random()
 
 
+def modes() -> tuple[int, int]:
+    """The permissions of a file and of a folder that are made here."""
+    import shutil
+    import tempfile
+
+    folder = tempfile.mkdtemp()
+    with open(f"{folder}/file", "w"):
+        os.mkdir(f"{folder}/folder")
+    made = tuple(os.stat(f"{folder}/{name}").st_mode & 0o777 for name in ("file", "folder"))
+    shutil.rmtree(folder)
+    return made[0], made[1]
+
+
+def attribute(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
 def loaded(module: str) -> bool:
     return module in sys.modules
 

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+import sys
+
+#: Not compared directly, since checkers of types would take the rest for unreachable on other systems.
+_platform: str = sys.platform
+if _platform != "linux":
+    raise ImportError(f"bulkhead needs Linux: its supervisor uses facilities of that kernel, and this is {_platform}")
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._aio import AsyncClient as AsyncClient

@@ -53,7 +53,7 @@ class JobFuture(Future[Reply]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._condition = Condition()
+        self._condition: threading.Condition = Condition()
         self._connection: Connection | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []

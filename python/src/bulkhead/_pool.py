@@ -94,7 +94,7 @@ class PoolFuture(Future[T]):
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._condition = Condition()
+        self._condition: threading.Condition = Condition()
         self._pool = pool
         self._number = 0
         # Unlike the condition itself it is not left taken by an exception of a signal's handler.

@@ -128,14 +128,10 @@ class Calls:
 
 def _prepare(preparation: dict[str, Any]) -> None:
     """Makes this interpreter like the caller's: environment, paths, folder, authkey, and its main module."""
-    kept = preparation["kept"]
-    own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_") or name in kept}
-    if _template.is_wanted():
-        # They are set there unless the caller has set them.
-        own |= {name: os.environ[name] for name in _template.THREAD_VARIABLES if name in os.environ}
-    os.environ.clear()
+    own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
     os.environ.update(preparation["environment"])
     os.environ.update(own)
+    os.umask(preparation["umask"])
     from multiprocessing import process, spawn
 
     current = process.current_process()
@@ -185,6 +181,7 @@ class _Worker:
     def after_fork(self) -> None:
         """In a worker that was forked of a template."""
         self._join_output()
+        os.umask(self._preparation["umask"])
         self._initialize()
 
     def _join_output(self) -> None:
@@ -216,9 +213,15 @@ def _refuse(_payload: Any, _context: Any) -> bytes:
     raise RuntimeError("this worker is not prepared")
 
 
+#: True in a worker of an executor.
+is_worker = False
+
+
 def main(path: str) -> None:
     """Serves the calls of the executor that wrote the file at ``path``; does not return. Without a path the same is
     in a variable."""
+    global is_worker
+    is_worker = True
     if path:
         try:
             with open(path, "rb") as file:
@@ -230,7 +233,8 @@ def main(path: str) -> None:
         import base64
         import zlib
 
-        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ["PYTHON_BULKHEAD_PREPARATION"]))))
+        text = os.environ.pop("PYTHON_BULKHEAD_PREPARATION")
+        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(text))))
     from .worker import run
 
     def prepare() -> tuple[_Worker, dict[str, Any], None]:

@@ -33,12 +33,9 @@ START_SECONDS_MAX = 30.0
 #: Seconds that workers without jobs have to exit by themselves.
 STOP_SECONDS_MAX = 10.0
 
-#: What is given to workers through the configuration; all other variables go by the preparation's file, since
-#: arguments and environment together have 96 KiB.
-_PASSED_VARIABLES = frozenset(
-    {"PATH", "HOME", "TMPDIR", "LANG", "LANGUAGE", "TZ", "MALLOC_ARENA_MAX", "VIRTUAL_ENV", "GLIBC_TUNABLES"}
-)
-_PASSED_PREFIXES = ("LD_", "PYTHON", "LC_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "ASAN_", "UBSAN_")
+#: Total size of the variables that workers get before their interpreters start. The preparation has the others,
+#: because arguments and environment together are limited to 96 KiB.
+PASSED_BYTES_MAX = 24 * 1024
 
 
 class SupervisorFailed(RuntimeError):
@@ -75,12 +72,19 @@ def _is_program(path: str) -> bool:
 
 
 def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that a worker needs before its interpreter runs."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if (name in _PASSED_VARIABLES or name.startswith(_PASSED_PREFIXES)) and _is_text(name) and _is_text(value)
-    }
+    """The part of an environment that a worker has before its interpreter starts: all of it, unless it is very large.
+    The search paths of the loader and of Python come first, then the shortest variables."""
+    passed: dict[str, str] = {}
+    room = PASSED_BYTES_MAX
+    for name, value in sorted(
+        variables.items(), key=lambda item: (not item[0].startswith(("LD_", "PYTHON")), len(item[1]))
+    ):
+        room -= len(os.fsencode(f"{name}={value}")) + 1
+        if room < 0:
+            break
+        if name and "=" not in name and not name.startswith("BULKHEAD_") and _is_text(name) and _is_text(value):
+            passed[name] = value
+    return passed
 
 
 def _is_text(value: str) -> bool:
@@ -97,8 +101,9 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         if value is None:
             result.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merged(result[key], value)
+        elif isinstance(value, Mapping):
+            before = result.get(key)
+            result[key] = merged(before if isinstance(before, Mapping) else {}, value)
         else:
             result[key] = value
     return result
@@ -188,9 +193,9 @@ class PrivateSupervisor:
         os.mkfifo(path, 0o600)
         return path
 
-    def add_variable(self, name: str, value: str) -> None:
-        """Gives workers a further variable."""
-        self._bulkhead["env"] = {**self._bulkhead.get("env", {}), name: value}
+    def add_variables(self, variables: Mapping[str, str]) -> None:
+        """Gives workers further variables. Those of the configuration have precedence."""
+        self._bulkhead["env"] = {**variables, **self._bulkhead.get("env", {})}
 
     def start(self, command: list[str]) -> None:
         """Starts the program with workers that run ``command``. It listens when this returns, but may not be ready.

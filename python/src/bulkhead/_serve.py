@@ -118,7 +118,8 @@ class Server:
         more = _wire.LIMIT.pack(min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF))
         self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
 
-    def _give_up(self, text: str) -> NoReturn:
+    def give_up(self, text: str) -> NoReturn:
+        """Ends this worker before it is ready. Operators and clients see the text as the reason."""
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
@@ -140,7 +141,7 @@ class Server:
         except BaseException as error:
             self._end_if_child(error)
             print_traceback(error)
-            self._give_up(f"initialisation failed: {told(error)}")
+            self.give_up(f"initialisation failed: {told(error)}")
         # Threads and loop come before the seal, which forbids to make a loop's sockets.
         if any(map(_is_async, handlers)):
             self._event_loop()
@@ -149,14 +150,14 @@ class Server:
             try:
                 threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
             except RuntimeError as error:
-                self._give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
+                self.give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
         if self.welcome.seal is not None:
             from ._seal import SealFailed, put_in_force
 
             try:
                 put_in_force(self.welcome.seal)
             except SealFailed as error:
-                self._give_up(f"failed to seal the worker: {error}")
+                self.give_up(f"failed to seal the worker: {error}")
         if self._journal is not None:
             self._journal.beat()
         self._link.send(_wire.READY, 0)

@@ -67,7 +67,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
 
         print_traceback(error)
         text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {told(error)}"
-        _end(socket, text)
+        end(socket, text)
     # What is there stays: children that do not touch it share it.
     gc.collect()
     gc.freeze()
@@ -90,7 +90,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
                 socket.send(b"X" + struct.pack("<Qi", worker, -pid))
             newcomer.renew_rules()
     except _Unfit as error:
-        _end(socket, str(error))
+        end(socket, str(error))
     except OSError:
         # The keeper is gone, and this process goes with it.
         os._exit(1)
@@ -131,7 +131,8 @@ class Starting:
         self._socket.send(b"M" + struct.pack("<I", min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF)))
 
 
-def _end(socket: _socket.socket, text: str) -> NoReturn:
+def end(socket: _socket.socket, text: str) -> NoReturn:
+    """Ends this template. Operators and clients see the text as the reason."""
     try:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:

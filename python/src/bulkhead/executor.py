@@ -11,16 +11,17 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import pickle
+import re
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from . import _wire
+from . import _pool_worker, _wire
 from ._output import Fifos, Lines
 from ._pool import (
     NAME,
@@ -34,7 +35,7 @@ from ._pool import (
     WorkerCrashed,
 )
 from ._pool_worker import READ_BY_PICKLE, Pickler, process_chunk
-from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment
+from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment, to_toml
 
 __all__ = [
     "BulkheadExecutor",
@@ -53,8 +54,13 @@ T = TypeVar("T")
 SPARES_MAX = 64
 #: Most processes of one pool.
 WORKERS_MAX = 1024
+_PROFILES = ("none", "default", "strict")
+#: Sizes of the configuration.
+_SIZE = re.compile(r"\s*(\d+\s*B?|\d+(\.\d{1,9})?\s*[KMGT]i?B)\s*", re.ASCII | re.IGNORECASE)
 #: Variables that a sandbox sets.
 _OF_SANDBOX = ("TMPDIR", "HOME")
+#: Variables of a template. Without this one, `import pyarrow` (also by pandas) starts a thread of jemalloc.
+_OF_TEMPLATE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 #: Bytes of what confined workers are given by a variable; others read a file.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
@@ -68,7 +74,7 @@ class _Calls(Executor):
     _is_ordered = False
     _options: dict[str, Any]
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
 
         The future raises what ``fn`` raises, ``WorkerCrashed`` (a ``BrokenProcessPool``) if its process died,
@@ -112,12 +118,12 @@ class _Calls(Executor):
 
     def _map(
         self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
-    ) -> tuple[deque[PoolFuture[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]]:
+    ) -> tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]]:
         futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
         # An iterator that has ended is not asked again: `zip` would take one more of the longer ones each time.
         return futures, fn, calls if len(futures) == buffersize else iter(())
 
-    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> PoolFuture[Any] | None:
+    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> Future[Any] | None:
         for arguments in calls:
             return self.submit(fn, *arguments)
         return None
@@ -182,8 +188,7 @@ class BulkheadExecutor(_Calls):
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
             raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
-        if not isinstance(sandbox, (str, Mapping)):
-            raise TypeError(f"sandbox must be the name of a profile or a table, not {type(sandbox).__name__}")
+        _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
         is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
@@ -217,8 +222,8 @@ class BulkheadExecutor(_Calls):
             preload=preload,
             tasks=max_tasks_per_child,
             is_data_only=allowed is not None,
+            is_forked=is_forked,
         )
-        self._variables = launch.variables
         keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
         if is_forked:
             # What takes over when a worker has done its last call.
@@ -251,7 +256,6 @@ class BulkheadExecutor(_Calls):
             # An initializer takes what it takes.
             "start": {"handshake": "1m", "ready": "1h"},
             "retry": {"attempts": 3, "budget": 1.0},
-            "env": passed_environment(self._variables()),
             "cwd": os.getcwd(),
             "sandbox": profile,
         }
@@ -260,7 +264,7 @@ class BulkheadExecutor(_Calls):
         if memory is not None:
             keys["rlimits"] = {"data": memory}
         if self._is_confined:
-            profile["read"] = [*profile.get("read", []), *_readable_paths()]
+            profile["read"] = list(dict.fromkeys([*map(os.fspath, profile.get("read", [])), *_readable_paths()]))
         return keys
 
     def with_options(
@@ -358,8 +362,10 @@ class _Launch:
         preload: Sequence[str],
         tasks: int | None,
         is_data_only: bool,
+        is_forked: bool,
     ) -> None:
         self._is_data_only = is_data_only
+        self._is_forked = is_forked
         self._is_confined = is_confined
         self._environment = dict(environment)
         self._initializer = initializer
@@ -370,9 +376,10 @@ class _Launch:
     def variables(self) -> dict[str, str]:
         """The environment of workers."""
         left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self._is_confined else ()))
-        return {**{name: value for name, value in os.environ.items() if name not in left_out}, **self._environment}
+        own = {name: value for name, value in os.environ.items() if name not in left_out}
+        return {**(_OF_TEMPLATE if self._is_forked else {}), **own, **self._environment}
 
-    def _preparation(self, output: list[str]) -> bytes:
+    def _preparation(self, output: list[str], passed: Mapping[str, str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
         main["authkey"] = bytes(main["authkey"])
         if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
@@ -380,9 +387,9 @@ class _Launch:
             del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,
-            "environment": self.variables(),
-            # The sandbox says where these are, unless this pool's `env` does.
-            "kept": [name for name in _OF_SANDBOX if self._is_confined and name not in self._environment],
+            # Without the variables that workers have from their start.
+            "environment": {name: value for name, value in self.variables().items() if name not in passed},
+            "umask": _umask(),
             "initializer": self._pickler.dumps(self._initializer),
             "pickler": self._pickler.module,
             "is_data_only": self._is_data_only,
@@ -394,6 +401,7 @@ class _Launch:
 
     def __call__(self, supervisor: PrivateSupervisor) -> Fifos | Lines:
         """Starts this supervisor; what is returned brings its workers' output."""
+        _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
             raise RuntimeError(
@@ -402,7 +410,9 @@ class _Launch:
             )
         output = Lines(supervisor) if self._is_confined else Fifos(supervisor)
         try:
-            preparation = self._preparation(output.paths if isinstance(output, Fifos) else [])
+            passed = passed_environment(self.variables())
+            supervisor.add_variables(passed)
+            preparation = self._preparation(output.paths if isinstance(output, Fifos) else [], passed)
             if self._is_confined:
                 argument = _as_variable(supervisor, preparation)
             else:
@@ -412,6 +422,9 @@ class _Launch:
                 f"import sys; sys.path.insert(0, {source!r}); "
                 f"from bulkhead._pool_worker import main; main({argument!r})"
             )
+            if getattr(sys, "frozen", False):
+                # By this beginning `multiprocessing.freeze_support()` tells that it is to run the code.
+                code = f"from multiprocessing.forkserver import main; {code}"
             supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
             output.start()
         except BaseException:
@@ -419,6 +432,23 @@ class _Launch:
             output.finish()
             raise
         return output
+
+
+def _refuse_in_frozen_worker() -> None:
+    """Ends a worker of a frozen program that has not come to ``freeze_support()``: it would start itself without end.
+    The supervisor passes the reason on to the first worker's caller."""
+    if getattr(sys, "frozen", False) and not _pool_worker.is_worker:
+        from . import __version__, _link, _serve, _template
+
+        link = _link.inherited()
+        why = (
+            "this frozen program does not support workers: call multiprocessing.freeze_support() first of all under "
+            "if __name__ == '__main__':"
+        )
+        if link is not None and _template.is_wanted():
+            _template.end(link, why)
+        elif link is not None:
+            _serve.Server(link, __version__).give_up(why)
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
@@ -429,8 +459,14 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
         raise ValueError("environment and initializer are too large for confined workers: let calls bring the data")
-    supervisor.add_variable("PYTHON_BULKHEAD_PREPARATION", text)
+    supervisor.add_variables({"PYTHON_BULKHEAD_PREPARATION": text})
     return ""
+
+
+def _umask() -> int:
+    """The umask of this process. ``os.umask`` would have to change it, which other threads would notice."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
 
 def _flags() -> list[str]:
@@ -445,11 +481,52 @@ def _processors() -> int:
     return (count() if count is not None else len(os.sched_getaffinity(0))) or 1
 
 
+def _check_keys(memory: int | str | None, sandbox: str | Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for options that the supervisor would refuse, with the first call."""
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, str))):
+        raise TypeError(f"memory must be a number of bytes or a size such as '512MiB', not {type(memory).__name__}")
+    if isinstance(memory, int) and memory <= 0:
+        raise ValueError("memory must be greater than 0")
+    if isinstance(memory, str) and not _SIZE.fullmatch(memory):
+        raise ValueError(f"memory must be a size such as '512MiB', not {memory!r}")
+    if not isinstance(sandbox, (str, Mapping)):
+        raise TypeError(f"sandbox must be the name of a profile or a dict, not {type(sandbox).__name__}")
+    profile = sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")
+    if profile not in _PROFILES:
+        raise ValueError(f"sandbox must be 'none', 'default' or 'strict', not {profile!r}")
+    for name in ("read", "write"):
+        paths = () if isinstance(sandbox, str) else sandbox.get(name, ())
+        if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
+            raise TypeError(f"sandbox: {name!r} must be a list of paths, not {type(paths).__name__}")
+    tables = {"sandbox": sandbox if isinstance(sandbox, Mapping) else {}, "config": {} if config is None else config}
+    if isinstance(config, Mapping) and "supervisor" in config:
+        tables["config['supervisor']"] = config["supervisor"]
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise TypeError(f"{name} must be a dict, not {type(table).__name__}")
+        try:
+            to_toml(merged({}, table))
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+
+
 def _readable_paths() -> list[str]:
     """What a confined interpreter reads beside the system's own files."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     paths += [os.path.abspath(path) for path in sys.path]
+    paths += _editable_paths()
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def _editable_paths() -> Iterator[str]:
+    """Folders of packages that are outside of ``sys.path``, because they were installed by ``pip install -e`` (a finder
+    of setuptools has them in a table) or are symbolic links."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__editable__"):
+            yield from getattr(module, "MAPPING", {}).values()
+            yield from itertools.chain(*getattr(module, "NAMESPACES", {}).values())
+        elif "." not in name and (folders := getattr(module, "__path__", None)):
+            yield from (os.path.realpath(folder) for folder in folders if os.path.realpath(folder) != folder)
 
 
 def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple[Any, ...], ...]]:
@@ -458,9 +535,9 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
 
 
 def _in_order(
-    begun: tuple[deque[PoolFuture[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]],
+    begun: tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]],
     give_up: float | None,
-    submit_next: Callable[..., PoolFuture[Any] | None],
+    submit_next: Callable[..., Future[Any] | None],
 ) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
     futures, fn, calls = begun
@@ -478,7 +555,7 @@ def _in_order(
             future.cancel()
 
 
-def _taken(futures: deque[PoolFuture[Any]], give_up: float | None) -> Any:
+def _taken(futures: deque[Future[Any]], give_up: float | None) -> Any:
     future = futures.popleft()
     try:
         return future.result(None if give_up is None else give_up - time.monotonic())

@@ -1,0 +1,260 @@
+"""A pool's surroundings: environment, umask, frozen programs, editable packages, other systems, wrong arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from pools import LONG, TESTS, script
+
+from bulkhead import BulkheadExecutor
+
+SOURCE = TESTS.parent / "src"
+METHODS = ["spawn", "forkserver"]
+
+
+def program(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs an interpreter that can import what tests can."""
+    paths = [variables.pop("PYTHONPATH", ""), str(SOURCE), str(TESTS)]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+
+
+# What workers inherit.
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sandbox", ["none", "default"])
+def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> None:
+    before = os.umask(0o027)
+    try:
+        context = multiprocessing.get_context(method)
+        with BulkheadExecutor(1, mp_context=context, sandbox=sandbox) as pool:
+            assert pool.submit(jobs.modes).result(LONG) == (0o640, 0o750)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sandbox", ["none", "default"])
+def test_variables_are_there_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    hook = "import os\nseen_at_start = os.environ.get('HOOK')\nos.environ['SET_BY_HOOK'] = 'yes'\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    code = f"""
+        import multiprocessing, jobs
+        from bulkhead import BulkheadExecutor
+        context = multiprocessing.get_context({method!r})
+        with BulkheadExecutor(1, mp_context=context, sandbox={sandbox!r}, env={{"LARGE": "x" * 30_000}}) as pool:
+            print(pool.submit(jobs.attribute, "sitecustomize", "seen_at_start").result(60))
+            print(pool.submit(jobs.variable, "SET_BY_HOOK").result(60))
+            print(len(pool.submit(jobs.variable, "LARGE").result(60)))
+    """
+    ended = program(code, HOOK="set", PYTHONPATH=str(tmp_path))
+    assert ended.stdout.split() == ["set", "yes", "30000"], ended.stderr
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_coverage_measures_workers(method: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("coverage") is None:
+        pytest.skip("NOT RUN: coverage is not installed")
+    (tmp_path / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
+    (tmp_path / "rc").write_text(f"[run]\nparallel = true\ndata_file = {tmp_path}/data\ninclude = */jobs.py\n")
+    code = f"""
+        import multiprocessing, jobs
+        from bulkhead import BulkheadExecutor
+        with BulkheadExecutor(1, mp_context=multiprocessing.get_context({method!r})) as pool:
+            assert pool.submit(jobs.double, 4).result(60) == 8
+    """
+    ended = program(code, PYTHONPATH=str(tmp_path), COVERAGE_PROCESS_START=str(tmp_path / "rc"))
+    assert ended.returncode == 0, ended.stderr
+    import coverage
+
+    (line,) = [
+        n for n, text in enumerate((TESTS / "jobs.py").read_text().splitlines(), 1) if "return number * 2" in text
+    ]
+    measured = []
+    for path in tmp_path.glob("data.*"):
+        data = coverage.CoverageData(str(path))
+        data.read()
+        measured += data.lines(str(TESTS / "jobs.py")) or []
+    assert line in measured
+
+
+@pytest.mark.parametrize("kind", ["finder", "link"])
+def test_editable_packages_are_readable_in_the_sandbox(kind: str, tmp_path: Path) -> None:
+    """As setuptools, and flit by a symbolic link, install them."""
+    tmp_path.chmod(0o755)
+    package = tmp_path / "project" / "edited"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text("def answer():\n    return 42\n")
+    site = tmp_path / "site"
+    site.mkdir()
+    if kind == "link":
+        (site / "edited").symlink_to(package)
+    else:
+        (site / "sitecustomize.py").write_text("import __editable___edited_finder\n")
+        (site / "__editable___edited_finder.py").write_text(f"""
+import importlib.util, sys
+MAPPING = {{"edited": {str(package)!r}}}
+NAMESPACES = {{}}
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in MAPPING:
+            return importlib.util.spec_from_file_location(name, MAPPING[name] + "/__init__.py")
+sys.meta_path.append(Finder)
+""")
+    code = """
+        import edited.inner
+        from bulkhead import BulkheadExecutor
+        with BulkheadExecutor(1, sandbox="default") as pool:
+            print(pool.submit(edited.inner.answer).result(60))
+    """
+    ended = program(code, PYTHONPATH=str(site))
+    assert ended.stdout == "42\n", ended.stderr
+
+
+# Frozen programs.
+
+#: A program that starts itself, as one of PyInstaller does: the arguments of an interpreter are none for it, until
+#: `freeze_support` obeys them.
+FROZEN = """
+import multiprocessing, os, sys
+sys.frozen = True
+with open(os.environ["TRACE"], "a") as trace:
+    print(os.getpid(), file=trace)
+if len(open(os.environ["TRACE"]).readlines()) > 10:
+    sys.exit("it starts itself without end")
+from bulkhead import BulkheadExecutor
+def double(number):
+    return 2 * number
+def freeze_support():
+    if "-c" in sys.argv:
+        code = sys.argv[sys.argv.index("-c") + 1]
+        if code.startswith("from multiprocessing.forkserver import main"):
+            exec(code)
+            sys.exit()
+if __name__ == "__main__":
+    if os.environ["SUPPORT"]:
+        freeze_support()
+    multiprocessing.set_executable(os.environ["FROZEN"])
+    try:
+        with BulkheadExecutor(1, mp_context=multiprocessing.get_context(os.environ["METHOD"])) as pool:
+            print(pool.submit(double, 4).result(60))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("support", ["yes", ""])
+def test_a_frozen_program_starts_workers_or_says_why_not(method: str, support: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FROZEN)
+    frozen = tmp_path / "frozen"
+    frozen.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
+    frozen.chmod(0o755)
+    ended = subprocess.run(
+        [frozen],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SOURCE),
+            "METHOD": method,
+            "SUPPORT": support,
+            "TRACE": str(tmp_path / "trace"),
+            "FROZEN": str(frozen),
+        },
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    if support:
+        assert ended.stdout == "8\n", ended.stderr
+    else:
+        assert ended.stdout.startswith("BrokenProcessPool "), ended.stdout
+        assert "call multiprocessing.freeze_support() first" in ended.stdout
+
+
+# Errors of those who write programs.
+
+
+def test_import_says_that_linux_is_needed() -> None:
+    ended = script("""
+        import sys
+        sys.platform = "darwin"
+        try:
+            import bulkhead
+        except ImportError as error:
+            print(error)
+    """)
+    assert "needs Linux" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory": "512M"}, ValueError, "a size such as '512MiB', not '512M'"),
+        ({"memory": 0}, ValueError, "greater than 0"),
+        ({"memory": 1.5}, TypeError, "not float"),
+        ({"sandbox": "strickt"}, ValueError, "'none', 'default' or 'strict', not 'strickt'"),
+        ({"sandbox": {"profile": "strickt"}}, ValueError, "'none', 'default' or 'strict'"),
+        ({"sandbox": {"read": "/srv"}}, TypeError, "'read' must be a list of paths, not str"),
+        ({"sandbox": True}, TypeError, "not bool"),
+        ({"config": "workers.toml"}, TypeError, "config must be a dict, not str"),
+        ({"config": {"env": {"A": object()}}}, TypeError, "config: a configuration has no values such as"),
+        ({"config": {"supervisor": 1}}, TypeError, "must be a dict, not int"),
+    ],
+)
+def test_the_constructor_refuses_wrong_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        BulkheadExecutor(1, **options)
+
+
+def test_sizes_and_paths_of_many_forms_are_taken(tmp_path: Path) -> None:
+    for memory in (1 << 30, "512MiB", "1.5 GiB", "4096", "10MB", " 64kB "):
+        BulkheadExecutor(1, memory=memory).shutdown()
+    with BulkheadExecutor(1, sandbox={"read": [tmp_path, SOURCE, str(SOURCE)]}) as pool:
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+
+
+def test_pyright_accepts_as_completed(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("NOT RUN: pyright is not installed")
+    (tmp_path / "checked.py").write_text("""
+from concurrent.futures import as_completed
+from bulkhead import BulkheadExecutor
+def half(number: int) -> float:
+    return number / 2
+with BulkheadExecutor(1) as pool:
+    futures = {pool.submit(half, number): number for number in range(3)}
+    for future in as_completed(futures):
+        print(future.result() + futures[future])
+""")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "checked.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    if "error" in ended.stderr.lower() and "checked.py" not in ended.stdout:
+        pytest.skip(f"NOT RUN: pyright does not start: {ended.stderr[-200:]}")
+    assert "0 errors" in ended.stdout, ended.stdout
