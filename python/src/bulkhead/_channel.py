@@ -39,10 +39,11 @@ def connect(path: str, version: str) -> Channel:
         kind, _, metadata, _ = reader.frames.popleft()
         if kind == _wire.REFUSED:
             raise Disconnected(": ".join(_wire.refused(metadata)))
-        if kind != _wire.CLIENT_WELCOME or not _wire.client_welcome(metadata) & _wire.CLIENT_RUN_LIMIT:
+        capabilities = _wire.client_welcome(metadata) if kind == _wire.CLIENT_WELCOME else 0
+        if not capabilities & _wire.CLIENT_RUN_LIMIT:
             raise Disconnected("this supervisor is too old for the executor: it knows no run limit")
         connection.settimeout(None)
-        return Channel(connection)
+        return Channel(connection, capabilities)
     except BaseException as error:
         connection.close()
         if isinstance(error, (EOFError, OSError)) and not isinstance(error, Disconnected):
@@ -53,9 +54,11 @@ def connect(path: str, version: str) -> Channel:
 class Channel:
     """A client's connection behind its welcome."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, capabilities: int) -> None:
         self._socket = connection
         self._descriptors: list[int] = []
+        #: Of the supervisor.
+        self.capabilities = capabilities
         #: Frames in pieces, to be appended behind those that wait to be sent. They leave with the next ``flush``.
         self.outgoing: deque[Sequence[_wire.Buffer]] = deque()
         self.leases = _files.Leases(self.outgoing.append, self._descriptors)

@@ -14,7 +14,7 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
@@ -86,6 +86,9 @@ class ResultRefused(pickle.UnpicklingError):
 _ADVICE = (
     "return plain data, arrays, images or frames, name its class in results=['data', ...], or trust it by results='any'"
 )
+#: The metadata of a CANCEL of a call that has not begun.
+_CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
+
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
@@ -114,6 +117,10 @@ class PoolFuture(Future[T]):
         self._pool.cancelled(self)
         call_back(self)
         return True
+
+    def running(self) -> bool:
+        """True for the oldest calls without an outcome, as many as there are workers."""
+        return self._state == RUNNING and self._pool.is_among_oldest(self._number)
 
     def result(self, timeout: float | None = None) -> T:
         """What the call returned; raises what it raised, or ``TimeoutError`` if it has no outcome in time."""
@@ -243,6 +250,8 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
+        #: True if only calls that have begun are finished.
+        self._is_cancelling = False
         #: Those that a thread of the pool is about to end, by the list's ``id``.
         self._ending: dict[int, list[PoolFuture[Any]]] = {}
 
@@ -429,7 +438,9 @@ class Pool:
             channel.flush(may_wait=may_wait)
         if future._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
             # By a thread that may have been before this one on the wire.
-            self._send_cancel(number)
+            self._send_cancel([number])
+        elif self._is_cancelling:
+            self._cancel_unbegun([number])
         return True
 
     def _in_file(self, call: Call, payload: bytes | _files.Pieces) -> tuple[bytes, bytes | _files.Pieces]:
@@ -477,18 +488,30 @@ class Pool:
     def cancelled(self, future: PoolFuture[Any]) -> None:
         """A future was cancelled: its call, if it is with the supervisor, is ended there."""
         if future._number:
-            self._send_cancel(future._number)
+            self._send_cancel([future._number])
         elif self.is_shut_down:
             if self._is_in_the_midst():
                 self._leave_to_thread(self._fill_quietly)
             else:
                 self._fill(may_wait=False)
 
-    def _send_cancel(self, number: int) -> None:
+    def _send_cancel(self, numbers: Iterable[int], metadata: bytes = _wire.EMPTY) -> None:
         channel = self._channel
-        if channel is not None and number in self._sent:
-            channel.outgoing.append((_wire.frame(_wire.CANCEL, number),))
+        if channel is not None:
+            frames = [(_wire.frame(_wire.CANCEL, number, metadata),) for number in numbers if number in self._sent]
+            channel.outgoing.extend(frames)
             channel.flush(may_wait=False)
+
+    def _cancel_unbegun(self, numbers: Iterable[int]) -> None:
+        """Cancels calls that are with the supervisor and have not begun. Older supervisors finish all of them."""
+        channel = self._channel
+        if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
+            self._send_cancel(numbers, _CANCEL_UNBEGUN)
+
+    def is_among_oldest(self, number: int) -> bool:
+        """True if no more calls than there are workers, this one included, are with the supervisor as long as it."""
+        with self._lock:
+            return number in itertools.islice(self._sent, self.workers)
 
     # Outcomes.
 
@@ -530,6 +553,9 @@ class Pool:
             self._fill(may_wait=False)
 
     def _settle(self, future: PoolFuture[Any], metadata: bytes, parts: list[Any]) -> None:
+        if metadata[0] == _wire.CANCELLED:
+            future.cancel()
+            return
         payload = parts[0]
         if isinstance(payload, BaseException):
             raise payload
@@ -707,7 +733,11 @@ class Pool:
             self._leave_to_thread(partial(self.shut_down, wait=False, cancel=cancel))
             return
         if cancel:
+            self._is_cancelling = True
             self._end_all(PoolFuture.cancel)
+            with self._lock:
+                sent = list(self._sent)
+            self._cancel_unbegun(sent)
         self._fill(may_wait=False)
         if wait:
             self._join()

@@ -43,10 +43,13 @@ KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 56),
 
 # Extensions.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
+#: Of CANCEL: only if the job has not begun.
+UNBEGUN = 0x8007
 
 # Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
 WORKER_LIMITS, WORKER_AHEAD, WORKER_BEATS, WORKER_FILES = 2, 4, 8, 16
 CLIENT_RUN_LIMIT = 1
+CLIENT_CANCEL_UNBEGUN = 4
 BEATS_IN_JOURNAL = 1
 
 # Bounds, in bytes.
@@ -64,6 +67,7 @@ SECONDS_MAX = 86_400 * 365
 
 PRIORITIES = {"best-effort": 0, "normal": 1, "critical": 2}
 OUTCOMES = ("ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled")
+CANCELLED = OUTCOMES.index("cancelled")
 EXECUTED = ("no", "yes", "unknown")
 FAULTS = ("", "caller", "dependency")
 REJECTED = (

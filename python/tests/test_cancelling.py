@@ -1,0 +1,156 @@
+"""Cancelling of what has not begun, and which futures say that they run."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from pools import LONG, read, wait_for
+
+import bulkhead._pool
+from bulkhead import BulkheadExecutor, _wire
+from bulkhead._channel import Channel
+
+
+class Supervisor:
+    """The jobs socket of a supervisor that has begun the first call, and finishes it when it is told."""
+
+    def __init__(self, capabilities: int) -> None:
+        self.capabilities = capabilities
+        self._socket, theirs = socket.socketpair()
+        self.channel = Channel(theirs, capabilities)
+        #: Numbers that were submitted, and those that were asked to be cancelled, with the metadata.
+        self.submitted: list[int] = []
+        self.cancelled: list[tuple[int, bytes]] = []
+        self.is_finished = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        reader = _wire.Reader(self._socket.recv, self._socket.recv_into)
+        try:
+            while True:
+                reader.read()
+                while reader.frames:
+                    kind, number, metadata, _ = reader.frames.popleft()
+                    if kind == _wire.SUBMIT:
+                        self.submitted.append(number)
+                        if self.is_finished:
+                            self.answer(number)
+                    elif kind == _wire.CANCEL:
+                        self.cancelled.append((number, metadata))
+                        if number != self.submitted[0]:
+                            self._outcome(number, _wire.CANCELLED)
+        except (EOFError, OSError):
+            self._socket.close()
+
+    def answer(self, number: int) -> None:
+        self._outcome(number, 0, pickle.dumps("finished"))
+
+    def finish_the_first(self) -> None:
+        self.is_finished = True
+        self.answer(self.submitted[0])
+
+    def _outcome(self, number: int, outcome: int, payload: bytes = b"") -> None:
+        fields = struct.pack("<5BIQQQIBQBi", outcome, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._socket.sendall(_wire.frame(_wire.OUTCOME, number, fields + bytes(24) + _wire.EMPTY, payload))
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Supervisor]]:
+    made: list[Supervisor] = []
+
+    def connect(capabilities: int) -> Supervisor:
+        made.append(Supervisor(capabilities))
+        monkeypatch.setattr(bulkhead._pool, "connect", lambda *_: made[-1].channel)
+        return made[-1]
+
+    yield connect
+    for supervisor in made:
+        supervisor.channel.end()
+
+
+BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNBEGUN
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_shutdown_has_the_supervisor_cancel_what_has_not_begun(
+    connected: Callable[[int], Supervisor], waits: bool
+) -> None:
+    supervisor = connected(BOTH)
+    pool = BulkheadExecutor(1)
+    futures = [pool.submit(jobs.double, number) for number in range(40)]
+    wait_for("they are there", lambda: len(supervisor.submitted) == 17)
+    thread = threading.Thread(target=pool.shutdown, args=(waits,), kwargs={"cancel_futures": True})
+    thread.start()
+    wait(futures[1:], LONG)
+    assert all(future.cancelled() for future in futures[1:])
+    assert not futures[0].done()
+    # An empty structure, and one extension without bytes that has to be known.
+    assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted]
+    supervisor.finish_the_first()
+    assert futures[0].result(LONG) == "finished"
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def test_older_supervisors_finish_what_they_have(connected: Callable[[int], Supervisor]) -> None:
+    supervisor = connected(_wire.CLIENT_RUN_LIMIT)
+    pool = BulkheadExecutor(1)
+    futures = [pool.submit(jobs.double, number) for number in range(40)]
+    wait_for("they are there", lambda: len(supervisor.submitted) == 17)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert [future.cancelled() for future in futures] == [False] * 17 + [True] * 23
+    for number in supervisor.submitted:
+        supervisor.answer(number)
+    assert {future.result(LONG) for future in futures[:17]} == {"finished"}
+    assert supervisor.cancelled == []
+
+
+def test_a_cancelled_future_ends_a_call_that_runs(connected: Callable[[int], Supervisor]) -> None:
+    supervisor = connected(BOTH)
+    pool = BulkheadExecutor(1)
+    future = pool.submit(jobs.double, 1)
+    wait_for("it is there", lambda: supervisor.submitted)
+    assert future.cancel()
+    wait_for("it is told", lambda: supervisor.cancelled)
+    assert supervisor.cancelled == [(supervisor.submitted[0], _wire.EMPTY)]
+
+
+@pytest.mark.parametrize("calls_before", [1, 5])
+def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path: Path) -> None:
+    with BulkheadExecutor(1) as pool:
+        # Quick calls: more of those that follow are with the supervisor.
+        list(pool.map(abs, range(calls_before)))
+        channel = pool._pool._channel
+        assert channel is not None
+        if not channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
+            pytest.skip("NOT RUN: this supervisor does not cancel only what has not begun")
+        futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
+        wait_for("the first one runs", lambda: read(tmp_path / "0"))
+        thread = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True})
+        thread.start()
+        wait_for("the others are cancelled", lambda: sum(future.cancelled() for future in futures) >= 38)
+        begun = {path.name for path in tmp_path.iterdir()}
+        (tmp_path / "go").touch()
+        thread.join(LONG)
+        assert {path.name for path in tmp_path.iterdir()} == begun | {"go"}
+        assert [n for n, future in enumerate(futures) if not future.cancelled()] == sorted(map(int, begun))
+
+
+def test_as_many_calls_run_as_there_are_workers(tmp_path: Path) -> None:
+    with BulkheadExecutor(2) as pool:
+        futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(10)]
+        wait_for("two run", lambda: len(list(tmp_path.iterdir())) == 2)
+        assert [future.running() for future in futures] == [True] * 2 + [False] * 8
+        (tmp_path / "go").touch()
+        wait(futures, LONG)
+        assert not any(future.running() for future in futures)
