@@ -13,6 +13,7 @@ mod recycle;
 mod size;
 mod spares;
 mod view;
+mod withheld;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -36,6 +37,7 @@ use crate::timers::Timers;
 use crate::workers::{Apart, Phase, Slot, Worker};
 
 use admission::Evictions;
+use withheld::Withheld;
 
 pub use life::describe as describe_end;
 pub use size::Activity;
@@ -61,6 +63,7 @@ pub struct Bulkhead<T> {
     /// The worker that finishes what it has for the first of them.
     reserved: Option<u32>,
     tenants: Tenants,
+    withheld: Vec<Withheld>,
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
@@ -145,6 +148,7 @@ impl<T> Bulkhead<T> {
             suspects: VecDeque::new(),
             reserved: None,
             tenants,
+            withheld: Vec::new(),
             adaptive,
             load: Load::default(),
             room: Load::default(),
@@ -234,6 +238,7 @@ impl<T> Bulkhead<T> {
             Event::Stop { by } => self.stop(now, by, out),
         }
         self.fill_from_reserve(now, out);
+        self.give_back_withheld(now);
         self.adapt(now, out);
         out.extend(self.late_notes.drain(..).map(Action::Note));
         let transition = self.breaker.advance(now, self.ready > 0);
@@ -255,7 +260,8 @@ impl<T> Bulkhead<T> {
         let jobs_or_workers = earlier(self.job_timers.next(), self.worker_timers.next());
         let slots_or_breaker = earlier(self.slot_timers.next(), breaker);
         let tells = self.adaptive.as_deref().and_then(Adaptive::tells_at).filter(|_| !self.is_stopped());
-        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(earlier(rest, stop), tells))
+        let tells_or_places = earlier(tells, self.next_given_back());
+        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(earlier(rest, stop), tells_or_places))
     }
 
     /// The caller's record of a job, as long as its client waits for it.

@@ -232,6 +232,10 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_ref().and_then(|job| job.digest)
     }
 
+    pub(crate) fn tenant(&self, index: u32) -> TenantId {
+        self.table[index as usize].as_ref().map_or(TenantId::NONE, |job| job.tenant)
+    }
+
     pub(crate) fn id(&self, index: u32) -> JobId {
         self.table[index as usize].as_ref().map_or(JobId(0), |job| job.id)
     }

@@ -26,9 +26,11 @@ const NONE: u32 = u32::MAX;
 
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Queued and in flight.
+    /// Number of jobs, queued and in flight, and of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
+    /// Number of places withheld for workers that its jobs have ended.
+    pub(crate) withheld: u32,
     /// Jobs that wait ahead of a worker.
     pub(crate) ahead: u32,
     pub(crate) bucket: Bucket,
@@ -155,6 +157,10 @@ impl Tenants {
         &mut self.table[id.0 as usize]
     }
 
+    pub(crate) fn look_up(&self, id: TenantId) -> &Tenant {
+        &self.table[id.0 as usize]
+    }
+
     pub(crate) fn name(&self, id: TenantId) -> &Arc<str> {
         &self.table[id.0 as usize].name
     }
@@ -191,6 +197,7 @@ impl Tenants {
             name: name.clone(),
             jobs: 0,
             in_flight: 0,
+            withheld: 0,
             ahead: 0,
             bucket: Bucket::default(),
             own: self.own.get(&*name).copied().unwrap_or_default(),

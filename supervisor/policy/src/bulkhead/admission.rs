@@ -226,11 +226,15 @@ impl<T> Bulkhead<T> {
         Some((limit, whose))
     }
 
-    /// Whether a tenant has as many jobs in flight as it may.
-    pub(super) fn is_at_its_share(&mut self, tenant: TenantId) -> bool {
-        let most = self.limits.tenants.max_in_flight;
-        let tenant = self.tenants.get(tenant);
-        tenant.own.max_in_flight.or(most).is_some_and(|most| tenant.in_flight >= most)
+    /// Maximum number of jobs that a tenant may have in flight, if it has a share.
+    pub(super) fn share(&self, tenant: TenantId) -> Option<u32> {
+        self.tenants.look_up(tenant).own.max_in_flight.or(self.limits.tenants.max_in_flight)
+    }
+
+    /// Returns true if all places of a tenant's share are taken, by jobs in flight or because they are withheld.
+    pub(super) fn is_at_its_share(&self, id: TenantId) -> bool {
+        let tenant = self.tenants.look_up(id);
+        self.share(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
     }
 
     fn check_tenants_queue(&mut self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
@@ -239,8 +243,14 @@ impl<T> Bulkhead<T> {
         let is_over = most.is_some_and(|most| waiting >= most as usize);
         // Without a queue a job cannot wait for its tenant's others to end.
         if is_over || !has_share && self.waiting_max() == 0 {
-            let name = self.tenants.name(tenant);
-            let message = format!("tenant '{}' has its share of this bulkhead already", name.escape_debug());
+            let name = self.tenants.name(tenant).escape_debug().to_string();
+            let message = match self.tenants.look_up(tenant).withheld {
+                0 => format!("tenant '{name}' has its share of this bulkhead already"),
+                withheld => format!(
+                    "tenant '{name}' has its share of this bulkhead already; {withheld} of its places are withheld \
+                     until the workers that its jobs ended are replaced"
+                ),
+            };
             return Err(refusal(RejectReason::TenantQuota, message));
         }
         Ok(())
@@ -484,7 +494,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
-        if entry.own.max_in_flight.is_some() || self.limits.tenants.max_in_flight.is_some() {
+        if self.share(tenant).is_some() {
             self.block_by_share(tenant);
         }
     }

@@ -600,6 +600,8 @@ impl<T> Bulkhead<T> {
         };
         let jobs = std::mem::take(&mut worker.jobs);
         let unbegun = worker.unbegun;
+        // One that was replaced before leaves no slot without a worker.
+        let leaves_slot = worker.role == Role::Current && !worker.is_written_off;
         let last_words = worker.last_words.take();
         let (slot, owes, was_ready) = (worker.slot, worker.owes, worker.ready_at.is_some());
         let is_current = worker.role == Role::Current;
@@ -644,6 +646,9 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].last_end = Some(end);
         }
         out.push(Action::Note(note));
+        if leaves_slot {
+            self.withhold(now, owes, &jobs, killed.as_ref());
+        }
         let (unread, begun) = self.take_back_unread(jobs);
         let loss = match (&killed, begun.len() + unbegun) {
             (None | Some(KillReason::Hung | KillReason::Protocol(_)), 1) => Loss::Alone,

@@ -213,10 +213,10 @@ impl<T> Bulkhead<T> {
     /// Gives suspects to workers that have nothing else. If there is none, the least loaded one finishes
     /// what it has and takes nothing new.
     pub(super) fn place_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while let Some(&index) = self.suspects.front()
+        while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
+            && let Some(index) = self.suspects.remove(at)
         {
-            self.suspects.pop_front();
             self.unreserve();
             self.jobs.get(index).place = Place::Entered;
             self.job_timers.clear(index);
@@ -227,7 +227,7 @@ impl<T> Bulkhead<T> {
                 self.give(now, index, place, out);
             }
         }
-        if self.suspects.is_empty() {
+        if self.next_suspect().is_none() {
             self.unreserve();
         } else if self.reserved.is_none()
             && let Some(place) = self.load.least()
@@ -237,6 +237,11 @@ impl<T> Bulkhead<T> {
             self.reserved = Some(place);
             self.refresh(place);
         }
+    }
+
+    /// Position of the oldest suspect whose tenant is below its share.
+    pub(super) fn next_suspect(&self) -> Option<usize> {
+        self.suspects.iter().position(|&index| !self.is_at_its_share(self.jobs.tenant(index)))
     }
 
     fn unreserve(&mut self) {

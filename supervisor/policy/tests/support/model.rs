@@ -10,6 +10,7 @@ mod recovery;
 mod recycle;
 mod slots;
 mod spares;
+mod withheld;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -46,6 +47,8 @@ pub(crate) struct Model {
     queue: VecDeque<JobId>,
     /// Jobs that wait for a worker for themselves alone.
     suspects: VecDeque<JobId>,
+    /// Places that tenants pay for workers: for which slot, and until when at most.
+    withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
     /// By their place in the policy's table.
     workers: BTreeMap<u32, Worker>,
@@ -270,6 +273,7 @@ impl Model {
             jobs: HashMap::new(),
             queue: VecDeque::new(),
             suspects: VecDeque::new(),
+            withheld: Vec::new(),
             poison: recovery::Poison::default(),
             workers: BTreeMap::new(),
             slots,
@@ -312,6 +316,7 @@ impl Model {
         let is_tick = self.step.cause == Cause::Tick;
         self.check_ahead(bulkhead.breaker(), is_tick);
         self.settle_idleness(bulkhead);
+        self.give_back_withheld();
         self.check_promises();
         self.check_sums(bulkhead);
         self.check_workers(bulkhead);
@@ -496,7 +501,8 @@ impl Model {
     fn is_at_its_share(&self, tenant: TenantId) -> bool {
         let of_tenant = |job: &&Job| job.tenant == tenant && job.worker.is_some();
         let in_flight = self.jobs.values().filter(of_tenant).count();
-        self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most as usize)
+        let taken = in_flight + self.withheld_from(tenant);
+        self.limits.tenants.max_in_flight.is_some_and(|most| taken >= most as usize)
     }
 
     /// How many permits are taken, and how many there are.

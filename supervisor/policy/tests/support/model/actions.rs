@@ -82,8 +82,9 @@ impl Model {
 
     fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         assert!(self.mode == Mode::Open, "a job is given out while draining");
-        if self.suspects.front() == Some(&job_id) {
-            self.take_suspect(id);
+        self.give_back_withheld();
+        if self.next_suspect() == Some(job_id) {
+            self.take_suspect(id, job_id);
         } else {
             let preferred = self.step.preferred.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
             let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
@@ -244,7 +245,7 @@ impl Model {
     fn answer(&mut self, answer: &Answer<Tag>) {
         self.count(&answer.verdict);
         let Some(id) = answer.job else { return self.refused(answer) };
-        let is_next = self.next_ones().contains(&id) || self.suspects.front() == Some(&id);
+        let is_next = self.next_ones().contains(&id) || self.next_suspect() == Some(id);
         let told = |verdict| self.told(id, verdict);
         let is_broken = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::CircuitOpen)));
         let is_evicted = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Evicted)));

@@ -34,6 +34,13 @@ impl Model {
         self.reserve_before = self.reserve();
         self.step = Step { cause: cause(event), ..Step::default() };
         self.coverage.see(event_name(event));
+        if !matches!(event, Event::Submit(_)) {
+            let before = self.withheld.len();
+            self.withheld.retain(|&(.., until)| until > now);
+            if self.withheld.len() < before {
+                self.coverage.see("place given back for its age");
+            }
+        }
         match event {
             Event::Start => self.start(),
             Event::Rest => self.rest(),
@@ -529,6 +536,7 @@ impl Model {
         let is_in_vain =
             (!is_ours || killed == Some(KillReason::Deadline)) && !is_unfit && worker.served == 0;
         let verdict = verdict_of(death, killed.as_ref());
+        self.withhold(id, killed.as_ref());
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|id| self.jobs[id].is_unread);
         unread.sort();
         let is_crash = !matches!(

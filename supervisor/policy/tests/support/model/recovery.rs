@@ -111,11 +111,19 @@ impl Model {
         }
     }
 
-    pub(super) fn take_suspect(&mut self, id: WorkerId) {
+    /// The oldest suspect whose tenant is below its share.
+    pub(super) fn next_suspect(&self) -> Option<JobId> {
+        self.suspects.iter().copied().find(|id| !self.is_at_its_share(self.jobs[id].tenant))
+    }
+
+    pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live(id).expect("only what lives is given a job");
         assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect is not alone");
         self.coverage.see("alone");
-        self.suspects.pop_front();
+        if self.suspects.front() != Some(&job) {
+            self.coverage.see("suspect at its share");
+        }
+        self.suspects.retain(|&waiting| waiting != job);
     }
 
     pub(super) fn check_suspects(&self) {
@@ -124,7 +132,7 @@ impl Model {
         assert!(!was_within_budget || step.retryable.is_empty(), "not tried again: {:?}", step.retryable);
         let available = || self.workers.values().filter(|worker| self.is_available(worker));
         let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
-        if !self.suspects.is_empty() {
+        if self.next_suspect().is_some() {
             assert!(
                 available().all(|worker| !worker.jobs.is_empty() || !self.has_permit(worker)),
                 "a suspect waits beside an idle worker"

@@ -65,7 +65,7 @@ pub(super) enum Next {
 }
 
 impl Slot {
-    fn is_live(&self) -> bool {
+    pub(super) fn is_live(&self) -> bool {
         match self.state {
             SlotState::Held { .. } | SlotState::Waiting { .. } | SlotState::Awaiting => true,
             SlotState::Vacated(next) => !matches!(next, Next::Failed | Next::Never),

@@ -1,0 +1,79 @@
+//! Places of a tenant's share that are withheld after its job has ended a worker. Otherwise a tenant could end one
+//! worker after the other by short deadlines, cancellations or crashes, and have far more of the bulkhead than its
+//! share while new workers start.
+
+use super::Bulkhead;
+use crate::jobs::Place;
+use crate::messages::KillReason;
+use crate::tenants::TenantId;
+use crate::time::Time;
+use crate::workers::{Phase, SlotState};
+
+/// One place of a tenant's share, withheld until the slot has a worker that is ready. There is at most one for each
+/// job that the last worker of the slot had.
+pub(super) struct Withheld {
+    tenant: TenantId,
+    slot: u32,
+    /// The place is given back at this time even if the slot has no worker yet.
+    until: Time,
+}
+
+impl<T> Bulkhead<T> {
+    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all that the
+    /// worker had, `killed` is why it was killed, if it was.
+    pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
+        let is_late = |place| matches!(place, Some(Place::InFlight { is_overdue: true, .. }));
+        let has_late = jobs.iter().any(|&index| is_late(self.jobs.place(index)));
+        let before = self.withheld.len();
+        for &index in jobs {
+            let job = self.jobs.get(index);
+            let Place::InFlight { is_overdue, is_unread, .. } = job.place else { continue };
+            let is_suspect = match killed {
+                // Without a late job it was killed because no client waited for any of its jobs.
+                Some(KillReason::Deadline) => is_overdue == has_late,
+                None | Some(KillReason::Hung | KillReason::Protocol(_)) => !is_unread,
+                Some(_) => false,
+            };
+            let tenant = job.tenant;
+            let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
+            if is_suspect && !has_paid && self.share(tenant).is_some() {
+                self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
+                // The tenant keeps its number until the place is given back.
+                self.tenants.begin(tenant);
+                self.tenants.get(tenant).withheld += 1;
+                self.block_by_share(tenant);
+            }
+        }
+    }
+
+    /// Gives places back whose slot has a worker that is ready, or will have none, or whose time is up.
+    pub(super) fn give_back_withheld(&mut self, now: Time) {
+        let mut places = std::mem::take(&mut self.withheld);
+        places.retain(|place| {
+            let stays = place.until > now && self.awaits_worker(place.slot);
+            if !stays {
+                self.tenants.get(place.tenant).withheld -= 1;
+                self.block_by_share(place.tenant);
+                self.tenants.end(place.tenant);
+            }
+            stays
+        });
+        self.withheld = places;
+    }
+
+    fn awaits_worker(&self, slot: u32) -> bool {
+        let entry = &self.slots[slot as usize];
+        let is_ready = match entry.state {
+            SlotState::Occupied(place) => {
+                self.workers[place as usize].as_ref().is_some_and(|worker| worker.phase == Phase::Ready)
+            }
+            _ => false,
+        };
+        entry.state.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
+    }
+
+    /// Next time at which a place is given back for its age.
+    pub(super) fn next_given_back(&self) -> Option<Time> {
+        self.withheld.iter().map(|place| place.until).min()
+    }
+}

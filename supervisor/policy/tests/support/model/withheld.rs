@@ -1,0 +1,66 @@
+//! Places that tenants pay for workers: who pays, and for how long.
+
+use bulkhead_policy::{KillReason, TenantId, WorkerId};
+use bulkhead_shared::JobId;
+
+use super::slots::SlotState;
+use super::{Model, Phase};
+
+impl Model {
+    /// A worker is gone that had these jobs. Each tenant whose job may be the cause pays a place of its share.
+    pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
+        let worker = &self.workers[&id.place];
+        if !self.is_current(worker) || worker.is_written_off || self.limits.tenants.max_in_flight.is_none() {
+            return;
+        }
+        let (late, in_time): (Vec<JobId>, Vec<JobId>) =
+            worker.jobs.iter().partition(|id| self.jobs[id].is_overdue);
+        let suspects = match killed {
+            None | Some(KillReason::Hung | KillReason::Protocol(_)) => {
+                worker.jobs.iter().copied().filter(|id| !self.jobs[id].is_unread).collect()
+            }
+            Some(KillReason::Deadline) if late.is_empty() => in_time,
+            Some(KillReason::Deadline) => late,
+            Some(_) => Vec::new(),
+        };
+        let mut tenants: Vec<TenantId> = suspects.iter().map(|id| self.jobs[id].tenant).collect();
+        tenants.sort();
+        tenants.dedup();
+        self.coverage.see(match tenants.len() {
+            0 => "nobody pays for a worker",
+            1 => "a tenant pays for a worker",
+            _ => "tenants pay for a worker",
+        });
+        let (slot, until) = (worker.owes as usize, self.now + self.limits.start.ready);
+        self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
+    }
+
+    /// How many places of a tenant are withheld.
+    pub(super) fn withheld_from(&self, tenant: TenantId) -> usize {
+        self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
+    }
+
+    /// Whether a slot is to have a worker and has none that is ready.
+    fn is_without_worker(&self, slot: usize) -> bool {
+        let entry = &self.slots[slot];
+        let is_ready = match entry.state {
+            SlotState::Held { current, .. } => {
+                let worker = &self.workers[&current];
+                worker.phase == Phase::Ready && worker.lives_on()
+            }
+            _ => false,
+        };
+        entry.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
+    }
+
+    /// What was given back is not taken again when the slot loses its next worker.
+    pub(super) fn give_back_withheld(&mut self) {
+        let mut withheld = std::mem::take(&mut self.withheld);
+        let before = withheld.len();
+        withheld.retain(|&(_, slot, _)| self.is_without_worker(slot));
+        if withheld.len() < before {
+            self.coverage.see("place given back");
+        }
+        self.withheld = withheld;
+    }
+}
