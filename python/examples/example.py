@@ -1,6 +1,6 @@
 """From nothing: functions that segfault, hang and leak beside a hundred honest ones. Each is told apart.
 
-python3 -m venv v && v/bin/pip install 'bulkhead-py[supervisor]' && v/bin/python example.py
+python3 -m venv v && v/bin/pip install ./python/supervisor ./python && v/bin/python python/examples/example.py
 """
 
 import ctypes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,16 +19,47 @@ from elf import platform_tag
 PROGRAMS = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead")
 
 
+PACKAGES = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead-cli")
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def find_programs() -> Path:
-    """The folder of the programs: ``$BULKHEAD_PROGRAMS``, or the workspace's ``target/dist`` or ``target/release``."""
-    target = Path(__file__).resolve().parents[2] / "target"
+    """The folder of the programs: ``$BULKHEAD_PROGRAMS``, or the target folder of cargo. There they are built if they
+    are missing."""
     named = os.environ.get("BULKHEAD_PROGRAMS")
-    folders = [Path(named)] if named else [target / "dist", target / "release"]
+    if named:
+        folders = [Path(named)]
+    else:
+        target = _target_folder()
+        folders = [target / "dist", target / "release"]
+    if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
+        print("building the programs, which takes some minutes", file=sys.stderr, flush=True)
+        packages = [word for package in PACKAGES for word in ("--package", package)]
+        programs = [word for program in PROGRAMS for word in ("--bin", program)]
+        subprocess.run(["cargo", "build", "--profile", "dist", *packages, *programs], cwd=ROOT, check=True)
     for folder in folders:
-        if all((folder / program).is_file() for program in PROGRAMS):
+        if _has_programs(folder):
             return folder
     looked = ", ".join(map(str, folders))
-    raise FileNotFoundError(f"{', '.join(PROGRAMS)} are not in {looked}: cargo build --profile dist --workspace")
+    raise FileNotFoundError(
+        f"{', '.join(PROGRAMS)} are not in {looked}: install cargo, which builds them, or name their folder in "
+        "$BULKHEAD_PROGRAMS"
+    )
+
+
+def _has_programs(folder: Path) -> bool:
+    return all((folder / program).is_file() for program in PROGRAMS)
+
+
+def _target_folder() -> Path:
+    """Where cargo puts what it builds: by its configuration, or else by ``$CARGO_TARGET_DIR``."""
+    try:
+        told = subprocess.run(
+            ["cargo", "metadata", "--format-version", "1", "--no-deps"], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        )
+        return Path(json.loads(told.stdout)["target_directory"])
+    except (OSError, subprocess.CalledProcessError):
+        return ROOT / os.environ.get("CARGO_TARGET_DIR", "target")
 
 
 class ProgramsHook(BuildHookInterface[Any]):

@@ -47,6 +47,50 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(made.glob("*.whl"))
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_one_command_installs_both_from_a_checkout(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
+    """Wherever cargo puts the programs. A cargo that only copies them stands for the real one, which takes minutes."""
+    built = Path(SUPERVISOR).parent
+    target = tmp_path / "target"
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    cargo = tools / "cargo"
+    cargo.write_text(f"""#!/bin/sh
+case $1 in
+metadata) echo '{{"target_directory": "'$CARGO_TARGET_DIR'"}}' ;;
+build) echo "$@" >> {tmp_path}/asked && mkdir -p $CARGO_TARGET_DIR/dist && cd {built} &&
+    cp {" ".join(PROGRAMS)} $CARGO_TARGET_DIR/dist ;;
+esac
+""")
+    cargo.chmod(0o755)
+    if is_built:
+        (target / "release").mkdir(parents=True)
+        for program in PROGRAMS:
+            (target / "release" / program).symlink_to(built / program)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v")
+    python = tmp_path / "v" / "bin" / "python"
+    # The index is left out, and what builds the wheels is this environment's: nothing is fetched.
+    offline = ["--quiet", "--no-index", "--no-build-isolation"]
+    run(
+        *(sys.executable, "-m", "pip", "--python", python, "install", *offline),
+        *(PYTHON / "supervisor", PYTHON),
+        CARGO_TARGET_DIR=str(target),
+        PATH=f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        PYTHONPATH=os.pathsep.join(path for path in sys.path if path.endswith("site-packages")),
+    )
+    assert (tmp_path / "asked").exists() != is_built
+    code = "from bulkhead import BulkheadExecutor as E; p = E(1); print(p.submit(abs, -4).result(60)); p.shutdown()"
+    assert run(python, "-c", code) == "4\n"
+
+
+def test_documents_name_the_command_that_installs() -> None:
+    command = "pip install ./python/supervisor ./python"
+    for document in ("README.md", "python/README.md", "docs/python.md", "python/src/bulkhead/_private.py"):
+        text = (ROOT / document).read_text()
+        assert command in text, document
+        assert "bulkhead-py[supervisor]" not in text, document
+
+
 @pytest.fixture(scope="module")
 def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a fresh virtual environment with both."""

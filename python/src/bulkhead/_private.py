@@ -62,8 +62,8 @@ def find_supervisor() -> str:
     if found:
         return found
     raise SupervisorNotFound(
-        "the program bulkhead-supervisor is neither in $BULKHEAD_SUPERVISOR nor in PATH: "
-        "pip install 'bulkhead-py[supervisor]'"
+        "the program bulkhead-supervisor is neither installed nor in PATH: in a checkout of Bulkhead, run "
+        "`pip install ./python/supervisor ./python`, or name the program in $BULKHEAD_SUPERVISOR"
     )
 
 
