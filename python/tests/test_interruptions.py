@@ -5,8 +5,10 @@ Each is a program of its own, in which the signal comes where the interpreter lo
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from pools import script
+from pools import script, wait_for
 
 COMMON = """
 import gc, logging, os, signal, sys, threading, time, glob
@@ -402,3 +404,34 @@ with lock:
 pool.shutdown()
 sys.stdout = real
 """)
+
+
+def test_two_interrupts_end_a_program_that_waits_for_a_pool() -> None:
+    """The first one ends the wait for the result, the second one that of ``shutdown``."""
+    ended = script("""
+        import faulthandler, os, signal, sys, threading, time, jobs
+        from bulkhead import BulkheadExecutor
+        faulthandler.dump_traceback_later(50, exit=True)
+        main = threading.main_thread().ident
+        def names():
+            frame, found = sys._current_frames()[main], set()
+            while frame is not None:
+                found.add(frame.f_code.co_name)
+                frame = frame.f_back
+            return found
+        def press():
+            for waits in ({"result", "wait"}, {"shut_down", "wait"}):
+                while not waits <= names():
+                    time.sleep(0.01)
+                # It sleeps by then: an interpreter overlooks a signal that comes just before.
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+        with BulkheadExecutor(1) as pool:
+            future = pool.submit(jobs.sleep, 600)
+            print(pool._pool.supervisor().folder, flush=True)
+            threading.Thread(target=press, daemon=True).start()
+            future.result()
+    """)
+    assert "Timeout" not in ended.stderr, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt", ended.stderr
+    wait_for("its folder is gone", lambda: not os.path.exists(ended.stdout.strip()))

@@ -250,6 +250,8 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
+        #: True if Ctrl-C ended the wait for its calls: the end of the interpreter does not wait for them again.
+        self.is_given_up = False
         #: True if only calls that have begun are finished.
         self._is_cancelling = False
         #: Those that a thread of the pool is about to end, by the list's ``id``.
@@ -740,7 +742,11 @@ class Pool:
             self._cancel_unbegun(sent)
         self._fill(may_wait=False)
         if wait:
-            self._join()
+            try:
+                self._join()
+            except KeyboardInterrupt:
+                self.is_given_up = True
+                raise
 
     def _join(self) -> None:
         """Waits for the end of the thread, and of that of a supervisor that it had to start."""
@@ -919,7 +925,10 @@ def _at_exit() -> None:
     global _interpreter_ends
     _interpreter_ends = True
     for pool in list(_pools):
-        pool.shut_down(wait=True, cancel=False)
+        if pool.is_given_up:
+            pool.terminate()
+        else:
+            pool.shut_down(wait=True, cancel=False)
 
 
 def _after_fork() -> None:
