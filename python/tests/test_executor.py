@@ -373,11 +373,18 @@ def test_confined_workers_of_both_kinds(
         assert confinement["inherited"] == (method == "forkserver")
 
 
-def test_what_cannot_be_forked_is_told() -> None:
-    forkserver = multiprocessing.get_context("forkserver")
-    threaded = BulkheadExecutor(1, mp_context=forkserver, preload=["threaded"])
-    with threaded, pytest.raises(BrokenProcessPool, match="one thread"):
-        threaded.submit(jobs.pid).result(LONG)
+@pytest.mark.parametrize("sandbox", ["none", "default", "strict"])
+def test_modules_that_start_threads_are_imported_by_each_worker(
+    sandbox: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    with BulkheadExecutor(2, mp_context=context, preload=["threaded"], sandbox=sandbox) as pool:
+        assert pool.submit(jobs.loaded, "threaded").result(LONG)
+        with pytest.raises(WorkerCrashed):
+            pool.submit(jobs.segfault).result(LONG)
+        assert pool.submit(jobs.loaded, "threaded").result(LONG)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
+    assert "leave the thread" in line
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="cloudpickle is not installed")

@@ -130,6 +130,18 @@ sys.meta_path.append(Finder)
     assert ended.stdout == "42\n", ended.stderr
 
 
+def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.CaptureFixture[str]) -> None:
+    """The allocator of pyarrow starts a thread unless it is told not to."""
+    context = multiprocessing.get_context("forkserver")
+    preload = [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name)]
+    with BulkheadExecutor(1, mp_context=context, preload=preload) as pool:
+        assert pool.submit(jobs.variable, "JE_ARROW_MALLOC_CONF").result(LONG) == "background_thread:false"
+        assert all(pool.submit(jobs.loaded, name).result(LONG) for name in preload)
+    assert "leave the thread" not in capfd.readouterr().err
+    if "pyarrow" not in preload:
+        pytest.skip("NOT RUN with pandas: pandas and pyarrow are not installed")
+
+
 # Frozen programs.
 
 #: A program that starts itself, as one of PyInstaller does: the arguments of an interpreter are none for it, until

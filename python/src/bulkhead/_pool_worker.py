@@ -11,6 +11,7 @@ import pickle
 import struct
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,10 @@ UNREADABLE = b"U"
 #: The initializer raised: the traceback as text. No job is ever run by this worker.
 UNFIT = b"I"
 
+#: The variable that tells confined workers what the file of the preparation tells others.
+PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
+#: Variable of a template that imports nothing: its workers do.
+_BARE = "PYTHON_BULKHEAD_BARE"
 #: Picklers whose pickles ``pickle`` reads.
 READ_BY_PICKLE = ("pickle", "cloudpickle")
 
@@ -168,27 +173,45 @@ class _Worker:
 
     def init(self) -> None:
         """Before the first call. With a template that is all it does, and ``after_fork`` the rest."""
-        is_template = _template.is_wanted()
-        preparation = self._preparation
         self._join_output()
-        _prepare(preparation)
-        for module in preparation["preload"]:
-            __import__(module)
-        self._pickler = Pickler(preparation["pickler"], is_data_only=preparation["is_data_only"])
-        if not is_template:
+        if not _template.is_wanted():
+            self._import()
             self._initialize()
+        elif _BARE not in os.environ:
+            self._import()
+            names = _template.threads()
+            if names:
+                # As the standard forkserver, which forks in spite of threads, this works; but slower.
+                warnings.warn(
+                    f"the main module or `preload` leave the thread {', '.join(names[:8])} running, so that "
+                    "each worker imports them itself instead of being forked with them: start threads in functions",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
+                _template.start_again(_BARE)
 
     def after_fork(self) -> None:
         """In a worker that was forked of a template."""
         self._join_output()
         os.umask(self._preparation["umask"])
+        if _BARE in os.environ:
+            self._import()
         self._initialize()
+
+    def _import(self) -> None:
+        preparation = self._preparation
+        _prepare(preparation)
+        for module in preparation["preload"]:
+            __import__(module)
+        self._pickler = Pickler(preparation["pickler"], is_data_only=preparation["is_data_only"])
 
     def _join_output(self) -> None:
         if self._preparation["output"]:
             _join_output(self._preparation["output"])
 
     def _initialize(self) -> None:
+        # It may be large, and is nothing for programs that calls start.
+        os.environ.pop(PREPARATION_VARIABLE, None)
         preparation, pickler = self._preparation, self._pickler
         self._calls = Calls(pickler)
         try:
@@ -233,8 +256,7 @@ def main(path: str) -> None:
         import base64
         import zlib
 
-        text = os.environ.pop("PYTHON_BULKHEAD_PREPARATION")
-        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(text))))
+        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ[PREPARATION_VARIABLE]))))
     from .worker import run
 
     def prepare() -> tuple[_Worker, dict[str, Any], None]:

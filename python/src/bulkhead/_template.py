@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["THREAD_VARIABLES", "is_wanted", "serve_forks"]
+__all__ = ["end", "is_wanted", "serve_forks", "start_again", "threads"]
 
 TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
 #: Libraries that start threads when they are imported do not, unless these say otherwise.
@@ -102,6 +102,7 @@ def _sandbox(system: _System) -> Rules | None:
         return None
     from . import _rules
 
+    _given_rules.append(os.dup(0))
     rules = _rules.told(system.call)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(nothing, 0)
@@ -204,10 +205,28 @@ class _System:
             numpy_random.seed()
 
 
-def _check_threads() -> None:
+#: A descriptor of what the keeper told of the sandbox.
+_given_rules: list[int] = []
+
+
+def start_again(variable: str) -> NoReturn:
+    """Replaces this template by one that has this variable and has not initialised anything."""
+    from ._link import LINK_VARIABLE
+
+    for descriptor in _given_rules:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.dup2(descriptor, 0)
+    os.environ[variable] = "1"
+    os.set_inheritable(int(os.environ[LINK_VARIABLE]), True)
+    _flush()
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def threads() -> list[str]:
+    """Names of the threads beside the main one."""
     # With the folder itself and its own folders, its links are two more than threads.
     if os.stat("/proc/self/task").st_nlink == 3:
-        return
+        return []
     names = []
     for thread in os.listdir("/proc/self/task"):
         if int(thread) != os.getpid():
@@ -216,6 +235,11 @@ def _check_threads() -> None:
                     names.append(repr(file.read().strip()))
             except OSError:
                 continue
+    return names
+
+
+def _check_threads() -> None:
+    names = threads()
     if names:
         raise _Unfit(
             f'`start.mode = "fork"` takes a process of one thread, and `init` left {", ".join(names[:8])} beside it: '

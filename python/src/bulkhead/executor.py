@@ -459,7 +459,7 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
         raise ValueError("environment and initializer are too large for confined workers: let calls bring the data")
-    supervisor.add_variables({"PYTHON_BULKHEAD_PREPARATION": text})
+    supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 
 
