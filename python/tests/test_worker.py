@@ -129,7 +129,7 @@ def test_an_operation_without_a_handler() -> None:
         assert client.call("one", operation="a").payload == b"A"
         error = failure(client, "one", "b")
         assert (error.outcome.reason, error.outcome.fault) == ("unknown_operation", "caller")
-        assert "'b'" in str(error)
+        assert "no operation 'b'; it has 'a'" in str(error)
 
 
 def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:

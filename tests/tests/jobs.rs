@@ -361,3 +361,32 @@ fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
     assert!(told["late_ms"].as_u64().unwrap() > 500, "{told}");
     assert_eq!((&told["severity"], supervisor.number("b", "deadline_exceeded")), (&"warning".into(), 0));
 }
+
+#[test]
+fn an_unknown_operation_is_told_which_there_are() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"stray\"]\n");
+    let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+    let error = client.job("b", "").operation("whom").send().unwrap_err();
+    let Some(Verdict::Failed(failure)) = error.outcome().map(|outcome| &outcome.verdict) else {
+        panic!("{error}")
+    };
+    assert_eq!(failure.code, "unknown_operation");
+    assert_eq!(
+        failure.message,
+        "this worker has no operation \"whom\"; it has \"template\", \"who\", \"worker\""
+    );
+}
+
+#[test]
+fn a_worker_that_registers_an_operation_twice_does_not_start() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"registers-twice\"]\nrestart = { backoff = \"10ms\", max = 1 }\n",
+    );
+    wait_for("operators are told", || {
+        let snapshot = supervisor.snapshot("b");
+        snapshot["detail"]
+            .as_str()?
+            .contains("`operation(\"turn\")` of `Server` is called twice")
+            .then_some(())
+    });
+}

@@ -36,10 +36,10 @@ where
     Server::new().async_handler(handler).serve()
 }
 
-impl<S: Send + Sync + 'static> Server<S> {
+impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// Serves one operation with an async function. A job that is cancelled has its future dropped.
     #[must_use]
-    pub fn async_operation<R, F>(self, name: impl Into<String>, handler: F) -> Self
+    pub fn async_operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
         R: Into<Vec<u8>>,
         F: AsyncFn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
@@ -50,7 +50,7 @@ impl<S: Send + Sync + 'static> Server<S> {
     /// Serves every operation that has no handler of its own with an async function; see
     /// [`Server::handler`].
     #[must_use]
-    pub fn async_handler<R, F>(self, handler: F) -> Self
+    pub fn async_handler<R, F>(self, handler: F) -> Server<S>
     where
         R: Into<Vec<u8>>,
         F: AsyncFn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,

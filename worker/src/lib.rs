@@ -38,4 +38,4 @@ pub use bulkhead_shared::{Fault, JobId};
 pub use context::{Ctx, Job, StartCtx};
 pub use files::{MappedPayload, ResultInPlace};
 pub use reply::{HandlerError, Reply};
-pub use server::{Server, serve};
+pub use server::{Blank, Configured, Server, serve};

@@ -1,6 +1,7 @@
 //! Putting a worker together: its handlers, what they share, and [`serve`].
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -52,21 +53,55 @@ type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError
 ///         .serve()
 /// }
 /// ```
-pub struct Server<S = ()> {
+///
+/// [`Server::init`] comes first, and once: it gives the handlers the type of their state. Any other order does not
+/// compile.
+///
+/// ```compile_fail
+/// use bulkhead_worker::{HandlerError, Server};
+///
+/// Server::new()
+///     .operation("echo", |job, _ctx| Ok(job.payload().to_vec()))
+///     .init(|_| Ok::<_, HandlerError>(()));
+/// ```
+///
+/// ```compile_fail
+/// use bulkhead_worker::{HandlerError, Server};
+///
+/// Server::new().init(|_| Ok::<_, HandlerError>(())).init(|_| Ok::<_, HandlerError>(()));
+/// ```
+///
+/// ```compile_fail
+/// use bulkhead_worker::{HandlerError, Server};
+///
+/// Server::new().before_fork(|()| {}).init(|_| Ok::<_, HandlerError>(()));
+/// ```
+pub struct Server<S = (), Stage = Configured> {
     init: BoxedInit<S>,
     before_fork: Option<BeforeFork<S>>,
     after_fork: Option<AfterFork<S>>,
-    operations: HashMap<String, BoxedHandler<S>>,
+    operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
+    /// A call that was made twice. The second would silently discard the first.
+    repeated: Option<String>,
+    stage: PhantomData<Stage>,
 }
 
-impl Default for Server {
+/// The stage of a [`Server`] that can still be given an [`init`](Server::init).
+#[derive(Debug)]
+pub enum Blank {}
+
+/// The stage of a [`Server`] that has its `init`, a handler or a hook.
+#[derive(Debug)]
+pub enum Configured {}
+
+impl Default for Server<(), Blank> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Server {
+impl Server<(), Blank> {
     /// A worker without handlers, which share nothing.
     pub fn new() -> Self {
         Self::started_by(Box::new(|_| Ok(())))
@@ -77,7 +112,7 @@ impl Server {
     /// [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
     /// worker does not start, and the reason is shown to operators.
     ///
-    /// Comes before the handlers, which depend on its type.
+    /// Comes before the handlers and hooks, which depend on its type.
     pub fn init<S, E, I>(self, init: I) -> Server<S>
     where
         E: Into<HandlerError>,
@@ -88,74 +123,95 @@ impl Server {
     }
 }
 
-impl<S> Server<S> {
+impl<S, Stage> Server<S, Stage> {
     fn started_by(init: BoxedInit<S>) -> Self {
-        let operations = HashMap::new();
-        Self { init, before_fork: None, after_fork: None, operations, fallback: None }
+        let operations = BTreeMap::new();
+        let (before_fork, after_fork, fallback, repeated) = (None, None, None, None);
+        Self { init, before_fork, after_fork, operations, fallback, repeated, stage: PhantomData }
+    }
+
+    fn configured(self) -> Server<S> {
+        let Self { init, before_fork, after_fork, operations, fallback, repeated, .. } = self;
+        Server { init, before_fork, after_fork, operations, fallback, repeated, stage: PhantomData }
     }
 }
 
-impl<S: Send + Sync + 'static> Server<S> {
+impl<S> Server<S> {
+    /// Notes a call that replaced what an earlier one set.
+    fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
+        self.repeated = self.repeated.or_else(|| is_again.then(call));
+        self
+    }
+
+    fn with_fallback(mut self, handler: BoxedHandler<S>) -> Self {
+        let is_again = self.fallback.replace(handler).is_some();
+        self.set(is_again, || "handler".into())
+    }
+}
+
+impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// With `start.mode = "fork"`: runs in the template before each fork. No thread may be left afterwards.
     #[must_use]
-    pub fn before_fork<F>(mut self, hook: F) -> Self
+    pub fn before_fork<F>(self, hook: F) -> Server<S>
     where
         F: FnMut(&mut S) + Send + 'static,
     {
-        self.before_fork = Some(Box::new(hook));
-        self
+        let mut server = self.configured();
+        let is_again = server.before_fork.replace(Box::new(hook)).is_some();
+        server.set(is_again, || "before_fork".into())
     }
 
     /// With `start.mode = "fork"`: runs in each worker before its first job, on the thread that will run it. What all
     /// workers would have alike (random generators of the program's own), share (offsets of open files, connections)
     /// or lack (threads, timers, locks of files) is made anew here. If it fails, the worker does not start.
     #[must_use]
-    pub fn after_fork<E, F>(mut self, hook: F) -> Self
+    pub fn after_fork<E, F>(self, hook: F) -> Server<S>
     where
         E: Into<HandlerError>,
         F: FnOnce(&mut S, &StartCtx) -> Result<(), E> + Send + 'static,
     {
-        self.after_fork = Some(Box::new(move |state, start| hook(state, start).map_err(Into::into)));
-        self
+        let mut server = self.configured();
+        let hook: AfterFork<S> = Box::new(move |state, start| hook(state, start).map_err(Into::into));
+        let is_again = server.after_fork.replace(hook).is_some();
+        server.set(is_again, || "after_fork".into())
     }
 
     /// Serves one operation.
     #[must_use]
-    pub fn operation<R, F>(mut self, name: impl Into<String>, handler: F) -> Self
+    pub fn operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
         R: Into<Vec<u8>>,
         F: Fn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
     {
-        self.operations.insert(name.into(), boxed(handler));
-        self
+        let (mut server, name) = (self.configured(), name.into());
+        let is_again = server.operations.insert(name.clone(), boxed(handler)).is_some();
+        server.set(is_again, || format!("operation({name:?})"))
     }
 
     /// Serves every operation that has no handler of its own. Without it those fail as
     /// `unknown_operation`.
     #[must_use]
-    pub fn handler<R, F>(mut self, handler: F) -> Self
+    pub fn handler<R, F>(self, handler: F) -> Server<S>
     where
         R: Into<Vec<u8>>,
         F: Fn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
     {
-        self.fallback = Some(boxed(handler));
-        self
+        self.configured().with_fallback(boxed(handler))
     }
 
     /// The same for a handler that can say more than a result or an error.
     #[doc(hidden)]
     #[must_use]
-    pub fn raw_handler<F>(mut self, handler: F) -> Self
+    pub fn raw_handler<F>(self, handler: F) -> Server<S>
     where
         F: Fn(&Job, &Ctx<S>) -> Reply + Send + Sync + 'static,
     {
-        self.fallback = Some(Box::new(handler));
-        self
+        self.configured().with_fallback(Box::new(handler))
     }
 
     /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as
     /// a worker, or the supervisor refused it.
-    pub fn serve(self) -> ExitCode {
+    pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited() else {
             eprintln!(
                 "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n    \
@@ -166,6 +222,10 @@ impl<S: Send + Sync + 'static> Server<S> {
         };
         // Others of our user are not to read our memory or take our descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
+        if let Some(call) = self.repeated.take() {
+            let message = format!("`{call}` of `Server` is called twice, and one of the two would be lost");
+            self.init = Box::new(|_| Err(HandlerError::new("server", message)));
+        }
         let claimed = ownership::claim().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
         let started = claimed
             .and_then(|()| if template::is_wanted() { self.open_template(link) } else { self.open(link) });
@@ -178,7 +238,7 @@ impl<S: Send + Sync + 'static> Server<S> {
     /// Initialises once, and goes on in each process that is forked from here on.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
-        let Self { init, mut before_fork, after_fork, operations, fallback } = self;
+        let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
         let context = StartCtx { to: Listener::Keeper(template.clone()) };
         let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
             .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
@@ -201,7 +261,7 @@ impl<S: Send + Sync + 'static> Server<S> {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;
             Ok(state)
         });
-        Server { operations, fallback, ..Server::started_by(init) }.open(link)
+        Server::<S> { operations, fallback, ..Server::started_by(init) }.open(link)
     }
 
     fn open(self, link: OwnedFd) -> Result<ExitCode, String> {
@@ -215,8 +275,12 @@ impl<S: Send + Sync + 'static> Server<S> {
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
                 Some(handler) => handler(job, ctx),
                 None => {
-                    let message =
-                        format!("this worker has no operation '{}'", ctx.operation().escape_debug());
+                    let known: Vec<String> = operations.keys().map(|name| format!("{name:?}")).collect();
+                    let message = format!(
+                        "this worker has no operation {:?}; it has {}",
+                        ctx.operation(),
+                        if known.is_empty() { "none at all".into() } else { known.join(", ") }
+                    );
                     Reply::Failed(HandlerError::new("unknown_operation", message).caller())
                 }
             };

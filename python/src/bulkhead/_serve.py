@@ -316,7 +316,8 @@ class Server:
         try:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
-                sentence = f"this worker has no operation {job.operation!r}"
+                known = ", ".join(map(repr, sorted(self._operations))) or "none at all"
+                sentence = f"this worker has no operation {job.operation!r}; it has {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
             if type(result) is not bytes and hasattr(result, "__await__"):

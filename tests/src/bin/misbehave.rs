@@ -27,6 +27,9 @@ fn main() -> ExitCode {
                 Ok("slept")
             })
             .serve(),
+        ["registers-twice"] => {
+            Server::new().operation("turn", |_, _| Ok("left")).operation("turn", |_, _| Ok("right")).serve()
+        }
         ["exit-at-start"] => ExitCode::from(3),
         ["hang-at-start"] => forever(),
         ["init-fails"] => Server::new()
