@@ -231,3 +231,16 @@ def test_a_signal_that_raises_a_timeout_costs_no_other_call() -> None:
         check=False,
     )
     assert ran.stdout == "all ended\n", ran.stderr
+
+
+def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(_seconds: float) -> None:
+        raise AssertionError("it is polled")
+
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+        supervisor = pool._pool.supervisor()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.time, "sleep", sleep)  # type: ignore[attr-defined]
+            pool.shutdown()
+    assert not supervisor.is_alive()

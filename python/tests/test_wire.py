@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import pickle
 import random
 import re
 import struct
 
 import pytest
 
-from bulkhead import Crashed, Disconnected, Rejected, _wire
+from bulkhead import (
+    CallTimeout,
+    Cancelled,
+    Crashed,
+    DeadlineExceeded,
+    Disconnected,
+    Failed,
+    JobError,
+    Outcome,
+    Rejected,
+    WorkerCrashed,
+    _wire,
+)
+from bulkhead.errors import ERROR_OF_OUTCOME
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -205,3 +220,16 @@ def test_texts_are_cut_between_characters() -> None:
     assert _wire.text("grün", 3) == text("gr")
     assert _wire.text("grün", 4) == text("grü")
     assert _wire.text("a\ud800b") == text("a?b")
+
+
+@pytest.mark.parametrize("kind", [Failed, Rejected, Crashed, Cancelled, DeadlineExceeded, WorkerCrashed, CallTimeout])
+def test_errors_are_made_anew_from_their_args(kind: type[JobError]) -> None:
+    """As serialisers do that write the class and the arguments as JSON."""
+    name = next(name for name, base in ERROR_OF_OUTCOME.items() if issubclass(kind, base))
+    error = kind(Outcome(name, "signal", "killed by SIGSEGV", executed="yes"), b"data")
+    again = kind(*json.loads(json.dumps(error.args)))
+    assert (str(again), again.args, again.outcome.outcome) == (str(error), error.args, name)
+    assert (again.retryable, again.payload) == (False, b"")
+    pickled = pickle.loads(pickle.dumps(again))
+    assert (str(pickled), pickled.outcome) == (str(again), again.outcome)
+    assert isinstance(again, kind)

@@ -10,12 +10,13 @@ import os
 import pickle
 import struct
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from . import _files, _libraries, _template
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
 __all__ = ["main"]
 
@@ -76,6 +77,8 @@ class Pickler:
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
     """An exception as a result; if it cannot be pickled, the reason in its place."""
     try:
+        import traceback
+
         # The frame of `Calls.__call__` is none of the caller's.
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
@@ -91,6 +94,13 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
             return head + pickle.dumps(type(problem)(*problem.args))
         except BaseException:
             return head + pickle.dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
+
+
+def _traceback() -> bytes:
+    """The traceback of the exception that is being handled."""
+    import traceback
+
+    return traceback.format_exc().encode(errors="backslashreplace")
 
 
 def _flush() -> None:
@@ -115,7 +125,7 @@ class Calls:
         try:
             function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
         except BaseException:
-            return UNREADABLE + traceback.format_exc().encode(errors="backslashreplace")
+            return UNREADABLE + _traceback()
         try:
             value = function(*arguments, **keywords)
             _flush()
@@ -181,6 +191,8 @@ class _Worker:
             self._import()
             names = _template.threads()
             if names:
+                import warnings
+
                 # As the standard forkserver, which forks in spite of threads, this works; but slower.
                 warnings.warn(
                     f"the main module or `preload` leave the thread {', '.join(names[:8])} running, so that "
@@ -220,7 +232,7 @@ class _Worker:
                 initializer(*arguments)
         except BaseException:
             # Told to the first call, which ends the pool: at once, and with the traceback.
-            told = UNFIT + traceback.format_exc().encode(errors="backslashreplace")
+            told = UNFIT + _traceback()
             self._calls = lambda _payload, _context: told
 
     def __call__(self, payload: Any, context: Any) -> bytes | _files.Written:

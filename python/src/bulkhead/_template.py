@@ -11,7 +11,6 @@ from __future__ import annotations
 import _socket
 import gc
 import os
-import platform
 import stat
 import struct
 import sys
@@ -155,6 +154,8 @@ class _System:
     """The system calls that Python has no words for."""
 
     def __init__(self) -> None:
+        import platform
+
         try:
             import ctypes
         except ImportError:

@@ -183,13 +183,18 @@ class JobError(Exception):
     outcome: Outcome
     payload: bytes | bytearray
 
-    def __init__(self, outcome: Outcome, payload: bytes | bytearray = b"") -> None:
-        super().__init__(_sentence(outcome))
+    def __init__(self, outcome: Outcome | str, payload: bytes | bytearray = b"") -> None:
+        if isinstance(outcome, str):
+            # The only one of `args`: serialisers such as Celery's make the exception anew by them.
+            text, outcome = outcome, _outcome_by_text(type(self), outcome)
+        else:
+            text = _sentence(outcome)
+        super().__init__(text)
         self.outcome = outcome
         self.payload = payload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.outcome, bytes(self.payload))
+        return type(self), (self.outcome, bytes(self.payload)), {"args": self.args}
 
     @property
     def executed(self) -> str:
@@ -251,6 +256,11 @@ class Disconnected(JobError, ConnectionError):
 
 class SupervisorNotFound(FileNotFoundError):
     """The program ``bulkhead-supervisor`` is not installed; the text says what to do."""
+
+
+def _outcome_by_text(kind: type[JobError], text: str) -> Outcome:
+    name = next((name for name, base in ERROR_OF_OUTCOME.items() if issubclass(kind, base)), "failed")
+    return Outcome(name, "", text, executed="no" if name == "rejected" else "unknown")
 
 
 def _sentence(outcome: Outcome) -> str:

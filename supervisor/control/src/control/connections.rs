@@ -3,6 +3,7 @@
 
 use std::io::{self, IoSlice};
 use std::net;
+use std::os::fd::AsFd;
 use std::os::unix;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::connect_info::Connected;
 use axum::serve::IncomingStream;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::net::{TcpStream, UnixStream};
@@ -48,6 +50,12 @@ const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 
 /// Bytes of a request that tell what it asks for.
 pub(super) const HEAD_BYTES: usize = 512;
+
+/// True if a connection waits to be accepted. A stop waits for nobody else, so that it takes no longer than it must.
+pub(super) fn has_waiting(listener: impl AsFd) -> bool {
+    let mut polled = [PollFd::new(&listener, PollFlags::IN)];
+    !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
+}
 
 /// How a connection is served.
 #[derive(Clone, Debug)]
@@ -389,5 +397,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
                 _ => return Poll::Ready(Ok(())),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_tells_whether_a_client_waits() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = unix::net::UnixListener::bind(&path).unwrap();
+        assert!(!has_waiting(&listener));
+        let _client = unix::net::UnixStream::connect(&path).unwrap();
+        assert!(has_waiting(&listener));
     }
 }

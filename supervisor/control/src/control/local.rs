@@ -7,7 +7,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::Control;
-use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
+use super::connections::{Arrival, Entry, LAST_WITHIN, Ways, has_waiting};
+use super::sockets::NextAdmin;
 use bulkhead_linux::peer::Outsiders;
 use bulkhead_plane::command::{Command, Commander};
 use bulkhead_plane::entry::{self, Refusal};
@@ -34,20 +35,11 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         places_for_refused: Arc::new(Semaphore::new(REFUSED_MAX)),
         places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
     };
-    let mut open = async || {
-        loop {
-            tokio::select! {
-                arrival = door.accept() => ways.send(arrival),
-                listener = next.listener() => {
-                    door.close(&ways);
-                    door.listener = listener;
-                }
-            }
-        }
-    };
-    control.until_end(open()).await;
+    control.until_end(door.open(&mut next, &ways)).await;
     // Clients that have come already are told that it is over, and not reset.
-    let _ = tokio::time::timeout(LAST_WITHIN, open()).await;
+    if has_waiting(&door.listener) {
+        let _ = tokio::time::timeout(LAST_WITHIN, door.open(&mut next, &ways)).await;
+    }
     door.close(&ways);
 }
 
@@ -64,6 +56,19 @@ struct Guarded {
 }
 
 impl Guarded {
+    /// Lets in clients of this listener, and of those that replace it.
+    async fn open(&mut self, next: &mut NextAdmin, ways: &Ways<UnixStream>) {
+        loop {
+            tokio::select! {
+                arrival = self.accept() => ways.send(arrival),
+                listener = next.listener() => {
+                    self.close(ways);
+                    self.listener = listener;
+                }
+            }
+        }
+    }
+
     /// The user that connected, if it may.
     fn check(&self, socket: &UnixStream) -> Result<u32, Refusal> {
         let peer = entry::peer_of(socket)?;

@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use super::Shared;
 use super::answers::{JSON, problem};
 use super::browser::{self, is_change};
-use super::connections::{LAST_WITHIN, Ways};
+use super::connections::{LAST_WITHIN, Ways, has_waiting};
 use super::http::complete;
 use super::lobby::Lobby;
 use super::local::CONNECTIONS_MAX;
@@ -81,7 +81,9 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
     // Clients that have come already are told that it is over, and not reset. Where the kernel refuses this, one that
     // comes at the last moment is.
     let _ = begin_no_more(&listener);
-    let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
+    if has_waiting(&listener) {
+        let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
+    }
     // The loop above may have rested with some of them waiting.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..CONNECTIONS_MAX {
