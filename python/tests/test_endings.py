@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import jobs
 import pytest
 from pools import LONG, read, tree, wait_for
 
-from bulkhead import BulkheadExecutor
+from bulkhead import BulkheadExecutor, WorkerCrashed
 from bulkhead._private import PrivateSupervisor
 
 
@@ -191,9 +193,10 @@ def test_the_supervisor_says_nothing_to_the_callers_service_manager(monkeypatch:
 
 
 SOFT_LIMIT = """
+import shutil
 import signal
 from concurrent.futures import wait
-from bulkhead import BulkheadExecutor
+from bulkhead import BulkheadExecutor, WorkerCrashed
 
 def too_late(number, frame):
     raise TimeoutError("soft limit")
@@ -244,3 +247,30 @@ def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyP
             patch.setattr(subprocess.time, "sleep", sleep)  # type: ignore[attr-defined]
             pool.shutdown()
     assert not supervisor.is_alive()
+
+
+def test_tmpfiles_leaves_the_folder_alone() -> None:
+    """As systemd-tmpfiles does, which passes over a folder that it cannot lock."""
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+        descriptor = os.open(pool._pool.supervisor().folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_pool_outlives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.say, "before").result(LONG) == 1
+        folder = pool._pool.supervisor().folder
+        shutil.rmtree(folder)
+        if not is_removed:
+            os.mkdir(folder, 0o700)
+        with pytest.raises(WorkerCrashed):
+            pool.submit(jobs.segfault).result(LONG)
+        assert pool.submit(jobs.say, "after").result(LONG) == 1
+    assert capfd.readouterr().out == "before\nafter\n"
+    assert not os.path.exists(folder)

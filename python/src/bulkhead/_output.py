@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import _admin
@@ -51,15 +52,17 @@ class Fifos:
         self._readers: dict[int, str] = {}
         # What is read may end within a character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _NAMES}
+        self._ready = select.epoll()
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         #: Those that are open.
         self._descriptors = [self._end]
         try:
             # With a writer of its own no reader sees an end, and no worker waits for one.
-            flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+            self._ready.register(self._end, select.EPOLLIN)
+            self._waiting = select.poll()
             for path, name in zip(self.paths, _NAMES, strict=True):
-                self._descriptors.append(os.open(path, flags))
-                self._readers[self._descriptors[-1]] = name
+                self._read(path, name)
+                supervisor.keep(path, partial(self._make_again, supervisor, path, name))
             #: As much as one holds.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
             # Held from reading to written.
@@ -69,13 +72,22 @@ class Fifos:
             self._round = threading.Condition()
             #: How often that was when results waited in vain.
             self._stuck_at = -1
-            self._waiting = select.poll()
-            for descriptor in self._readers:
-                self._waiting.register(descriptor, select.POLLIN)
             self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
         except BaseException:
             self.forget()
             raise
+
+    def _read(self, path: str, name: str) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptors.append(descriptor)
+        self._readers[descriptor] = name
+        self._waiting.register(descriptor, select.POLLIN)
+        self._ready.register(descriptor, select.EPOLLIN)
+
+    def _make_again(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
+        """Makes a FIFO that somebody has removed, beside the one that older workers write to."""
+        supervisor.fifo(os.path.basename(path))
+        self._read(path, name)
 
     def start(self) -> None:
         """Begins to read."""
@@ -112,16 +124,14 @@ class Fifos:
         """Closes this process's descriptors and does nothing else, as a forked child does."""
         while self._descriptors:
             os.close(self._descriptors.pop())
+        self._ready.close()
 
     def _forward(self) -> None:
-        poll = select.poll()
-        for descriptor in (*self._readers, self._end):
-            poll.register(descriptor, select.POLLIN)
         is_over = False
         while not is_over:
-            ready = [descriptor for descriptor, _ in poll.poll()]
+            ready = [descriptor for descriptor, _ in self._ready.poll()]
             is_over = self._end in ready
-            for descriptor in self._readers:
+            for descriptor in list(self._readers):
                 if is_over or descriptor in ready:
                     with self._passing:
                         self._pass_on(descriptor, is_all=is_over)

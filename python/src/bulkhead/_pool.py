@@ -12,6 +12,7 @@ import itertools
 import os
 import pickle
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -58,6 +59,8 @@ CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
 #: Outcomes behind which no worker has the call any more: ok, and failed.
 _ANSWERED = frozenset((0, 1))
 _ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
+#: Seconds between looks whether the folder was emptied, while all calls end well.
+LOOK_SECONDS = 1.0
 #: Small calls that may wait here for company, while the supervisor has so many more than workers that none sleeps.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
@@ -250,6 +253,7 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
+        self._next_look = 0.0
         #: True if Ctrl-C ended the wait for its calls: the end of the interpreter does not wait for them again.
         self.is_given_up = False
         #: True if only calls that have begun are finished.
@@ -543,6 +547,7 @@ class Pool:
             if channel is not None:
                 channel.flush(may_wait=False)
             output.catch_up()
+            self._look_after_folder(settled)
         finally:
             for future, metadata, parts in settled:
                 try:
@@ -553,6 +558,15 @@ class Pool:
         if self.broken is not None:
             # Since one of these: there is nothing left to wait for.
             self._fill(may_wait=False)
+
+    def _look_after_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
+        """Before new workers are started, sees that its files are there."""
+        now = time.monotonic()
+        if now > self._next_look or any(metadata[0] for _, metadata, _ in settled):
+            self._next_look = now + LOOK_SECONDS
+            supervisor = self._supervisor
+            if supervisor is not None:
+                supervisor.restore()
 
     def _settle(self, future: PoolFuture[Any], metadata: bytes, parts: list[Any]) -> None:
         if metadata[0] == _wire.CANCELLED:

@@ -6,6 +6,7 @@ that says so, and removes the folder (``--own-folder``). Nothing here knows abou
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -170,16 +171,41 @@ class PrivateSupervisor:
         self._supervisor = {**supervisor, "socket": self.socket, "admin": self.admin}
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
+        #: Files in the folder that new workers need, and what makes each of them.
+        self._kept: dict[str, Callable[[], object]] = {}
+        self._descriptor = -1
         try:
+            # systemd-tmpfiles removes what is old from /tmp, but not from a folder that is locked so.
+            self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             # In memory: the folder, and what is in it, goes with the supervisor.
             self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         except BaseException:
+            self._unlock()
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
+
+    def _unlock(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def forget(self) -> None:
         """In a forked child: the supervisor is the parent's, and so is what it says."""
         self._log.close()
+        self._unlock()
+
+    def keep(self, path: str, make: Callable[[], object]) -> None:
+        """Has ``restore`` make a file again that new workers need."""
+        self._kept[path] = make
+
+    def restore(self) -> None:
+        """Makes the kept files again if somebody has emptied the folder."""
+        for path, make in self._kept.items():
+            if not os.path.lexists(path):
+                with suppress(OSError):
+                    os.makedirs(self.folder, 0o700, exist_ok=True)
+                    make()
 
     def write(self, name: str, content: bytes) -> str:
         """Puts a file into the folder, for this user alone."""

@@ -417,6 +417,7 @@ class _Launch:
                 argument = _as_variable(supervisor, preparation)
             else:
                 argument = supervisor.write("preparation", preparation)
+                supervisor.keep(argument, partial(supervisor.write, "preparation", preparation))
             source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
             code = (
                 f"import sys; sys.path.insert(0, {source!r}); "
