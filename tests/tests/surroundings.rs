@@ -5,7 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, run, wait_for};
+use bulkhead_tests::confined::is_root;
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, run, wait_for};
 use nix::sys::signal::Signal;
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -256,4 +257,31 @@ fn the_keeper_that_follows_goes_first_as_well() {
         let client = bulkhead_client::Client::connect(supervisor.socket()).await.unwrap();
         assert!(client.job("b", "x").send().await.is_ok());
     });
+}
+
+/// As in a container, whose processes of `docker exec` leave orphans to process 1.
+#[test]
+fn as_process_1_the_supervisor_reaps_orphans() {
+    if !is_root() {
+        println!("NOT RUN: a pid namespace takes root");
+        return;
+    }
+    let wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];
+    let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nsandbox.profile = \"none\"\n";
+    let unshared = Supervisor::launch_under(&wrapper, tempfile::tempdir().unwrap(), "", bulkhead);
+    wait_for("the worker is ready", || unshared.log().contains("worker_ready").then_some(()));
+    let supervisor = children(unshared.pid())[0];
+    for _ in 0..3 {
+        let target = format!("--target={supervisor}");
+        let script = "sleep 1000 </dev/null >/dev/null 2>&1 &";
+        let status = Command::new("nsenter").args([&*target, "--pid", "sh", "-c", script]).status();
+        assert!(status.unwrap().success());
+        let orphan = wait_for("it has an orphan", || {
+            children(supervisor).into_iter().find(|&pid| name(pid).is_some_and(|name| name == "sleep"))
+        });
+        kill_pid(orphan, Signal::SIGKILL);
+        let place = format!("/proc/{orphan}");
+        wait_for("the orphan was reaped", || (!Path::new(&place).exists()).then_some(()));
+    }
+    assert_eq!(children(supervisor).len(), 1, "its keeper alone");
 }

@@ -43,7 +43,7 @@ use std::time::Duration;
 use bulkhead_api::{CrashReport, Severity, Snapshot, Victim, What};
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
@@ -69,6 +69,9 @@ const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How often storms of events are looked at, whether they are over.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Interval between two batches of orphans that are reaped.
+const REAP_PAUSE: Duration = Duration::from_millis(10);
 
 /// How long open streams, and answers that are under way, get to end.
 const CLOSE_WITHIN: Duration = Duration::from_secs(4);
@@ -199,7 +202,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         let _within = runtime.enter();
         let listener = admin.map(tokio::net::UnixListener::from_std).transpose()?;
         let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
-        let taken = (!is_embedded).then(|| Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]));
+        let taken = (!is_embedded).then(|| {
+            Ok::<_, io::Error>((Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?, Signals::new([SIGCHLD])?))
+        });
         (listener.map(|listener| (listener, own)), tcp, taken.transpose()?)
     };
     let (serving, entrances) = serving(local, tcp, &control.end);
@@ -207,8 +212,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
     let tasks = fate.clone();
     let run = move || {
         runtime.block_on(async {
-            if let Some(signals) = signals {
+            if let Some((signals, deaths)) = signals {
                 tokio::spawn(tasks.task("signals", obey_signals(control.clone(), signals)));
+                tokio::spawn(tasks.task("orphans", reap_orphans(control.clone(), deaths)));
             }
             let served = tokio::spawn(tasks.task("admin API", serve(control.clone(), serving)));
             tokio::spawn(tasks.task("reload", reload::obey(control.clone())));
@@ -297,6 +303,15 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} came to nothing: {error}");
+        }
+    }
+}
+
+/// Has orphans reaped that this process inherits, such as those of `docker exec` if it is process 1.
+async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
+    while deaths.next().await.is_some() {
+        while control.commander.ask(|reply| Command::ReapOrphans { reply }).await != Some(false) {
+            tokio::time::sleep(REAP_PAUSE).await;
         }
     }
 }

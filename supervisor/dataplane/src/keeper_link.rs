@@ -114,6 +114,11 @@ impl KeeperLink {
         self.keeper()?.fork((spawn, template), link, stdout, stderr)
     }
 
+    /// Reaps ended orphans; see [`Keeper::reap_orphans`]. While the keeper is being replaced, that reaps all.
+    pub(super) fn reap_orphans(&mut self) -> bool {
+        self.keeper().is_ok_and(|keeper| keeper.reap_orphans())
+    }
+
     /// Has a worker wait until it is ordered.
     pub(super) fn want(&mut self, wanted: Wanted) {
         self.wanted.push_back(wanted);

@@ -77,6 +77,9 @@ impl DataPlane {
                 let _ = reply.send(self.would_drop(&reload));
             }
             Command::Summarise => self.summarise(),
+            Command::ReapOrphans { reply } => {
+                let _ = reply.send(self.keeper.reap_orphans());
+            }
         }
     }
 

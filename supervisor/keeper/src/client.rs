@@ -35,6 +35,9 @@ const END_PATIENCE: Duration = Duration::from_secs(65);
 /// How long whatever a killed keeper left behind may take to die.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
 
+/// Maximum number of orphans that are reaped in one go.
+const ORPHANS_MAX: usize = 64;
+
 /// What to do about a start that failed at this step, where that can be known.
 pub fn advice(step: &str, error: &io::Error) -> &'static str {
     match step {
@@ -300,6 +303,20 @@ impl Keeper {
     /// wrong with it.
     pub fn ping(&mut self) -> io::Result<()> {
         self.order(Order::Ping.encode(std::iter::empty())?, Vec::new())
+    }
+
+    /// Waits for children that have ended and are not this keeper: the orphans that process 1 of a container, or a
+    /// child subreaper, inherits. Returns true if there may be more. Reaps nothing in an application, whose children
+    /// are its own.
+    pub fn reap_orphans(&self) -> bool {
+        let Process::Child(keeper) = &self.process else { return false };
+        for _ in 0..ORPHANS_MAX {
+            match bulkhead_linux::wait::peek() {
+                Some(pid) if pid != keeper.id() => drop(wait::take(pid)),
+                _ => return false,
+            }
+        }
+        true
     }
 
     /// Kills a keeper that does not answer: [`Keeper::receive`] says so next.

@@ -178,6 +178,11 @@ pub enum Command {
     },
     /// Write a summary of the state to the log.
     Summarise,
+    /// Wait for orphans that this process inherited and that have ended.
+    ReapOrphans {
+        /// True if there may be more.
+        reply: oneshot::Sender<bool>,
+    },
 }
 
 impl Command {
