@@ -225,6 +225,37 @@ fn chains_of_processes_cost_no_other_workers_job() {
 }
 
 #[test]
+fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        println!("NOT RUN: a worker cannot be bound to fewer processors than one");
+        return;
+    }
+    for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
+        if !is_root() || !has_layers(layers) {
+            println!("NOT RUN: {profile} takes root and its layers");
+            continue;
+        }
+        let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))
+            .replace("\"none\"", &format!("\"{profile}\""));
+        let supervisor = Supervisor::start(&keys);
+        let client = Client::connect(supervisor.socket()).unwrap();
+        let ask = |operation: &str| {
+            let reply = client.job("b", "").operation(operation).send().unwrap();
+            String::from_utf8(reply.payload().to_vec()).unwrap()
+        };
+        let (before, template) = (ask("attributes"), who(&client)[0]);
+        for round in 0..3 {
+            ask("alter-template");
+            // The next worker may have been forked before.
+            ask("attributes");
+            assert_eq!(ask("attributes"), before, "{profile}, round {round}");
+        }
+        // Without the privilege to raise a limit again, the keeper replaces the template.
+        assert!(profile == "none" || who(&client)[0] == template, "{profile}: it is the same template");
+    }
+}
+
+#[test]
 fn a_program_that_is_no_template_is_told_so() {
     let supervisor = Supervisor::launch(
         tempfile::tempdir().unwrap(),

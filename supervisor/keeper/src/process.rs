@@ -5,6 +5,7 @@
 
 mod becoming;
 pub(crate) mod guard;
+mod inherited;
 mod nests;
 mod precedence;
 mod starts;

@@ -117,12 +117,50 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
             std::thread::sleep(Duration::from_millis(number(job)));
             Ok::<_, HandlerError>("slept")
         })
+        .operation("attributes", |_, _| Ok::<_, HandlerError>(attributes()))
+        .operation("alter-template", |_, ctx| {
+            alter(ctx.state().0);
+            Ok::<_, HandlerError>(attributes())
+        })
         .operation("chains", |job, _| {
             leave_chains(number(job));
             Ok::<_, HandlerError>("left")
         })
         .handler(|job, _| Ok(job.payload().to_vec()))
         .serve()
+}
+
+/// What this process has inherited and another one could have changed in its template.
+fn attributes() -> String {
+    let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
+    let status = read("status");
+    let processors = status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
+    // SAFETY: both only return numbers.
+    #[expect(unsafe_code, reason = "there is no safe form")]
+    let (nice, io) =
+        unsafe { (libc::getpriority(libc::PRIO_PROCESS, 0), libc::syscall(libc::SYS_ioprio_get, 1, 0)) };
+    let rest = ["limits", "oom_score_adj", "timerslack_ns"].map(read).join("");
+    format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
+}
+
+/// Changes as much of that as it may.
+#[expect(unsafe_code, reason = "these calls have no safe form for another process")]
+fn alter(pid: u32) {
+    let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let first = (0..nix::sched::CpuSet::count()).find(|&cpu| first.is_set(cpu).unwrap()).unwrap();
+    let mut one = nix::sched::CpuSet::new();
+    one.set(first).unwrap();
+    let _ = nix::sched::sched_setaffinity(Pid::from_raw(pid as i32), &one);
+    const IDLE: libc::c_int = 3 << 13;
+    let files = libc::rlimit64 { rlim_cur: 99, rlim_max: 99 };
+    // SAFETY: the structure outlives the call.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, pid, 5);
+        libc::syscall(libc::SYS_ioprio_set, 1, pid, IDLE);
+        libc::syscall(libc::SYS_prlimit64, pid, libc::RLIMIT_NOFILE, &raw const files, 0);
+    }
+    let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "900");
+    let _ = std::fs::write(format!("/proc/{pid}/timerslack_ns"), "77000");
 }
 
 /// Time after which the chains of [`leave_chains`] end by themselves.

@@ -18,6 +18,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::inherited::Inherited;
 use super::nests::Home;
 use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage};
 use crate::confinement::{Observed, Temporary};
@@ -51,7 +52,8 @@ pub(super) struct Template {
     underway: VecDeque<Fork>,
     /// Whether it was ended for taking too long.
     is_hung: bool,
-    is_ready: bool,
+    /// What its workers are to inherit; `None` until it is ready.
+    inherited: Option<Inherited>,
     /// Whether it has said why it cannot be one.
     is_refused: bool,
     /// Since when it has said how much of what is only for people.
@@ -82,7 +84,7 @@ impl Template {
             outbox: Outbox::default(),
             underway: VecDeque::new(),
             is_hung: false,
-            is_ready: false,
+            inherited: None,
             is_refused: false,
             talk: None,
         }
@@ -137,6 +139,17 @@ impl Process {
         if self.sweep.wants_quiet() && child.nest.is_none() {
             self.held.push_back(held);
             return Ok(());
+        }
+        let is_template = || match child.nest {
+            Some(_) => observe::place(child.process).is_ok_and(|place| place.parent == pid),
+            None => bulkhead_linux::wait::is_child(pid),
+        };
+        let inherited = child.template.as_ref().and_then(|template| template.inherited.as_ref());
+        let restored = inherited.map_or(Ok(()), |it| it.restore(child.process, is_template));
+        if let Err((name, errno)) = restored {
+            // Its workers would inherit that; the next template does not have it.
+            self.kill(pid);
+            return Err(Refusal::new(&format!("fork: restore its template's {name}"), errno));
         }
         let Held { worker, descriptors, .. } = held;
         let mut secret = [0; 16];
@@ -320,9 +333,9 @@ impl Process {
                 return true;
             }
             _ if sender != process => return false,
-            Word::Ready if template.is_ready => return false,
+            Word::Ready if template.inherited.is_some() => return false,
             Word::Ready => {
-                template.is_ready = true;
+                template.inherited = Some(Inherited::of(process));
                 TemplateNews::Ready
             }
             Word::Refused(_) if template.is_refused => return false,
