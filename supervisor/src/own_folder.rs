@@ -38,6 +38,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
+        // What is mounted in there belongs to others: it stays, and the folder with it.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
+use bulkhead_tests::confined::is_root;
 use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
@@ -114,6 +115,36 @@ fn the_own_folder_goes_with_the_supervisor() {
     let told = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && told.contains("mode 0700"), "{told}");
     assert!(folder.join("further/file").exists());
+}
+
+/// It is not the program's to empty.
+#[test]
+fn what_is_mounted_in_the_own_folder_stays() {
+    if !is_root() {
+        println!("NOT RUN: a mount takes root");
+        return;
+    }
+    let outer = tempfile::tempdir().unwrap();
+    let (folder, data) = (outer.path().join("own"), outer.path().join("data"));
+    let place = folder.join("further/data");
+    std::fs::create_dir_all(&place).unwrap();
+    std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o700)).unwrap();
+    std::fs::create_dir(&data).unwrap();
+    std::fs::write(data.join("file"), "x").unwrap();
+    let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n";
+    std::fs::write(folder.join("workers.toml"), config).unwrap();
+    // Of its own mount namespace, which ends with it.
+    let script = "mount --bind \"$1\" \"$2\" && exec \"$3\" --config \"$4/workers.toml\" --while-open 0 --own-folder \"$4\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);
+    command.arg(programs().join("bulkhead-supervisor")).arg(&folder);
+    let mut supervisor = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    drop(supervisor.stdin.take());
+    let ended = supervisor.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(std::fs::read(data.join("file")).ok().as_deref(), Some(&b"x"[..]), "{told}");
+    assert!(told.contains("failed to remove the supervisor's own folder"), "{told}");
 }
 
 /// Whatever it is about to start when it is killed.

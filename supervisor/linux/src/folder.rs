@@ -1,10 +1,10 @@
 //! Emptying a folder whose content is not trusted: without following a link, without recursion, however deep it is
-//! and whatever the modes of what is in it are.
+//! and whatever the modes of what is in it are. What is mounted in it is not part of it, and is left alone.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
 use rustix::io::{Errno, Result};
 use rustix::path::Arg;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -17,10 +17,24 @@ const NAMES_MAX: usize = 16 * 1024;
 
 /// Opens a folder to list it, whatever its mode was. Without these rights its owner is given all.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
-    let open = || rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty());
-    let folder = open().or_else(|_| {
-        unlock(parent, path)?;
-        open()
+    open_by(parent, path, rights, ResolveFlags::empty())
+}
+
+fn open_by(
+    parent: BorrowedFd<'_>,
+    path: impl Arg + Copy,
+    rights: Mode,
+    resolve: ResolveFlags,
+) -> Result<OwnedFd> {
+    let flags = FOLDER | OFlags::RDONLY;
+    // A worker's filter has no `openat2`; in its folder nothing can be mounted.
+    let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
+        Err(Errno::NOSYS) => rustix::fs::openat(parent, path, flags, Mode::empty()),
+        opened => opened,
+    };
+    let folder = open().or_else(|errno| match errno {
+        Errno::XDEV => Err(errno),
+        _ => unlock(parent, path).and_then(|()| open()),
     })?;
     if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(rights) {
         let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
@@ -41,7 +55,8 @@ pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
 
 /// Empties a folder, beside other processes and threads that may do the same; `false` if it has more entries than
 /// are to be removed. What is in a folder in it is brought up first, so that there are two levels at any time: a tree
-/// that is a million deep takes no more descriptors than a flat one, and no stack.
+/// that is a million deep takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or `BUSY` for a file,
+/// if something is mounted in there, which is left as it is.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {
@@ -55,7 +70,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
             if remove_file(top.as_fd(), &name, kind)? {
                 continue;
             }
-            let folder = match open(top.as_fd(), name.as_c_str(), Mode::RWXU) {
+            let folder = match open_by(top.as_fd(), name.as_c_str(), Mode::RWXU, ResolveFlags::NO_XDEV) {
                 Err(Errno::NOENT) => continue,
                 opened => opened?,
             };
