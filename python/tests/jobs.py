@@ -192,6 +192,14 @@ def arguments() -> list[str]:
     return sys.argv
 
 
+def use_semaphore() -> int:
+    """A pool of threads has locks, and a lock between processes a semaphore with a name."""
+    import multiprocessing.pool
+
+    with multiprocessing.Lock(), multiprocessing.pool.ThreadPool(1) as threads:
+        return threads.apply(len, ("abc",))
+
+
 def connect_out() -> str:
     """Tries to reach the network."""
     import socket

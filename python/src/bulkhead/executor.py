@@ -264,7 +264,9 @@ class BulkheadExecutor(_Calls):
         if memory is not None:
             keys["rlimits"] = {"data": memory}
         if self._is_confined:
-            profile["read"] = list(dict.fromkeys([*map(os.fspath, profile.get("read", [])), *_readable_paths()]))
+            given = [os.fspath(path) for path in profile.get("read", [])]
+            named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
+            profile["read"] = given + [path for path in _readable_paths() if path not in named]
         return keys
 
     def with_options(
