@@ -21,6 +21,7 @@ pub mod memory_files;
 pub mod outcome;
 pub mod program_rules;
 pub mod template_protocol;
+pub mod text;
 pub mod trace;
 mod vocabulary;
 pub mod worker_protocol;

@@ -17,7 +17,7 @@ const QUOTED_CHARS_MAX: usize = 80;
 /// Everything that is wrong with a configuration file, in the order of the file.
 ///
 /// `Display` is plain text; [`render`](Self::render) can colour it for a terminal.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Clone, PartialEq)]
 pub struct ConfigErrors {
     path: PathBuf,
     text: String,
@@ -117,6 +117,8 @@ impl fmt::Display for ConfigErrors {
 }
 
 impl std::error::Error for ConfigErrors {}
+
+bulkhead_shared::debug_by_display!(ConfigErrors);
 
 /// The line that `offset` is in, without its end.
 fn line_range(text: &str, offset: usize) -> Range<usize> {

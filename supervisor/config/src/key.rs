@@ -175,6 +175,28 @@ pub enum OnReload {
     Waits,
 }
 
+/// Names that other systems have for keys of a bulkhead, each with the keys it may mean and what these bound.
+pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
+    ("timeout", &[("deadline", "a job with its wait"), ("run_limit", "its run alone")]),
+    ("replicas", PROCESSES),
+    ("workers", PROCESSES),
+    ("concurrency", &[("max_in_flight", "jobs at once in each worker process"), PROCESSES[0]]),
+    (
+        "memory",
+        &[("cgroup.memory", "all processes of a worker"), ("rlimits.as", "the address space of each")],
+    ),
+];
+const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
+
+/// Keys by which a table is most often meant: `sandbox = "strict"` is its profile.
+pub(super) const PRINCIPAL: &[(&str, &str)] = &[
+    ("sandbox", "profile"),
+    ("rate_limit", "per_second"),
+    ("retry", "attempts"),
+    ("restart", "policy"),
+    ("start", "mode"),
+];
+
 /// The key `name` of `table`, if it is one of `keys`.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()

@@ -9,7 +9,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::defaults;
 use super::diagnostics::shown;
-use super::values::Complaint;
+use super::values::{Complaint, split_help};
 
 /// `path`, from `folder` if it is relative, without `.` in it. Links and `..` stay: only the kernel knows
 /// where they lead.
@@ -40,6 +40,8 @@ pub(super) fn program(
     let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
     let help = if runs(&folder.join(name)) {
         format!("it is in the file's folder: write \"./{}\"", shown(name))
+    } else if name.contains(char::is_whitespace) {
+        split_help(label.trim_end_matches("[0]"), name)
     } else {
         format!(
             "looked in PATH ({searched}); install it there, or write its path, as in \"./{0}\" or \"/opt/{0}\"",

@@ -181,6 +181,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// A key of another table was misplaced; one that is nearly a key of this table was misspelt.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
+        let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
+        if let (Some((_, meant)), Some(value)) = (synonym, values::literal(value)) {
+            let lines = meant.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
+            return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
+        }
         // What is a table is none of the keys that hold one value.
         let is_table = matches!(value, DeValue::Table(_));
         let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
@@ -313,10 +318,25 @@ impl<'t, 'p> TableReader<'t, 'p> {
             match (self.schema, name) {
                 (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
                 (key::TOP, _) => format!("write a section [{name}]"),
-                _ => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
+                _ => match self.principal(&key, value.get_ref()) {
+                    Some(meant) => format!("write `{name} = {{ {meant} }}`"),
+                    None => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
+                },
             },
         );
         None
+    }
+
+    /// Returns the line that a value in the place of the table `table` most likely stands for.
+    fn principal(&self, table: &Key, value: &DeValue<'_>) -> Option<String> {
+        let (_, name) = key::PRINCIPAL.iter().find(|(of, _)| *of == table.name)?;
+        let kind = key::find(self.keys, &table.path(), name)?.kind;
+        let is_fit = match value {
+            DeValue::String(_) => matches!(kind, Kind::Word { .. }),
+            DeValue::Integer(_) => matches!(kind, Kind::Count { .. } | Kind::Number { .. }),
+            _ => false,
+        };
+        is_fit.then(|| values::literal(value)).flatten().map(|value| format!("{name} = {value}"))
     }
 
     fn title_of(&self, name: &str) -> String {

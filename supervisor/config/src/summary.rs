@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::path::{Path, PathBuf};
 
+use bulkhead_shared::text::is_unseen;
+
 use super::key::Kind;
 use super::keys::admission::PressureKeys;
 use super::reader::Field;
@@ -375,7 +377,10 @@ fn string(text: &str) -> String {
         match c {
             '"' => quoted.push_str("\\\""),
             '\\' => quoted.push_str("\\\\"),
-            c if c.is_control() => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
+            c if is_unseen(c) && u32::from(c) > 0xFFFF => {
+                quoted.push_str(&format!("\\U{:08X}", u32::from(c)))
+            }
+            c if is_unseen(c) => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
             c => quoted.push(c),
         }
     }
@@ -385,5 +390,5 @@ fn string(text: &str) -> String {
 
 /// A comment ends with its line.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().map(|c| if is_unseen(c) { '\u{fffd}' } else { c }).collect()
 }

@@ -22,6 +22,10 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
         let rest = text.get(span.start..).unwrap_or_default();
         last_end = Some(span.start + rest.find('\n').unwrap_or(rest.len()));
         lines += 1;
+        if let Some(line) = rest.strip_prefix(':').filter(|_| plain(message) == "invalid unquoted key") {
+            problems.report(span.clone(), "`:` in the place of `=`", colon_help(&text[..span.start], line));
+            continue;
+        }
         let written = text.get(span.clone()).unwrap_or_default();
         problems.report(span.clone(), plain(message), help(message, written, &span));
     }
@@ -32,9 +36,27 @@ fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }
 
+/// Help for `key: value`, by what stands before and after the colon.
+fn colon_help(before: &str, after: &str) -> String {
+    let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
+    let line = before.rsplit('\n').next().unwrap_or_default().trim_end();
+    let key = &line[line.trim_end_matches(is_of_key).len()..];
+    let value = after.lines().next().unwrap_or_default();
+    // Within braces the next key is not part of the value.
+    let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
+    format!("TOML has `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
+}
+
 fn help(message: &str, written: &str, span: &Range<usize>) -> String {
+    let word = written.trim().to_lowercase();
     let advice = match plain(message) {
         "string values must be quoted" if span.is_empty() => "write a value after the `=`",
+        "string values must be quoted" if matches!(&*word, "yes" | "on" | "true") => {
+            "write `true`; only a text has quotes"
+        }
+        "string values must be quoted" if matches!(&*word, "no" | "off" | "false") => {
+            "write `false`; only a text has quotes"
+        }
         "string values must be quoted" => return format!("write \"{}\"", shown(written.trim())),
         "duplicate key" => "it was set above: keep one of the two",
         "key with no value" => "write `key = value`",

@@ -73,6 +73,25 @@ pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
     }
 }
 
+/// A short string or a number as it would be written.
+pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
+    match value {
+        DeValue::String(text) => Some(format!("\"{}\"", shown(text))),
+        DeValue::Integer(number) => Some(number.to_string()),
+        _ => None,
+    }
+}
+
+/// Help for a text in the place of a program and its arguments, which no shell would split.
+pub(super) fn split_help(name: &str, text: &str) -> String {
+    if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
+        let text = shown(text).replace('"', "\\\"");
+        return format!("there is no shell: if it needs one, write `{name} = [\"sh\", \"-c\", \"{text}\"]`");
+    }
+    let words: Vec<_> = text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
+    format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", "))
+}
+
 /// The integer, cut to what `i128` holds: all that matters then is that it is far out of range.
 fn integer(number: &DeInteger<'_>) -> i128 {
     let far_out = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
@@ -210,9 +229,13 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
         };
         let nearest = number.clamp(i128::from(min), i128::from(max));
         let why = if key.name == "attempts" && number == 1 { ": it counts the first" } else { "" };
+        let help = match write(key, &nearest.to_string()) {
+            help if number == -1 => format!("{help}; `-1` does not stand for no limit, the most is {max}"),
+            help => help,
+        };
         return Err(Complaint::new(
             format!("`{}` must be {range}, not {}{why}", key.label, given_number(number)),
-            write(key, &nearest.to_string()),
+            help,
         ));
     }
     T::try_from(number).map_err(|_| unreadable(key))

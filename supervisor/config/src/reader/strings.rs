@@ -25,11 +25,9 @@ impl TableReader<'_, '_> {
         let taken = match value.get_ref() {
             DeValue::Array(array) => self.array(key, value.span(), array),
             DeValue::String(text) => {
-                let words: Vec<_> =
-                    text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
                 let complaint = Complaint::new(
                     format!("`{name}` must be an array of strings, not a string"),
-                    format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", ")),
+                    values::split_help(name, text),
                 );
                 self.problems.report(value.span(), complaint.message, complaint.help);
                 None

@@ -199,7 +199,7 @@ fn counts_and_durations_have_bounds() {
         ("poison = { crashes = 0 }", "`poison.crashes` must be from 1 to 1000, not 0", "crashes = 1`"),
         ("poison = { within = \"0s\" }", "`poison.within` must be from 1ms to 365d", "within = \"3d\"`"),
         ("poison = { within = 72 }", "must be a duration with a unit", "write `within = \"72s\"`"),
-        ("retry = 2", "`retry` must be a table, not a number", "[bulkhead.a.retry]"),
+        ("retry = 2", "`retry` must be a table, not a number", "write `retry = { attempts = 2 }`"),
         ("breaker = true", "`breaker` must be a table, not a boolean", "[bulkhead.a.breaker]"),
     ];
     for (line, message, help) in cases {

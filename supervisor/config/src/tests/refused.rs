@@ -68,6 +68,7 @@ error: unknown key `deadlin` in [bulkhead.a]
     );
     assert_eq!(errors.render(false), expected);
     assert_eq!(errors.to_string(), expected);
+    assert_eq!(format!("{errors:?}"), expected);
     assert!(errors.render(true).contains("\u{1b}["));
     assert_eq!(errors.path(), path);
     let json = serde_json::to_value(errors.problems()).unwrap();
@@ -76,6 +77,51 @@ error: unknown key `deadlin` in [bulkhead.a]
         "message": "unknown key `deadlin` in [bulkhead.a]", "help": "did you mean `deadline`?",
     }]);
     assert_eq!(json, expected);
+}
+
+#[test]
+fn words_of_other_systems_get_the_line_to_write() {
+    let folder = Folder::new();
+    let rows = [
+        (
+            "timeout = \"5s\"",
+            1,
+            "unknown key",
+            "write `deadline = \"5s\"` for a job with its wait, or `run_limit = \"5s\"`",
+        ),
+        ("replicas = 2", 1, "unknown key", "write `processes = 2`"),
+        ("workers = 2", 1, "unknown key", "write `processes = 2`"),
+        ("concurrency = 8", 1, "unknown key", "write `max_in_flight = 8`"),
+        (
+            "memory = \"1GiB\"",
+            1,
+            "unknown key",
+            "write `cgroup.memory = \"1GiB\"` for all processes of a worker",
+        ),
+        ("max_queue: 5", 10, "`:` in the place of `=`", "write `max_queue = 5`"),
+        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in the place of `=`", "write `jobs = 5`"),
+        ("sandbox.network = yes", 19, "must be quoted", "write `true`"),
+        ("sandbox.network = Off", 19, "must be quoted", "write `false`"),
+        (
+            "max_queue = -1",
+            13,
+            "not -1",
+            "write `max_queue = 0`; `-1` does not stand for no limit, the most is",
+        ),
+        ("sandbox = \"strict\"", 11, "must be a table", "write `sandbox = { profile = \"strict\" }`"),
+        ("rate_limit = 100", 14, "must be a table", "write `rate_limit = { per_second = 100 }`"),
+        ("retry = 3", 9, "must be a table", "write `retry = { attempts = 3 }`"),
+    ];
+    for (line, column, message, help) in rows {
+        folder.refuse_one(&bulkhead(line), (3, column), message, help);
+        let report = folder.parse(&bulkhead(line)).unwrap_err().to_string();
+        assert!(report.contains(&format!("3 | {line}\n")), "{report}");
+    }
+    let shell = "write `exec = [\"sh\", \"-c\", \"sort -n | uniq\"]`";
+    folder.refuse_one("[bulkhead.a]\nexec = \"sort -n | uniq\"\n", (2, 8), "not a string", shell);
+    folder.refuse_one("[bulkhead.a]\nexec = [\"sort -n | uniq\"]\n", (2, 9), "there is no program", shell);
+    let split = "write `exec = [\"sort\", \"-n\"]`";
+    folder.refuse_one("[bulkhead.a]\nexec = [\"sort -n\"]\n", (2, 9), "there is no program", split);
 }
 
 #[test]

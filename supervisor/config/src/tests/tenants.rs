@@ -202,7 +202,7 @@ fn values_of_a_tenant_have_bounds_and_its_name() {
             "rate_limit = 3",
             14,
             "`tenant.acme.rate_limit` must be a table",
-            "[bulkhead.a.tenant.acme.rate_limit]",
+            "write `rate_limit = { per_second = 3 }`",
         ),
         ("max_queu = 3", 1, "unknown key `max_queu` in [bulkhead.a.tenant.acme]", "mean `max_queue`?"),
         (

@@ -1,0 +1,58 @@
+//! Escapes texts of workers and clients before they are printed, logged or written as JSON.
+
+/// Returns true if a terminal may obey the character, show other text in another order because of it, or not show it:
+/// control and format characters, and separators of lines and paragraphs. Line feed and tab are among them.
+pub fn is_unseen(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{1bca0}'..='\u{1bca3}'
+            | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
+}
+
+/// Escapes all such characters but line feed and tab: `\u{202e}`.
+pub fn escape(text: &str) -> String {
+    let escaped = |c: char| {
+        if is_unseen(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
+    };
+    text.chars().map(escaped).collect()
+}
+
+/// Escapes all such characters in a line of JSON, which stand in strings only, so that its meaning stays.
+pub fn escape_json(json: &str) -> String {
+    if !json.contains(is_unseen) {
+        return json.to_owned();
+    }
+    let units = |c: char| c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect();
+    json.chars().map(|c| if is_unseen(c) { units(c) } else { String::from(c) }).collect()
+}
+
+/// Implements `Debug` for error types by their `Display`, which is what `main` prints of an error that it returns.
+#[macro_export]
+macro_rules! debug_by_display {
+    ($($type:ty),+) => {$(
+        impl ::std::fmt::Debug for $type {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    )+};
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_steers_a_terminal_is_left() {
+        let controls = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
+        for c in
+            controls.chain("\u{202e}\u{2066}\u{200b}\u{200f}\u{61c}\u{2028}\u{feff}\u{ad}\u{e0041}".chars())
+        {
+            assert_eq!(escape(&format!("a{c}b")), format!("a{}b", c.escape_default()));
+            let json = escape_json(&format!("\"a{c}b\""));
+            assert!(!json.contains(is_unseen), "{json}");
+        }
+        assert_eq!(escape("naïve 東京\u{3000}\t\n"), "naïve 東京\u{3000}\t\n");
+        assert_eq!(escape_json("\"\u{9b}\u{e0041}\""), "\"\\u009b\\udb40\\udc41\"");
+    }
+}
