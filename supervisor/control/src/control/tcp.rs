@@ -153,6 +153,11 @@ impl Gate {
             return false;
         };
         let host = authority.host();
+        // The parser takes any text for a port, and skips a user's name before the host.
+        let Some(rest) = authority.as_str().strip_prefix(host) else { return false };
+        if !rest.is_empty() && rest.strip_prefix(':').is_none_or(|port| port.parse::<u16>().is_err()) {
+            return false;
+        }
         let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
         host.eq_ignore_ascii_case("localhost")
             || address.is_ok_and(|it| {
@@ -242,6 +247,11 @@ mod tests {
             "10.0.0.1",
             "",
             "127.0.0.8",
+            "localhost:evil.com",
+            "localhost:",
+            "127.0.0.1:65536",
+            "evil.com@localhost",
+            "evil.com:80@127.0.0.1",
         ] {
             assert!(!is_for(Some("127.0.0.9"), host), "{host}");
         }
