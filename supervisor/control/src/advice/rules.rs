@@ -20,6 +20,9 @@ const SHORT_MAX: f64 = 0.05;
 /// The share of jobs that may miss something.
 const MISSED_MAX: f64 = 0.01;
 
+/// The share of the time with jobs in flight below which a bulkhead is idle.
+const IDLE_MAX: f64 = 0.01;
+
 /// The share of one processor that a job uses from which on more at once would only share the processors.
 const CPU_BOUND: f64 = 0.7;
 
@@ -50,6 +53,15 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
     if seen.concurrency.max == 0 {
         let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let reason = format!("no job has run, so that there is nothing to go by; rejected were: {rejected}");
+        verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
+        return verdicts;
+    }
+    let busy = seen.busy_ms as f64 / millis(seen.watched).max(1.0);
+    if busy < IDLE_MAX && lost(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
+        let reason = format!(
+            "jobs were in flight for {} of the time: of a bulkhead that is idle it cannot be told what it needs",
+            percent(busy)
+        );
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
         return verdicts;
     }

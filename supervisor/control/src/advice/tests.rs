@@ -32,6 +32,7 @@ fn setup() -> Setup {
 fn seen() -> Seen {
     Seen {
         watched: Duration::from_secs(7200),
+        busy_ms: 7_000_000,
         jobs: 100_000,
         ran: 100_000,
         limit: 4,
@@ -225,6 +226,18 @@ fn where_nothing_ran_there_is_nothing_to_go_by() {
         advice.advice.is_empty() && advice.kept[0].reason.ends_with("rejected were: unavailable 5000"),
         "{advice:?}"
     );
+}
+
+#[test]
+fn nothing_is_proposed_for_an_idle_bulkhead() {
+    let idle = Seen { busy_ms: 40_000, ..seen() };
+    let large =
+        Setup { processes: 64, deadline: Duration::from_secs(3600), is_memory_bounded: false, ..setup() };
+    assert!(!advice(seen(), &large).advice.is_empty());
+    let told = advice(idle.clone(), &large);
+    assert!(told.advice.is_empty() && told.kept[0].reason.contains("in flight for 0.6 %"), "{told:?}");
+    let lost = Seen { rejected: [("queue_full".into(), 5000)].into(), ..idle };
+    assert!(!advice(lost, &large).advice.is_empty(), "it is not idle when jobs find no room");
 }
 
 #[test]
