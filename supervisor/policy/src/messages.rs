@@ -516,6 +516,11 @@ vocabulary! {
 }
 
 impl RestartCause {
+    /// Returns true if the worker before was only replaced in time, as `recycle` asks.
+    pub(crate) const fn is_recycling(self) -> bool {
+        matches!(self, Self::Jobs | Self::Memory | Self::Age)
+    }
+
     /// Of a worker that is gone.
     pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
         match (killed, death) {

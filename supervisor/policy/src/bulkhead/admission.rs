@@ -281,7 +281,12 @@ impl<T> Bulkhead<T> {
                 self.leave_ahead(victim, RejectReason::Shed, out);
                 return Ok(());
             }
-            return Err(RejectReason::QueueFull.into());
+            let message = match self.limits.max_queue {
+                0 => "no worker is free, and no queue is configured: set `max_queue` to let jobs wait"
+                    .to_owned(),
+                _ => String::new(),
+            };
+            return Err(refusal(RejectReason::QueueFull, message));
         };
         let tenant = self.jobs.get(victim).tenant;
         self.leave_queue(now, victim, rejection(reason), out);

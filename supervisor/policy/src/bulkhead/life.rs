@@ -44,12 +44,12 @@ impl<T> Bulkhead<T> {
         self.workers[place as usize] = Some(Worker { is_spare, ..worker });
         let entry = &mut self.slots[slot as usize];
         let is_another = std::mem::replace(&mut entry.has_had_worker, true);
-        entry.restarts += u64::from(is_another);
         let cause = match role {
             Role::Successor(reason) => reason.into(),
             // One that ends in a slot that waits for it has said nothing yet: it was asked to go.
             Role::Current | Role::Retired => entry.last_end.unwrap_or(RestartCause::Stopped),
         };
+        entry.restarts += u64::from(is_another && !cause.is_recycling());
         match role {
             Role::Successor(_) => self.slots[slot as usize].successor = Some(place),
             Role::Current | Role::Retired => self.set_slot(slot, SlotState::Occupied(place)),

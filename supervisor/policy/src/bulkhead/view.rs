@@ -119,7 +119,7 @@ pub struct WorkerView {
     pub uptime: Duration,
     pub in_flight: u32,
     pub served: u64,
-    /// How often the slot has had another worker before.
+    /// Workers that the slot got after the first, recycling not counted.
     pub restarts: u64,
     /// How the worker before this one ended.
     pub last_exit: Option<String>,
