@@ -24,7 +24,7 @@ const BYTES: usize = 64;
 
 pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
     if report.wants(OWN) {
-        let supervisor = Supervisor::start(settings()?)?;
+        let supervisor = Supervisor::start_blocking(settings()?)?;
         let client = supervisor.client();
         client.job(real::ONE, "ready?").send().await?;
         let mut p50 = Vec::new();

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
-use bulkhead_api::{Adaptive, Bulkheads, Event, LogLine, Problem, Snapshot, Worker};
-use comfy_table::{ContentArrangement, Table, presets};
+use bulkhead_api::{Adaptive, BreakerState, Bulkheads, Event, LogLine, Problem, Snapshot, Tenant, Worker};
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, presets};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode, header};
@@ -71,7 +71,10 @@ async fn request_with(
 
 pub(crate) fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
     let socket = socket.display();
-    let message = format!("failed to reach the admin socket {socket}: {error}; is the supervisor running?");
+    let message = format!(
+        "failed to reach the admin socket {socket}: {error}; is the supervisor running? If its socket is elsewhere, name \
+         that with --admin or BULKHEAD_ADMIN, or the jobs socket beside it with --socket or BULKHEAD_SOCKET"
+    );
     Failure::new(exit::UNREACHABLE, message)
 }
 
@@ -142,11 +145,8 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
         }
         let Bulkheads { bulkheads: mut rows } = get(args, "/v1/bulkheads").await?;
         worst::sort(&mut rows);
-        output::line(&bulkhead_table(&rows))?;
-        // Programs get the table alone.
-        if io::stdout().is_terminal() {
-            print_troubles(&rows.iter().flat_map(troubles).collect::<Vec<_>>())?;
-        }
+        output::line(&bulkhead_table(&rows, terminal_columns()))?;
+        print_troubles(&rows.iter().flat_map(troubles).collect::<Vec<_>>())?;
         return Ok(exit::OK);
     };
     let name = encoded(name);
@@ -158,12 +158,13 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     if args.json {
         let mut one = one;
         one["events"] = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect();
-        output::line(&one.to_string())?;
+        output::json(&one)?;
         return Ok(exit::OK);
     }
     let one = Snapshot::deserialize(&one).map_err(|error| nonsense(&error))?;
-    output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
+    output::line(&bulkhead_table(std::slice::from_ref(&one), terminal_columns()))?;
     print_troubles(&troubles(&one))?;
+    output::line(&format!("\n{}", facts(&one).join("\n")))?;
     if let Some(adaptive) = &one.adaptive {
         output::line(&format!("\n{}", adaptive_line(adaptive)))?;
     }
@@ -180,7 +181,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
 
 /// Prints a document, also what this command does not know of it.
 pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> {
-    output::line(&get::<Value>(args, path).await?.to_string())?;
+    output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
 }
 
@@ -232,7 +233,46 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-fn bulkhead_table(rows: &[Snapshot]) -> String {
+/// Returns the rejections by reason, in a line.
+pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
+    let by: Vec<_> =
+        one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
+    (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
+}
+
+/// Returns what the table of bulkheads has no column for, a line for each fact.
+fn facts(one: &Snapshot) -> Vec<String> {
+    let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
+    facts.extend(rejected_line(one));
+    if one.quarantined > 0 {
+        let (count, name) = (one.quarantined, shown(&one.name));
+        facts.push(format!(
+            "quarantine  {count} payloads that killed workers; `bulkhead reset {name}` clears it"
+        ));
+    }
+    facts.extend(one.tenants.iter().map(|tenant| {
+        let Tenant { name, in_flight, queued, submitted, rejected } = tenant;
+        let name = shown(name);
+        format!("tenant    '{name}'  in flight {in_flight}  queued {queued}  submitted {submitted}  rejected {rejected}")
+    }));
+    facts
+}
+
+/// Returns the width of the terminal that standard output is, if it is one.
+fn terminal_columns() -> Option<usize> {
+    let size = io::stdout().is_terminal().then(ratatui::crossterm::terminal::size)?;
+    size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
+}
+
+/// What the breaker of a bulkhead shows, or a dash if there is none.
+pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
+    let is_absent = !bulkhead.has_breaker && bulkhead.breaker == BreakerState::Closed;
+    if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }
+}
+
+/// The bulkheads, a row for each. If there are more columns than the terminal has, those with nothing but zeros are
+/// left out, from the right, until the rest fits.
+fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     let mut table = table(&[
         "NAME",
         "STATE",
@@ -264,10 +304,20 @@ fn bulkhead_table(rows: &[Snapshot]) -> String {
             row.rejections().to_string(),
             row.crashed.to_string(),
             row.restarts.to_string(),
-            shown(&row.breaker),
+            breaker(row),
             millis(row.latency_ms.run.p50),
             millis(row.latency_ms.run.p99),
         ]);
+    }
+    let is_empty = |cell: &str| matches!(cell, "0" | "0/0" | "-");
+    for at in (0..table.column_count()).rev() {
+        let is_wide = |table: &Table| table.lines().any(|line| Some(line.trim_end().len()) > columns_max);
+        let mut cells = table.row_iter().filter_map(|row| row.cell_iter().nth(at));
+        if columns_max.is_some() && is_wide(&table) && cells.all(|cell| is_empty(&cell.content())) {
+            table.column_mut(at).into_iter().for_each(|column| {
+                column.set_constraint(ColumnConstraint::Hidden);
+            });
+        }
     }
     table.trim_fmt()
 }
@@ -331,7 +381,7 @@ pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
 
 fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     if args.json {
-        return output::line(line);
+        return output::json(line);
     }
     let Ok(event) = serde_json::from_str::<Event>(line) else { return Ok(()) };
     output::line(&format!("{} {}", shown(&event.at), event_words(&event)))
@@ -351,7 +401,7 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     let response = request(args, Method::GET, &path).await?;
     lines(response, |line| {
         if args.json {
-            return output::line(line);
+            return output::json(line);
         }
         let Ok(told) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
         if let Some(count) = told.dropped {
@@ -399,7 +449,7 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
     let path = format!("/v1/bulkheads/{}/{verb}", encoded(name));
     let body = read(request(args, Method::POST, &path).await?).await?;
     if args.json {
-        output::line(String::from_utf8_lossy(&body).trim_end())?;
+        output::json(String::from_utf8_lossy(&body).trim_end())?;
     } else {
         let done = match verb {
             "restart" => "its workers are being replaced one after the other",
@@ -436,9 +486,28 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
     let body = Value::Object(change).to_string();
     let answer = read(request_with(args, Method::PATCH, &path, body.clone()).await?).await?;
     if args.json {
-        output::line(String::from_utf8_lossy(&answer).trim_end())?;
+        output::json(String::from_utf8_lossy(&answer).trim_end())?;
     } else {
         output::line(&format!("{}: in force: {body}", harmless(&resize.name)))?;
     }
     Ok(exit::OK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_of_zeros_go_first_on_a_narrow_terminal() {
+        let healthy =
+            Snapshot { name: "thumbnail".into(), done: 7, failed: 0, crashed: 3, ..Snapshot::default() };
+        let of = |columns| bulkhead_table(std::slice::from_ref(&healthy), columns);
+        assert!(of(None).contains("LATE") && of(None).lines().any(|line| line.len() > 80));
+        assert_eq!(of(Some(200)), of(None));
+        let narrow = of(Some(70));
+        assert!(narrow.lines().all(|line| line.len() <= 70), "{narrow}");
+        assert!(narrow.contains("NAME") && narrow.contains("CRASHED") && narrow.contains("DONE"), "{narrow}");
+        assert!(!narrow.contains("LATE"), "{narrow}");
+        assert_eq!(of(None).lines().nth(1).unwrap().split_whitespace().nth(12), Some("-"), "no breaker");
+    }
 }

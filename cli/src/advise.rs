@@ -19,7 +19,7 @@ pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> 
             Some(name) => of_one(args, name).await?,
             None => serde_json::json!({ "bulkheads": of_all::<Value>(args).await? }),
         };
-        output::line(&told.to_string())?;
+        output::json(&told)?;
         return Ok(exit::OK);
     }
     let all = match name {

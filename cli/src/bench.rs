@@ -81,7 +81,7 @@ fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) -> Result<(), 
             "bulkhead": bench.request.name, "concurrency": bench.concurrency, "seconds": seconds,
             "jobs": tally.jobs(), "jobs_per_second": rate, "outcomes": tally.outcomes, "latency_ms": latency,
         });
-        return output::line(&object.to_string());
+        return output::json(&object);
     }
     output::line(&format!(
         "{} jobs in {seconds:.2} s with {} at once: {rate:.0} jobs/s",

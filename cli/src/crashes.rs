@@ -221,7 +221,7 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
         Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", file.display()))
     })?;
     if args.json {
-        output::line(&json!({"file": file, "job": place, "payload_bytes": kept.len()}).to_string())?;
+        output::json(&json!({"file": file, "job": place, "payload_bytes": kept.len()}))?;
     } else {
         output::note(&format!("{} bytes of job {place} written to {}", kept.len(), file.display()));
     }
@@ -236,7 +236,7 @@ pub(crate) async fn replay(args: &Args, id: &str, job: Option<u32>) -> Result<u8
     let body = read(request(args, Method::POST, &path).await?).await?;
     let told: Replay = document(&body)?;
     if args.json {
-        output::line(&document::<Value>(&body)?.to_string())?;
+        output::json(&document::<Value>(&body)?)?;
     } else {
         output::line(told_again(&told).trim_end())?;
     }

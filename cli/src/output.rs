@@ -1,9 +1,12 @@
 //! How the command ends and what it prints.
 
+use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
+use bulkhead_api::text;
+pub(crate) use bulkhead_api::text::escape as harmless;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
@@ -110,7 +113,13 @@ impl From<ConnectError> for Failure {
             _ => None,
         };
         let code = reason.map_or(exit::UNREACHABLE, RejectReason::exit_code);
-        Self { reason, ..Self::new(code, format!("failed to {error}")) }
+        let elsewhere = match &error {
+            ConnectError::Unreachable { .. } if reason.is_none() => {
+                "; if its socket is elsewhere, name that with --socket or BULKHEAD_SOCKET"
+            }
+            _ => "",
+        };
+        Self { reason, ..Self::new(code, format!("failed to {error}{elsewhere}")) }
     }
 }
 
@@ -141,22 +150,14 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Text from elsewhere, with what could steer a terminal escaped, or have it show a line in another order.
-pub(crate) fn harmless(text: &str) -> String {
-    let escape = |c: char| if steers(c) { c.escape_default().to_string() } else { c.into() };
-    text.chars().map(escape).collect()
+/// A line of JSON to standard output.
+pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
+    line(&text::escape_json(&json.to_string()))
 }
 
 /// The same in one line: what a worker says is not to look as if this command had said it.
 fn one_line(text: &str) -> String {
     harmless(text).replace('\n', "\\n")
-}
-
-fn steers(c: char) -> bool {
-    let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
-    let is_direction =
-        matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    (c.is_control() && c != '\n' && c != '\t') || is_separator || is_direction
 }
 
 /// Whether a person can watch a progress bar.
@@ -258,12 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_steers_a_terminal_is_left() {
-        let steering = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
-        for c in steering.chain("\u{202e}\u{2066}\u{200f}\u{61c}\u{2028}".chars()) {
-            assert_eq!(harmless(&format!("a{c}b")), format!("a{}b", c.escape_default()));
-        }
-        assert_eq!(harmless("naïve 東京\t\n"), "naïve 東京\t\n");
+    fn a_worker_cannot_begin_a_line() {
         assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

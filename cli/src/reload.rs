@@ -16,7 +16,7 @@ pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     })?;
     let body = read(answer).await?;
     if args.json {
-        output::line(String::from_utf8_lossy(&body).trim_end())?;
+        output::json(String::from_utf8_lossy(&body).trim_end())?;
         return Ok(exit::OK);
     }
     let changes: Changes = document(&body)?;

@@ -25,7 +25,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
         Ok(prepared) => prepared,
         Err(failure) => {
             if args.json {
-                output::line(&failure.job_json(&submit.request.name).to_string())?;
+                output::json(&failure.job_json(&submit.request.name))?;
             }
             return Err(failure);
         }
@@ -131,7 +131,7 @@ impl<'a> Run<'a> {
     fn print(&self, result: &Result<Reply, JobError>) -> Result<(), Failure> {
         let json = self.args.json;
         if json {
-            output::line(&output::outcome_json(&self.submit.request.name, result).to_string())?;
+            output::json(&output::outcome_json(&self.submit.request.name, result))?;
         } else if self.submit.repeat.is_none() {
             output::note(&output::describe(result));
         }
@@ -154,9 +154,9 @@ impl<'a> Run<'a> {
         if !self.args.json {
             return Ok(());
         }
-        let cancelled = output::cancelled_json(&self.submit.request.name).to_string();
+        let cancelled = output::cancelled_json(&self.submit.request.name);
         let under_way = self.next.get() - self.tally.borrow().jobs();
-        (0..under_way).try_for_each(|_| output::line(&cancelled))
+        (0..under_way).try_for_each(|_| output::json(&cancelled))
     }
 }
 

@@ -98,7 +98,7 @@ impl std::ops::Deref for Failure {
 }
 
 /// Why there is no result. Each but the last carries the whole [`Outcome`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler said that it cannot.
     Failed(Box<Failure>),
@@ -233,12 +233,18 @@ impl fmt::Display for JobError {
                 }
                 write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
             }
-            Self::Crashed(outcome) if outcome.retryable => write!(f, "{outcome}; it may be sent again"),
             Self::Crashed(outcome) => {
-                write!(f, "{outcome}; whether the job ran is unknown: send it again only if it may run twice")
+                let advice = match outcome.retryable {
+                    true => "it may be sent again",
+                    false => "whether the job ran is unknown: send it again only if it may run twice",
+                };
+                write!(f, "{outcome}; {advice}")?;
+                outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
             }
         }
     }
 }
 
 impl std::error::Error for JobError {}
+
+bulkhead_shared::debug_by_display!(JobError);

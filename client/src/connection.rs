@@ -47,7 +47,7 @@ const READS_PER_TURN: usize = 16;
 const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 
 /// Why there is no connection. Fits after "failed to".
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
     #[error("connect to {}: {hint}: {source}", path.display())]
@@ -78,6 +78,8 @@ pub enum ConnectError {
         message: String,
     },
 }
+
+bulkhead_shared::debug_by_display!(ConnectError);
 
 /// A connection to a supervisor. Clones share it. Must be used within the tokio runtime that made it.
 ///

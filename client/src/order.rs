@@ -162,6 +162,7 @@ impl Order {
             deadline: self.deadline.unwrap_or_default(),
             run_limit: self.run_limit,
             status: None,
+            report: None,
             verdict,
         }
     }

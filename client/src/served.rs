@@ -57,6 +57,7 @@ impl Served {
                 deadline: Duration::from_micros(self.deadline_us),
                 run_limit: self.run_limit,
                 status: None,
+                report: None,
             })
         })
     }

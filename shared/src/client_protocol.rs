@@ -266,8 +266,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// The outcome told by this message, without the job's number and its run limit, which are in extensions; `None`
-    /// if it uses a code that this version does not know.
+    /// The outcome told by this message, without what is in extensions (the job's number, its run limit, its
+    /// crash report); `None` if it uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         self.to_outcome_at(self.bulkhead.to_owned())
     }
@@ -314,6 +314,7 @@ impl<'a> OutcomeMessage<'a> {
             deadline: Duration::from_micros(self.deadline_us),
             run_limit: None,
             status: status.filter(|_| matches!(self.outcome, outcome_code::OK | outcome_code::FAILED)),
+            report: None,
         })
     }
 }
@@ -337,6 +338,7 @@ mod tests {
             retry_after: Some(Duration::from_millis(250)),
             deadline: Duration::from_secs(5),
             run_limit: None,
+            report: None,
         }
     }
 

@@ -52,6 +52,8 @@ pub mod tag {
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
     /// The exit status of the program that ran a job, as an `i32`: 4 bytes; on a result and on a failure.
     pub const STATUS: u16 = 9;
+    /// The id of the crash report about the death that ended the job, as text; on the outcome of a job that crashed.
+    pub const CRASH_REPORT: u16 = 8;
 }
 
 /// Why metadata could not be read.

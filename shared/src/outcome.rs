@@ -307,6 +307,9 @@ pub struct Outcome {
     pub run_limit: Option<Duration>,
     /// Exit status of the program that ran the job (`exec`), if it exited and the job ended `ok` or `failed`.
     pub status: Option<i32>,
+    /// The id of the crash report about the death that ended the job: `bulkhead crashes ID` shows it. `None` if the job
+    /// did not crash, or if the crash was only counted, because many came at once.
+    pub report: Option<String>,
 }
 
 impl fmt::Display for Outcome {

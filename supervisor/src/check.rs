@@ -19,6 +19,7 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
+use bulkhead_shared::text::escape;
 use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -130,7 +131,7 @@ impl Tried {
         match self.ready {
             Ok(()) => Ok(()),
             Err(Stopped::Closed(status)) => {
-                let status = status.map(|status| format!(": {}", harmless(&status))).unwrap_or_default();
+                let status = status.map(|status| format!(": {}", escape(&status))).unwrap_or_default();
                 let how = words(self.exit);
                 Err(format!("{what} ended before it was ready ({how}){status}{}", quoted(&said)))
             }
@@ -309,15 +310,8 @@ fn text(error: io::Error) -> String {
     error.to_string()
 }
 
-/// What a worker says is not to move an operator's cursor, colour its lines, or hide what is said of it.
-fn harmless(line: &str) -> String {
-    let escape =
-        |c: char| if c.is_control() && c != '\t' { c.escape_default().to_string() } else { c.to_string() };
-    line.chars().map(escape).collect()
-}
-
 fn quoted(said: &str) -> String {
-    let lines: String = said.lines().map(|line| format!("\n    {}", harmless(line))).collect();
+    let lines: String = said.lines().map(|line| format!("\n    {}", escape(line))).collect();
     if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
 }
 
@@ -351,7 +345,7 @@ fn words(exit: keeper::Exit) -> String {
 
 /// Why a worker did not become ready.
 enum Stopped {
-    /// It closed its link; what it said of itself last.
+    /// It closed its link; what it said of itself last, or what can be said of it.
     Closed(Option<String>),
     /// Otherwise; fits after the program's name.
     Otherwise(String),
@@ -369,7 +363,13 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
         }
     };
     let until = Instant::now() + bulkhead.start.handshake;
-    let (header, metadata) = frame(&mut link, until).map_err(within(until, "say hello"))?;
+    let first = frame(&mut link, until).map_err(within(until, "say hello"));
+    let (header, metadata) = first.map_err(|stopped| match (stopped, &bulkhead.program) {
+        (Stopped::Closed(_), bulkhead_config::Program::Command { .. }) => Stopped::Closed(Some(
+            "a program that is not built with the worker SDK wants `exec` instead of `command`".to_owned(),
+        )),
+        (other, _) => other,
+    })?;
     let hello = codec::decode::<Hello<'_>>(&metadata, &[]);
     let Ok((hello, _)) = hello.map_err(|_| ()).and_then(|hello| {
         if header.kind == kind::HELLO && header.number == MAGIC { Ok(hello) } else { Err(()) }

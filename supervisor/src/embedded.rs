@@ -21,6 +21,7 @@ use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
 use bulkhead_shared::in_process;
+use tokio::sync::oneshot;
 
 use crate::supervisor::{RunError, SLICE, run_data_plane};
 
@@ -62,7 +63,7 @@ pub enum KeeperProgram {
 }
 
 /// Why a supervisor could not be started.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum StartError {
     /// The keeper is to be this program, which cannot be one.
     #[error(
@@ -87,6 +88,8 @@ pub enum StartError {
     Run(#[from] RunError),
 }
 
+bulkhead_shared::debug_by_display!(StartError);
+
 /// What a supervisor is started with; see [`Supervisor::builder`].
 #[must_use = "nothing is started before `start`"]
 #[derive(Clone, Debug)]
@@ -110,9 +113,19 @@ impl Builder {
         self
     }
 
-    /// Starts the supervisor, with threads of its own. Waits until its keeper is there, some ten milliseconds; its workers
+    /// Starts the supervisor like [`Builder::start_blocking`], and blocks nothing. Needs no particular async runtime. If
+    /// the future is dropped, the supervisor ends.
+    pub async fn start(self) -> Result<Supervisor, StartError> {
+        let (sender, started) = oneshot::channel();
+        let failed = |error| RunError::System("start a thread", error);
+        let start = move || drop(sender.send(self.start_blocking()));
+        std::thread::Builder::new().name("bulkhead-start".into()).spawn(start).map_err(failed)?;
+        started.await.unwrap_or_else(|_| Err(RunError::System("start", io::Error::other("a panic")).into()))
+    }
+
+    /// Starts the supervisor, with threads of its own. Blocks until its keeper is there, some ten milliseconds; its workers
     /// start meanwhile, and jobs wait for them.
-    pub fn start(self) -> Result<Supervisor, StartError> {
+    pub fn start_blocking(self) -> Result<Supervisor, StartError> {
         let keeper = self.check()?;
         let (sender, prepared) = std::sync::mpsc::sync_channel(1);
         let run = move || {
@@ -278,7 +291,7 @@ fn connector(commander: &Commander) -> Connector {
 ///
 /// fn main() -> Result<(), Box<dyn std::error::Error>> {
 ///     keeper_main_if_asked();
-///     let supervisor = Supervisor::start(config::load_embedded("workers.toml".as_ref())?)?;
+///     let supervisor = Supervisor::start_blocking(config::load_embedded("workers.toml".as_ref())?)?;
 ///     let client = supervisor.blocking_client()?;
 ///     let reply = client.job("thumbnail", b"...".to_vec()).send()?;
 ///     println!("{} bytes", reply.payload().len());
@@ -296,9 +309,14 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor whose keeper is this program; see [`keeper_main_if_asked`].
-    pub fn start(config: Config) -> Result<Self, StartError> {
-        Self::builder(config).start()
+    /// Starts a supervisor whose keeper is this program; see [`keeper_main_if_asked`] and [`Builder::start`].
+    pub async fn start(config: Config) -> Result<Self, StartError> {
+        Self::builder(config).start().await
+    }
+
+    /// Starts a supervisor like [`Supervisor::start`], and blocks until its keeper is there.
+    pub fn start_blocking(config: Config) -> Result<Self, StartError> {
+        Self::builder(config).start_blocking()
     }
 
     /// A supervisor that is started with more than its configuration.
@@ -309,7 +327,7 @@ impl Supervisor {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let config = config::load_embedded("workers.toml".as_ref())?;
     /// let keeper = KeeperProgram::Program("/usr/bin/bulkhead-supervisor".into());
-    /// let supervisor = Supervisor::builder(config).keeper(keeper).start()?;
+    /// let supervisor = Supervisor::builder(config).keeper(keeper).start_blocking()?;
     /// # drop(supervisor);
     /// # Ok(())
     /// # }

@@ -64,7 +64,10 @@ fn check_and_start(config: &config::Config) -> ExitCode {
     for failure in &failures {
         let _ = writeln!(io::stderr(), "error: {failure}");
     }
-    if failures.is_empty() { printed(Ok(())) } else { ExitCode::from(USAGE) }
+    if !failures.is_empty() {
+        return ExitCode::from(USAGE);
+    }
+    printed(writeln!(out, "# ok: the configuration is valid, and a worker of each bulkhead starts"))
 }
 
 fn run(args: &Args, config: &Path) -> ExitCode {
@@ -95,7 +98,8 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         return check_and_start(&config);
     }
     if args.check {
-        return print(&config.summary_where(check::worker_ids(&config)).to_string());
+        let summary = config.summary_where(check::worker_ids(&config));
+        return print(&format!("{summary}\n# ok: the configuration is valid\n"));
     }
     let format = match args.log_format {
         LogFormat::Text => logging::LogFormat::Text,

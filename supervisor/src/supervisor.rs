@@ -25,7 +25,7 @@ use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
 
 /// Why a supervisor could not run.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be had.
     #[error("failed to {0}")]
@@ -43,6 +43,8 @@ pub enum RunError {
     #[error("failed to {0}: {1}")]
     System(&'static str, #[source] std::io::Error),
 }
+
+bulkhead_shared::debug_by_display!(RunError);
 
 /// The slice of the supervisor, the keeper and all workers: the shortest that Linux grants, where the ordinary one has
 /// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.

@@ -282,6 +282,8 @@ fn a_full_a_slow_and_a_closed_bulkhead_say_try_again_later() {
         check_end(ran, code, outcome, reason, "no", true)
     };
     let mut told = vec![end(&["full"], 75, "rejected", "queue_full")];
+    let message = told[0]["message"].as_str().unwrap();
+    assert!(message.contains("no queue is configured") && message.contains("`max_queue`"), "{message}");
     told.push(end(&["hasty"], 75, "rejected", "queue_timeout"));
     let late = end(&["queue", "--deadline", "50ms"], 124, "deadline_exceeded", "queued");
     assert!(late["queued_ms"].as_f64() >= Some(40.0), "{late}");
@@ -382,6 +384,8 @@ fn no_supervisor_is_69() {
             let ran = run(command);
             assert!(ran.stdout.is_empty(), "{command:?}");
             assert!(ran.stderr.contains(folder.path().to_str().unwrap()), "{command:?}: {}", ran.stderr);
+            let is_told = ran.stderr.contains("--socket") && ran.stderr.contains("BULKHEAD_SOCKET");
+            assert!(is_told, "{command:?}: {}", ran.stderr);
         }
     };
     check("there is no such socket");

@@ -94,6 +94,34 @@ fn a_worker_that_dies_of_a_signal_leaves_all_that_is_known() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
+/// The data plane names the report before that is kept.
+#[test]
+fn crashed_outcome_names_its_report() {
+    let exec =
+        "[bulkhead.x]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
+    let supervisor = Supervisor::start(&format!("{B}{exec}"));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    for (count, bulkhead) in ["b", "x"].into_iter().enumerate() {
+        let error = client.job(bulkhead, "p").operation("segv").send().unwrap_err();
+        let report = error.outcome().unwrap().report.clone().expect("an id");
+        assert!(error.to_string().ends_with(&format!("; see `bulkhead crashes {report}`")), "{error}");
+        let kept = reports(&supervisor, count + 1).into_iter().find(|kept| kept["id"] == report.as_str());
+        let kept = kept.expect("the report of that name");
+        assert_eq!(kept["jobs"][0]["job"], error.outcome().unwrap().job.unwrap().to_string());
+        let shown = command(&supervisor, &["crashes", &report]);
+        assert!(shown.status.success() && stdout(&shown).contains("SIGSEGV"), "{shown:?}");
+    }
+    let told = command(&supervisor, &["submit", "b", "segv", "-n"]);
+    let last = id(reports(&supervisor, 3).last().unwrap());
+    let complaint = String::from_utf8_lossy(&told.stderr).into_owned();
+    assert!(complaint.contains(&format!("bulkhead crashes {last}")), "{complaint}");
+    let json = command(&supervisor, &["submit", "b", "segv", "-n", "--json"]);
+    let json: Value = serde_json::from_str(&stdout(&json)).unwrap();
+    assert_eq!(json["report"], id(reports(&supervisor, 4).last().unwrap()), "{json}");
+    let fine = client.job("b", "p").send().unwrap();
+    assert_eq!(fine.outcome().report, None);
+}
+
 #[test]
 fn exit_codes_are_told_even_that_of_success() {
     for code in ["0", "99"] {

@@ -153,6 +153,9 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     assert!(problem["worker_pid"].is_number(), "{problem}");
     let problem = check(&place.job("b", "segv", &[], b""), 502, "crashed", "signal", "unknown");
     assert_eq!(problem["signal"], "SIGSEGV");
+    let report = problem["report"].as_str().expect("the id of a crash report");
+    let listed = supervisor.get(&format!("/v1/crashes/{report}"));
+    assert_eq!(listed["jobs"][0]["job"], problem["job"], "{listed}");
     let problem = check(
         &place.job("b", "abort", &["Bulkhead-Idempotent: true"], b""),
         502,

@@ -368,6 +368,26 @@ fn check_starts_one_worker_of_each_bulkhead_beside_a_supervisor_that_runs() {
 }
 
 #[test]
+fn check_hints_at_exec_for_a_program_without_the_sdk() {
+    let home = home();
+    let path = home.path();
+    let config = |command: &str| {
+        let text = format!("{SOCKETS}[bulkhead.b]\ncommand = [\"{command}\"]\nsandbox.profile = \"none\"\n");
+        std::fs::write(path.join("workers.toml"), text).unwrap();
+    };
+    config("sort");
+    let (out, error) = texts(&check(path));
+    assert!(error.contains("wants `exec` instead of `command`"), "{error}");
+    assert!(!out.contains("# ok"), "{out}");
+    config("bin/misbehave");
+    let (out, error) = texts(&check(path));
+    assert!(
+        out.trim_end().ends_with("# ok: the configuration is valid, and a worker of each bulkhead starts"),
+        "{out}{error}"
+    );
+}
+
+#[test]
 fn check_says_what_stops_a_worker() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;

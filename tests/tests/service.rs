@@ -76,6 +76,8 @@ fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
         all.iter().all(|bulkhead| bulkhead["state"] == "ready").then_some(())
     });
     let table = stdout(&supervisor, &["status"]);
+    assert!(table.contains("\n\nfails: service failing: failed/exit_3: 12 of 12 jobs"), "{table}");
+    let table = table.split("\n\n").next().unwrap();
     let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
     let column = |head: &str| rows[0].iter().position(|&one| one == head).unwrap();
     let (service, late) = (column("SERVICE"), column("LATE"));
@@ -105,4 +107,58 @@ fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
         }
     }
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
+}
+
+#[test]
+fn status_of_one_names_its_rejections_tenants_quarantine_and_start() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\npoison = { crashes = 1 }\n\
+         [bulkhead.forked]\ncommand = [\"MISBEHAVE\"]\nstart.mode = \"fork\"\nbreaker = { min_calls = 5 }\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let job = |payload: &str, operation: &str| {
+        let _ = client.job("b", payload).operation(operation).tenant("acme\u{202e}").send();
+    };
+    job("poison", "abort");
+    job("poison", "abort");
+    job(&"x".repeat(2000), "echo");
+    let told = stdout(&supervisor, &["status", "b"]);
+    for part in [
+        "\nstart     spawn\n",
+        "rejected  quarantined 1  too_large 1\n",
+        "quarantine  1 payload",
+        "tenant    'acme\\u{202e}'  in flight 0  queued 0  submitted ",
+    ] {
+        assert!(told.contains(part), "{part:?} is not in\n{told}");
+    }
+    assert!(stdout(&supervisor, &["status", "forked"]).contains("\nstart     fork\n"));
+    let table = stdout(&supervisor, &["status"]);
+    let breaker = |name: &str| {
+        let row = table.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
+        row.split_whitespace().nth(12).unwrap().to_owned()
+    };
+    assert_eq!((breaker("b ").as_str(), breaker("forked ").as_str()), ("-", "closed"), "{table}");
+    let json = stdout(&supervisor, &["status", "b", "--json"]);
+    assert!(!json.contains('\u{202e}') && json.contains("acme\\u202e"), "{json}");
+}
+
+/// Metrics count it by its cause all the same.
+#[test]
+fn recycling_is_not_a_restart() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nrecycle = { jobs = 2 }\n");
+    let client = Client::connect(supervisor.socket()).unwrap();
+    wait_for("three workers were recycled", || {
+        let _ = client.job("b", "").operation("pid").send();
+        let (_, page) = supervisor.try_get("/metrics").unwrap();
+        let line = page
+            .lines()
+            .find(|line| line.starts_with("bulkhead_worker_restarts_total{bulkhead=\"b\",cause=\"jobs\"}"))?;
+        (line.rsplit(' ').next()?.parse::<f64>().unwrap() >= 3.0).then_some(())
+    });
+    assert_eq!(supervisor.number("b", "restarts"), 0);
+    // The second one dies with the first job of a worker, which is not about to be recycled.
+    for _ in 0..2 {
+        let _ = client.job("b", "").operation("abort").deadline(Duration::from_secs(20)).send();
+    }
+    wait_for("a crash counts", || (supervisor.number("b", "restarts") > 0).then_some(()));
 }

@@ -1,12 +1,14 @@
 //! What a handler answers.
 
+use std::fmt;
+
 use bulkhead_shared::Fault;
 
 /// Why a handler could not do its job.
 ///
 /// Every [`std::error::Error`] becomes one by `?`, with the code `error`, as the dependency's fault and
 /// not worth a retry.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct HandlerError {
     /// A short word for programs; up to 128 bytes reach the client.
     pub code: String,
@@ -42,6 +44,15 @@ impl HandlerError {
         Self { retryable: true, ..self }
     }
 }
+
+impl fmt::Display for HandlerError {
+    /// One line for people: `bad_header: the magic is missing`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.code, self.message)
+    }
+}
+
+bulkhead_shared::debug_by_display!(HandlerError);
 
 impl<E: std::error::Error> From<E> for HandlerError {
     fn from(error: E) -> Self {

@@ -22,7 +22,7 @@ pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> 
     tokio::time::sleep(interval).await;
     let now = watcher.ask().await?;
     if args.json {
-        output::line(&as_json(&before, &now).to_string())?;
+        output::json(as_json(&before, &now))?;
     } else {
         print(&before, &now)?;
     }

@@ -11,7 +11,9 @@ use serde_json::Value;
 
 use super::events::{EVENTS_MAX, Event};
 use super::words::clean;
-use crate::admin::{adaptive_line, get, known, millis, read, request, shown, worker_cells};
+use crate::admin::{
+    adaptive_line, breaker, get, known, millis, read, rejected_line, request, shown, worker_cells,
+};
 use crate::args::Args;
 use crate::output::Failure;
 use crate::worst::rank;
@@ -94,7 +96,7 @@ impl Bulkhead {
             counts: counts(snapshot),
             rates: None,
             restarts: snapshot.restarts,
-            breaker: clean(&shown(&snapshot.breaker)),
+            breaker: clean(&breaker(snapshot)),
             p50: millis(snapshot.latency_ms.run.p50),
             p99: millis(snapshot.latency_ms.run.p99),
             facts: facts(snapshot),
@@ -139,12 +141,8 @@ fn facts(snapshot: &Snapshot) -> Vec<String> {
         latency("run", snapshot.latency_ms.run),
         latency("queue", snapshot.latency_ms.queue),
     ];
-    let rejected: Vec<String> =
-        snapshot.rejected.iter().map(|(reason, count)| format!("{} {count}", clean(reason))).collect();
     facts.extend(snapshot.adaptive.as_ref().map(|adaptive| clean(&adaptive_line(adaptive))));
-    if !rejected.is_empty() {
-        facts.push(format!("rejected  {}", rejected.join("  ")));
-    }
+    facts.extend(rejected_line(snapshot).as_deref().map(clean));
     facts
 }
 

@@ -111,7 +111,11 @@ fn told(
         return Ok(Reply { payload, served, mapped: None });
     }
     match message.to_outcome_at(bulkhead) {
-        Some(outcome) => JobError::from_outcome(Box::new(Outcome { job, run_limit, ..outcome }), payload),
+        Some(outcome) => {
+            let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
+            let report = report.map(str::to_owned);
+            JobError::from_outcome(Box::new(Outcome { job, run_limit, report, ..outcome }), payload)
+        }
         None => Err(JobError::unintelligible(message)),
     }
 }

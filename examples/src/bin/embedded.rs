@@ -48,7 +48,7 @@ fn application() -> Result<(), Box<dyn Error>> {
     );
     // The path is where relative ones begin; `config::load_embedded` reads a file.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
-    let supervisor = Supervisor::start(config)?;
+    let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;
     ask(&client, "words", "to be or not to be");
     ask(&client, "crash", "");

@@ -45,6 +45,7 @@ KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 56),
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
 #: Of CANCEL: only if the job has not begun.
 UNBEGUN = 0x8007
+CRASH_REPORT = 8
 
 # Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
 WORKER_LIMITS, WORKER_AHEAD, WORKER_BEATS, WORKER_FILES = 2, 4, 8, 16
@@ -264,6 +265,7 @@ def outcome(metadata: bytes) -> Outcome:
     number = given.get(JOB_NUMBER)
     limit = given.get(RUN_LIMIT)
     trace = given.get(TRACEPARENT)
+    report = given.get(CRASH_REPORT)
     return Outcome(
         name,
         word,
@@ -282,6 +284,7 @@ def outcome(metadata: bytes) -> Outcome:
         bulkhead=bulkhead,
         job=None if number is None else f"{_LENGTH.unpack(number)[0]:x}",
         traceparent=None if trace is None else trace.decode("ascii", "replace"),
+        report=None if report is None else report.decode("ascii", "replace"),
     )
 
 

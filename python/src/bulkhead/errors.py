@@ -53,6 +53,7 @@ class Outcome:
     ``bulkhead``     the bulkhead that served it, or was asked to
     ``job``          the job's number in log, events and crash reports, if it was taken
     ``traceparent``  the job's own span, if it has one
+    ``report``       the id of the crash report if the job crashed: ``bulkhead crashes ID`` shows it
     ===============  =================================================================================================
     """
 
@@ -68,6 +69,7 @@ class Outcome:
         "queued",
         "ran",
         "reason",
+        "report",
         "retry_after",
         "retryable",
         "run_limit",
@@ -93,6 +95,7 @@ class Outcome:
     bulkhead: str
     job: str | None
     traceparent: str | None
+    report: str | None
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class Outcome:
         bulkhead: str = "",
         job: str | None = None,
         traceparent: str | None = None,
+        report: str | None = None,
     ) -> None:
         put = object.__setattr__
         put(self, "outcome", outcome)
@@ -133,6 +137,7 @@ class Outcome:
         put(self, "bulkhead", bulkhead)
         put(self, "job", job)
         put(self, "traceparent", traceparent)
+        put(self, "report", report)
 
     @property
     def http_status(self) -> int:

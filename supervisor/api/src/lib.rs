@@ -18,7 +18,7 @@ mod word;
 pub use advice::{Advice, Kept, Late, Marks, Proposal, Seen, Setting};
 pub use answers::{Done, LogLine, Readiness, ShortState};
 pub use bulkhead_policy::{BreakerState, BulkheadState};
-pub use bulkhead_shared::Vocabulary;
+pub use bulkhead_shared::{Vocabulary, text};
 pub use change::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 pub use crash::{
     Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, JOBS_MAX, NoCrashId, PAYLOAD_BYTES_MAX,

@@ -42,6 +42,9 @@ pub struct JobOutcome {
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
+    /// The id of the crash report, of one that crashed: `GET /v1/crashes/{id}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub result_bytes: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -85,6 +88,7 @@ impl JobOutcome {
             ran_ms: millis(outcome.ran),
             reason: verdict.reason().map(|reason| reason.to_owned().into()),
             payload: None,
+            report: outcome.report.clone(),
             result_bytes: None,
             retry_after_ms: outcome.retry_after.map(millis),
             retryable: outcome.retryable,

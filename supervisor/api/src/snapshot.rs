@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{AdaptiveMode, BreakerState, BulkheadState, RateLimit, RatePer};
+use bulkhead_policy::{AdaptiveMode, BreakerState, BulkheadState, RateLimit, RatePer, StartMode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +40,8 @@ pub struct Snapshot {
     /// tenants are apart.
     pub processes: u32,
     pub max_in_flight: u32,
+    /// The key `start.mode`.
+    pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
     /// The limit that follows how long jobs take, if there is one; where tenants are apart, of all of them together.
@@ -59,6 +61,9 @@ pub struct Snapshot {
     /// By reason.
     pub rejected: BTreeMap<Text, u64>,
     pub breaker: Word<BreakerState>,
+    /// True if the configuration has a breaker. Without one it opens only by an operator's order.
+    pub has_breaker: bool,
+    /// Workers that followed another one for a reason other than `recycle`.
     pub restarts: u64,
     /// Jobs given to another worker since their own had died.
     pub retries: u64,

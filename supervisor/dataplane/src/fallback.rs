@@ -250,6 +250,7 @@ impl DataPlane {
             deadline: answer.deadline,
             run_limit: answer.run_limit,
             status: answer.cargo.status,
+            report: self.report_of(answer).map(|id| id.to_string()),
         }
     }
 

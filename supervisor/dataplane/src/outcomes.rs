@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bulkhead_api::CrashId;
 use bulkhead_policy::Answer;
 use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, run_limit_bytes};
 use bulkhead_shared::codec::tag;
@@ -28,11 +29,13 @@ fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p>
 }
 
 /// What goes with an outcome beside the frozen structure.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 pub(super) struct About {
     pub(super) job: Option<JobId>,
     pub(super) span: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
+    /// Id of the crash report.
+    pub(super) report: Option<String>,
     /// Where the result is, if in a file.
     pub(super) result: Option<Named>,
 }
@@ -101,7 +104,8 @@ impl DataPlane {
             }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
-                let about = About { job: outcome.job, span, run_limit: outcome.run_limit, result };
+                let report = outcome.report.clone();
+                let about = About { job: outcome.job, span, run_limit: outcome.run_limit, report, result };
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
             self.buffers.keep_record(answer.cargo);
@@ -119,12 +123,19 @@ impl DataPlane {
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let message = message.with_status(answer.cargo.status);
             let payload = result_for(&answer.verdict, incoming);
-            let about = About { job: answer.job, run_limit: answer.run_limit, span: None, result };
+            let report = self.report_of(&answer).map(|id| id.to_string());
+            let about = About { job: answer.job, run_limit: answer.run_limit, span: None, report, result };
             let pool = &mut self.buffers.pool;
             push_outcome(&mut self.sessions, pool, (index, request), &message, about, payload);
             self.mark_dirty(Endpoint::Session(index));
         }
         self.buffers.keep_record(answer.cargo);
+    }
+
+    /// Returns the report about the death that ends this job. Holds while that death is applied.
+    pub(super) fn report_of(&self, answer: &Answer<Box<JobData>>) -> Option<CrashId> {
+        let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
+        self.reporter.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
     pub(super) fn send_outcome(
@@ -156,7 +167,7 @@ fn push_outcome(
     pool: &mut BufferPool,
     (index, request): (SessionIndex, u64),
     message: &OutcomeMessage<'_>,
-    About { job, span, run_limit, result }: About,
+    About { job, span, run_limit, report, result }: About,
     payload: Payload<'_>,
 ) {
     let Some(session) = sessions.get_mut(index).filter(|session| session.stage != Stage::Closing) else {
@@ -171,8 +182,9 @@ fn push_outcome(
         span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),
         run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..])),
         result.as_ref().map(|result| (tag::LEASE, &result[..])),
+        report.as_ref().map(|id| (tag::CRASH_REPORT, id.as_bytes())),
     ];
-    let (mut extensions, mut count) = ([(0, &[][..]); 4], 0);
+    let (mut extensions, mut count) = ([(0, &[][..]); 5], 0);
     for extension in given.into_iter().flatten() {
         extensions[count] = extension;
         count += 1;

@@ -133,6 +133,7 @@ impl DataPlane {
             deadline: Duration::ZERO,
             run_limit: None,
             status: None,
+            report: None,
         };
         self.send_span(name.into(), &mut record, &outcome);
         Some(span)

@@ -72,7 +72,7 @@ fn settings(supervisor_keys: &str, keys: &str) -> config::Config {
 }
 
 fn start(keys: &str) -> (Supervisor, Client) {
-    let supervisor = Supervisor::start(settings("drain_timeout = \"20s\"", keys)).unwrap();
+    let supervisor = Supervisor::start_blocking(settings("drain_timeout = \"20s\"", keys)).unwrap();
     let client = supervisor.blocking_client().unwrap();
     (supervisor, client)
 }
@@ -127,7 +127,7 @@ fn jobs() {
 
 /// Large payloads travel in memory files here, too.
 fn lends_files() {
-    let supervisor = Supervisor::start(settings("max_pooled = \"64MiB\"", "")).unwrap();
+    let supervisor = Supervisor::start_blocking(settings("max_pooled = \"64MiB\"", "")).unwrap();
     let client = supervisor.blocking_client().unwrap();
     let large = "x".repeat(4 << 20);
     wait_for("a payload is in a file", || {
@@ -141,7 +141,7 @@ fn lends_files() {
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
-    let supervisor = Supervisor::start(config).unwrap();
+    let supervisor = Supervisor::start_blocking(config).unwrap();
     let client = supervisor.blocking_client().unwrap();
     assert_eq!(outcome(&client.job("b", "").send()), "rejected/not_found");
     assert_eq!(outcome(&send(&client, "echo", &"x".repeat(2000))), "rejected/too_large");
@@ -381,7 +381,7 @@ fn loses_its_keeper() {
 /// `targets`.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
-    let supervisor = Supervisor::start(config).unwrap();
+    let supervisor = Supervisor::start_blocking(config).unwrap();
     let client = supervisor.blocking_client().unwrap();
     let mut targets: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string("targets").unwrap()).unwrap();
@@ -690,10 +690,10 @@ fn refused() {
     assert!(missing.contains("/no/such/file"), "{missing}");
     let of_process = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
     let of_process = config::parse(of_process, Path::new("workers.toml")).unwrap();
-    assert!(matches!(Supervisor::start(of_process), Err(StartError::HasSockets)));
+    assert!(matches!(Supervisor::start_blocking(of_process), Err(StartError::HasSockets)));
     let started = |program: &str| {
         let program = KeeperProgram::Program(program.into());
-        Supervisor::builder(settings("", "")).keeper(program).start().unwrap_err().to_string()
+        Supervisor::builder(settings("", "")).keeper(program).start_blocking().unwrap_err().to_string()
     };
     for (program, words) in [("/no/such/keeper", "/no/such/keeper"), ("/bin/true", "did not become a keeper")]
     {
@@ -705,7 +705,7 @@ fn refused() {
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
     let crash_dir = settings("crash_dir = \"/proc/crashes\"", "");
-    let error = Supervisor::start(crash_dir).unwrap_err().to_string();
+    let error = Supervisor::start_blocking(crash_dir).unwrap_err().to_string();
     assert!(error.contains("/proc/crashes"), "{error}");
     // And then one starts as if nothing had been.
     let (supervisor, client) = start("");
@@ -717,10 +717,12 @@ fn refused() {
 
 /// Without the call at the beginning of `main`.
 fn forgets() {
-    let error = Supervisor::start(settings("", "")).unwrap_err();
+    let error = Supervisor::start_blocking(settings("", "")).unwrap_err();
     assert!(matches!(error, StartError::NotAKeeper), "{error}");
+    assert_eq!(format!("{error:?}"), error.to_string());
     let program = KeeperProgram::Program(std::env::current_exe().unwrap());
-    let error = Supervisor::builder(settings("", "")).keeper(program).start().unwrap_err().to_string();
+    let error =
+        Supervisor::builder(settings("", "")).keeper(program).start_blocking().unwrap_err().to_string();
     assert!(error.contains("did not become a keeper"), "{error}");
 }
 
@@ -765,8 +767,8 @@ async fn in_a_runtime() {
         })
         .collect();
     for _ in 0..3 {
-        let supervisor =
-            Supervisor::start(settings("", "processes = 2\nmax_in_flight = 8\nmax_queue = 200")).unwrap();
+        let keys = settings("", "processes = 2\nmax_in_flight = 8\nmax_queue = 200");
+        let supervisor = Supervisor::start(keys).await.unwrap();
         let client = supervisor.client();
         let jobs = (0..200).map(|n: u32| {
             let job = client.job("a", n.to_string()).operation("echo");
@@ -780,6 +782,17 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+    // A start that is given up at once ends what it has begun.
+    drop(tokio::time::timeout(Duration::ZERO, Supervisor::start(settings("", ""))).await);
+    tokio::task::spawn_blocking(|| {
+        wait_for("no thread of a supervisor is left", || {
+            let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+            let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+            (!names.flatten().any(|name| name.trim() == "bulkhead")).then_some(())
+        });
+    })
+    .await
+    .unwrap();
 }
 
 /// Tells how a bad job ends, with the data plane on a thread of its own and on this one; what comes after it is served.

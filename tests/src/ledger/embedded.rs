@@ -57,7 +57,7 @@ type Kept = (HashMap<u64, Entry>, Vec<Deed>, Findings);
 
 /// The data plane is on a thread of its own.
 fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
-    let supervisor = Supervisor::start(config).unwrap_or_else(|error| panic!("{error}"));
+    let supervisor = Supervisor::start_blocking(config).unwrap_or_else(|error| panic!("{error}"));
     let kept = on_this_thread(keep_with(|| supervisor.client(), notes, plan));
     supervisor.shutdown().unwrap_or_else(|error| panic!("{error}"));
     kept

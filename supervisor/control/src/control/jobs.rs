@@ -427,6 +427,8 @@ async fn run(
     let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
+    let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
+    outcome.report = report.map(str::to_owned);
     // The announcement was not about its true size.
     if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
@@ -545,6 +547,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
         ("bulkhead-run-limit-ms", "run_limit_ms"),
         ("bulkhead-worker-pid", "worker_pid"),
         ("bulkhead-status", "status"),
+        ("bulkhead-report", "report"),
     ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
@@ -650,6 +653,7 @@ fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcom
         deadline: Duration::ZERO,
         run_limit: None,
         status: None,
+        report: None,
         verdict,
     }
 }

@@ -355,7 +355,7 @@ fn render(event: &Event, seq: u64) -> String {
 
 /// JSON in one line that no terminal obeys.
 pub fn line(value: &Value) -> String {
-    logging::escaped(&value.to_string())
+    bulkhead_shared::text::escape_json(&value.to_string())
 }
 
 fn log(event: &Event) {

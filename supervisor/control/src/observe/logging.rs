@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
+use bulkhead_shared::text;
 use serde_json::{Map, Value};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -93,7 +94,7 @@ pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<Strin
     object.extend(fields);
     object.insert("target".into(), target.into());
     let line = format!("{}\n", Value::Object(object));
-    send(lines, without_controls(line.into_bytes()));
+    send(lines, safe(line.into_bytes(), LogFormat::Json));
 }
 
 fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
@@ -169,33 +170,25 @@ impl Write for Line {
 impl Drop for Line {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.bytes);
-        let line = if self.format == LogFormat::Json { without_controls(bytes) } else { bytes };
-        send(&self.lines, line);
+        send(&self.lines, safe(bytes, self.format));
     }
 }
 
-/// The same JSON without a control character: JSON itself escapes only the first half of them.
-pub(super) fn escaped(json: &str) -> String {
-    let mut line = String::new();
-    for c in json.chars() {
-        match c.is_control() {
-            // Never outside of a string.
-            true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
-            false => line.push(c),
-        }
-    }
-    line
-}
-
-/// A line of JSON that no terminal obeys, whatever texts are in it. (Those of the other format are escaped where
-/// they are written.)
-fn without_controls(line: Vec<u8>) -> Vec<u8> {
-    let text = String::from_utf8_lossy(&line);
-    let json = text.trim_end_matches('\n');
-    if !json.contains(char::is_control) {
+/// Escapes what a terminal may obey or not show in a line of the log. (Control characters of the text format are those
+/// of its colours: texts of workers are escaped before.)
+fn safe(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
+    let is_raw = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
+    let whole = String::from_utf8_lossy(&line);
+    let body = whole.trim_end_matches('\n');
+    if !body.contains(is_raw) {
         return line;
     }
-    format!("{}\n", escaped(json)).into_bytes()
+    let escape = |c: char| if is_raw(c) { c.escape_default().to_string() } else { c.to_string() };
+    let safe = match format {
+        LogFormat::Json => text::escape_json(body),
+        LogFormat::Text => body.chars().map(escape).collect(),
+    };
+    format!("{safe}\n").into_bytes()
 }
 
 #[cfg(test)]
@@ -203,10 +196,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_json_has_no_control_characters() {
+    fn lines_have_no_unseen_characters_of_others() {
         let plain = b"{\"a\":\"b\"}\n".to_vec();
-        assert_eq!(without_controls(plain.clone()), plain);
-        let hostile = "{\"a\":\"\u{9b}31m\u{7f}\"}\n".as_bytes().to_vec();
-        assert_eq!(without_controls(hostile), b"{\"a\":\"\\u009b31m\\u007f\"}\n");
+        assert_eq!(safe(plain.clone(), LogFormat::Json), plain);
+        let hostile = "{\"a\":\"\u{9b}31m\u{7f}\u{202e}\"}\n".as_bytes().to_vec();
+        assert_eq!(safe(hostile, LogFormat::Json), b"{\"a\":\"\\u009b31m\\u007f\\u202e\"}\n");
+        let coloured = "\u{1b}[32m INFO\u{1b}[0m a\u{202e}b\n".as_bytes().to_vec();
+        assert_eq!(safe(coloured, LogFormat::Text), b"\x1b[32m INFO\x1b[0m a\\u{202e}b\n");
     }
 }

@@ -184,6 +184,7 @@ mod tests {
             deadline: Duration::from_secs(1),
             run_limit: None,
             status: None,
+            report: None,
         };
         Box::new(JobSpan {
             given,
