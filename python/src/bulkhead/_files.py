@@ -10,7 +10,9 @@ import _socket
 import mmap
 import os
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,9 +30,12 @@ BUFFER_BYTES_MIN = 64 * 1024
 _BUFFERS_MAX = _wire.FRAME_BYTES_MAX // BUFFER_BYTES_MIN
 #: Bytes of the smallest call that goes by a memory file: smaller ones gain more by being sent ahead.
 LARGE_BYTES_MIN = 512 * 1024
-#: Bytes of the smallest buffer that a worker maps; smaller ones are copied sooner than mapped. Also of the smallest
-#: copy that is worth huge pages.
-MAPPED_BYTES_MIN = 4 << 20
+#: Bytes of the smallest buffer that a worker maps; smaller ones are copied sooner than mapped.
+MAPPED_BYTES_MIN = 256 * 1024
+#: Mappings that a worker may have, of the call that runs and of what was kept: each has a descriptor.
+_MAPPINGS_MAX = 32
+#: Bytes of the smallest copy that is worth huge pages.
+_HUGE_BYTES_MIN = 4 << 20
 #: `MADV_POPULATE_WRITE`, since Linux 5.14.
 _POPULATE_WRITE = 23
 #: Leases that a client asks for at once.
@@ -100,7 +105,7 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
 
 def copied(view: memoryview) -> bytearray | mmap.mmap:
     """A private copy. One that is large has huge pages: to get as many small ones takes longer than to copy."""
-    if len(view) < MAPPED_BYTES_MIN:
+    if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
     memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
@@ -187,6 +192,9 @@ class Leases:
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
         self._refused_at = -_ASK_AGAIN_SECONDS
+        #: Set while nothing is asked for.
+        self.answered = threading.Event()
+        self.answered.set()
 
     def _tell(self, kind: int, number: int) -> None:
         self._say((_wire.frame(kind, number),))
@@ -206,6 +214,7 @@ class Leases:
         if not is_early and len(self._asked) < min(_ASKED_MAX, most - len(self.used)):
             self._last_asked += 1
             self._asked[self._last_asked] = whose
+            self.answered.clear()
             self._say((_wire.frame(_wire.LEASE, self._last_asked, whose + _wire.NUMBER.pack(size) + _wire.EMPTY),))
         return None
 
@@ -234,6 +243,7 @@ class Leases:
                     self._tell(_wire.LEASE_RETURNED, number)
             return
         whose = self._asked.pop(number, None)
+        self.answered.set()
         if kind == _wire.LEASED and whose is not None:
             lent, size = _NAMED.unpack_from(metadata)
             try:
@@ -266,6 +276,10 @@ class Files(_Pair):
         super().__init__(size, descriptors, 1)
 
 
+#: Mappings of what functions have kept.
+_kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
 class Loan:
     """A job's payload in a memory file, and the file for its result."""
 
@@ -282,7 +296,7 @@ class Loan:
 
     def _buffer(self, place: slice) -> Any:
         size = place.stop - place.start
-        if size >= MAPPED_BYTES_MIN:
+        if size >= MAPPED_BYTES_MIN and len(self._mappings) + len(_kept) < _MAPPINGS_MAX:
             try:
                 # Each page is the file's until it is written to.
                 mapping = mmap.mmap(
@@ -313,6 +327,7 @@ class Loan:
             try:
                 mapping.close()
             except BufferError:
+                _kept.add(mapping)
                 try:
                     mapping.madvise(_POPULATE_WRITE)
                 except OSError:

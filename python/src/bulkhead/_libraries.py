@@ -179,7 +179,7 @@ def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
         _refuse(f"an image of {width} by {height} with {len(data)} bytes")
     image = library.frombytes(mode, (width, height), data)
     if palette is not None:
-        image.putpalette(_bytes(palette[1]), palette[0] if palette[0] in ("RGB", "RGBA") else "")
+        image.putpalette(_bytes(palette[1]), palette[0] if palette[0] in ("RGB", "RGBA") else _refuse("a palette"))
     _cells(list(info.values()))
     image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are no texts")
     return image
@@ -230,7 +230,7 @@ def make_frame(columns: Any, levels: Any, rows: Any, names: Any, labels: Any, la
     if type(labels) is list and {tuple} == set(map(type, labels)):
         header = pandas.MultiIndex.from_tuples([(*_cells([*label]),) for label in labels])
     else:
-        header = pandas.Index(_cells(labels))
+        header = pandas.Index(_cells(labels)) if labels else pandas.RangeIndex(0)
     frame = pandas.DataFrame(dict(enumerate(map(pandas.Series, made[levels:]))), index=None if made[levels:] else index)
     frame.index, frame.columns = index.set_names(_cells(names)), header.set_names(_cells(label_names))
     return frame.iloc[:, 0] if is_series is True else frame

@@ -56,6 +56,8 @@ QUICK_US, SLOW_US = 2_000, 20_000
 WINDOW_BYTES_MAX = 256 << 20
 #: Bytes of a call: those of a frame, less those of its metadata.
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
+#: Seconds that a large call waits for a memory file before it goes by the socket.
+LEASE_SECONDS_MAX = 1.0
 #: Outcomes behind which no worker has the call any more: ok, and failed.
 _ANSWERED = frozenset((0, 1))
 _ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
@@ -396,7 +398,7 @@ class Pool:
             problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
         metadata, rest = call.metadata, payload
         if size >= _files.LARGE_BYTES_MIN and problem is None:
-            metadata, rest = self._in_file(call, payload)
+            metadata, rest = self._in_file(call, payload, may_wait)
         data = _files.joined(rest)
         call.bytes = len(data)
         # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
@@ -449,17 +451,24 @@ class Pool:
             self._cancel_unbegun([number])
         return True
 
-    def _in_file(self, call: Call, payload: bytes | _files.Pieces) -> tuple[bytes, bytes | _files.Pieces]:
+    def _in_file(
+        self, call: Call, payload: bytes | _files.Pieces, may_wait: bool
+    ) -> tuple[bytes, bytes | _files.Pieces]:
         """Writes a large call into a memory file if there is one. Returns its metadata, and what it has beside that."""
-        with self._lock:
-            channel = self._channel
-            if channel is not None:
-                call.lease = channel.leases.take(call.metadata, len(payload), self.workers)
-        lease = call.lease
-        if lease is None:
-            return call.metadata, payload
-        _files.write(payload, lease.own)
-        return _wire.with_extension(call.metadata, _wire.LEASED_BYTES, lease.named(len(payload))), b""
+        channel = self._channel
+        for _ in range(2):
+            with self._lock:
+                if channel is not None:
+                    call.lease = channel.leases.take(call.metadata, len(payload), self.workers)
+            lease = call.lease
+            if lease is not None:
+                _files.write(payload, lease.own)
+                return _wire.with_extension(call.metadata, _wire.LEASED_BYTES, lease.named(len(payload))), b""
+            if channel is None or not may_wait:
+                break
+            channel.flush(may_wait=True)
+            channel.leases.answered.wait(LEASE_SECONDS_MAX)
+        return call.metadata, payload
 
     def _fill(self, *, may_wait: bool) -> None:
         """Sends what waits, as far as there are places; and lets the pool end if it is to."""
