@@ -28,7 +28,7 @@ fn submit(stage: &mut Stage, tenant: &str) -> JobId {
 /// The tenant's job is cancelled, its worker does not obey, and is killed.
 fn cancel_until_killed(stage: &mut Stage, job: JobId) {
     let worker = stage.holder(job);
-    stage.apply(Event::Cancel { job });
+    stage.apply(Event::Cancel { job, unless_begun: false });
     stage.wait(stage.bulkhead.limits().grace);
     assert_eq!(stage.killed.last(), Some(&(worker, KillReason::Deadline)));
     stage.die(worker, Death::Signal(9));
@@ -38,7 +38,7 @@ fn cancel_until_killed(stage: &mut Stage, job: JobId) {
 fn may_go(stage: &mut Stage, tenant: &str) -> bool {
     let job = submit(stage, tenant);
     let is_given = stage.was_given_out(job);
-    stage.apply(Event::Cancel { job });
+    stage.apply(Event::Cancel { job, unless_begun: false });
     if is_given {
         stage.reply(job);
     }
