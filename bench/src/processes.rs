@@ -106,20 +106,15 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.args([
-        "build",
-        "--quiet",
-        "--package",
-        "bulkhead-supervisor",
-        "--package",
-        "bulkhead-worker",
-        "--package",
-        PARTS,
-        "--bins",
-    ]);
+    cargo.args(["build", "--quiet", "--bins"]);
     match folder.file_name().and_then(|name| name.to_str()) {
-        None | Some("debug") => {}
-        Some(profile) => drop(cargo.args(["--profile", profile])),
+        // The targets whose features are those of `cargo test --workspace`, so that nothing is compiled twice.
+        None | Some("debug") => drop(cargo.args(["--workspace", "--test", "architecture"])),
+        Some(profile) => {
+            let packages = ["bulkhead-supervisor", "bulkhead-worker", PARTS];
+            cargo.args(packages.map(|package| ["--package", package]).as_flattened());
+            cargo.args(["--profile", profile]);
+        }
     }
     let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
     if status.success() { Ok(folder) } else { Err("the supervisor does not build".into()) }

@@ -61,7 +61,9 @@ pub fn programs() -> PathBuf {
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--quiet", "--workspace", "--bins"]);
+        // One small test among the targets makes cargo select the same features as `cargo test --workspace` does, so
+        // that nothing is compiled twice.
+        cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
