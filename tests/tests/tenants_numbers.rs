@@ -64,6 +64,43 @@ fn over_common_workers_one_tenant_has_its_own_share() {
     });
 }
 
+/// Its jobs ignore that their time is up, so that each costs a worker, which takes long to be replaced.
+#[test]
+fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("go"), "").unwrap();
+    let supervisor = Supervisor::launch(
+        folder,
+        "",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"starts\"]\nsandbox = { profile = \"none\" }\n\
+         processes = 3\nmax_queue = 100\ndeadline = \"60s\"\ngrace = \"0s\"\ntenants = { max_in_flight = 1 }\n",
+    )
+    .until_ready();
+    supervisor.wait_number("b", "limit", 3);
+    // From now on the next worker is not ready before this file is there again.
+    std::fs::remove_file(supervisor.file("go")).unwrap();
+    run(async {
+        let client = connect(&supervisor).await;
+        let ends_a_worker = || client.job("b", "").tenant("greedy").operation("steps:sleep 3600000");
+        // Time enough to begin.
+        let end = ends_a_worker().deadline(Duration::from_secs(2)).send().await;
+        assert!(outcome(&end).starts_with("deadline_exceeded"), "{end:?}");
+        supervisor.wait_number("b", "limit", 2);
+        let next = start(client.job("b", "").tenant("greedy").operation("steps:count begun"));
+        wait_share(&supervisor, "greedy", "queued", 1);
+        for _ in 0..5 {
+            let end = ends_a_worker().deadline(Duration::from_millis(5)).send().await;
+            assert_eq!(outcome(&end), "deadline_exceeded/queued");
+            assert_eq!(told(&client, "other").await, "ok", "two workers are there for the others");
+        }
+        assert_eq!((share(&supervisor, "greedy", "queued"), supervisor.file_bytes("begun")), (1, 0));
+        assert_eq!(events(&supervisor, "worker_exited").len(), 1);
+        supervisor.touch("go");
+        assert_eq!(outcome(&next.await.unwrap()), "ok");
+        supervisor.wait_number("b", "limit", 3);
+    });
+}
+
 #[test]
 fn over_common_workers_one_tenant_has_its_own_rate() {
     for general in ["rate_limit = { per_second = 0.01, burst = 2, per = \"tenant\" }", ""] {
