@@ -115,6 +115,7 @@ def test_each_end_has_its_error(client: Client) -> None:
     assert type(crashed) is bulkhead.Crashed
     assert (crashed.outcome.reason, crashed.outcome.status, crashed.executed) == ("signal", 11, "unknown")
     assert "SIGSEGV" in str(crashed)
+    assert str(crashed).endswith(f"; see `bulkhead crashes {crashed.outcome.report}`")
     left = error_of(client, "plain", b"exit x", operation="once")
     assert (left.outcome.reason, left.outcome.status) == ("exit", 3)
     late = error_of(client, "plain", operation="spin", run_limit=0.1)

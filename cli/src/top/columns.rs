@@ -155,7 +155,7 @@ mod tests {
         let latency = json!({"run": {"p50": 1.5, "p99": 12.25}});
         super::super::sample::tests::bulkhead(&json!({
             "name": name, "state": "ready", "service": "ok", "limit": 8, "in_flight": 2, "queue_capacity": 100,
-            "breaker": "closed", "latency_ms": latency,
+            "breaker": "closed", "has_breaker": true, "latency_ms": latency,
         }))
     }
 

@@ -277,9 +277,10 @@ def _sentence(outcome: Outcome) -> str:
             return f"{said}: it ran for {outcome.run_limit:g} s, its run limit; allow more, or send less"
         return f"{said}: not within {outcome.deadline:g} s; allow more time, or send less at once"
     if outcome.outcome == "crashed":
+        see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
         if outcome.retryable:
-            return f"{said}; it may be sent again"
-        return f"{said}; whether the job ran is unknown: send it again only if it may run twice"
+            return f"{said}; it may be sent again{see}"
+        return f"{said}; whether the job ran is unknown: send it again only if it may run twice{see}"
     return said
 
 

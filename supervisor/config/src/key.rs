@@ -188,13 +188,13 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Keys by which a table is most often meant: `sandbox = "strict"` is its profile.
-pub(super) const PRINCIPAL: &[(&str, &str)] = &[
-    ("sandbox", "profile"),
-    ("rate_limit", "per_second"),
-    ("retry", "attempts"),
-    ("restart", "policy"),
-    ("start", "mode"),
+/// Keys by which a table is most often meant, and whether they are text: `sandbox = "strict"` is its profile.
+pub(super) const PRINCIPAL: &[(&str, &str, bool)] = &[
+    ("sandbox", "profile", true),
+    ("rate_limit", "per_second", false),
+    ("retry", "attempts", false),
+    ("restart", "policy", true),
+    ("start", "mode", true),
 ];
 
 /// The key `name` of `table`, if it is one of `keys`.

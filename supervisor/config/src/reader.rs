@@ -312,31 +312,21 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if let DeValue::Table(table) = value.get_ref() {
             return Some(table);
         }
+        let is_text = matches!(value.get_ref(), DeValue::String(_));
+        let meant = key::PRINCIPAL.iter().find(|(table, _, text)| *table == name && *text == is_text);
         self.problems.report(
             value.span(),
             format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
                 (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
                 (key::TOP, _) => format!("write a section [{name}]"),
-                _ => match self.principal(&key, value.get_ref()) {
-                    Some(meant) => format!("write `{name} = {{ {meant} }}`"),
+                _ => match meant.zip(values::literal(value.get_ref())) {
+                    Some(((_, key, _), value)) => format!("write `{name} = {{ {key} = {value} }}`"),
                     None => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
                 },
             },
         );
         None
-    }
-
-    /// Returns the line that a value in the place of the table `table` most likely stands for.
-    fn principal(&self, table: &Key, value: &DeValue<'_>) -> Option<String> {
-        let (_, name) = key::PRINCIPAL.iter().find(|(of, _)| *of == table.name)?;
-        let kind = key::find(self.keys, &table.path(), name)?.kind;
-        let is_fit = match value {
-            DeValue::String(_) => matches!(kind, Kind::Word { .. }),
-            DeValue::Integer(_) => matches!(kind, Kind::Count { .. } | Kind::Number { .. }),
-            _ => false,
-        };
-        is_fit.then(|| values::literal(value)).flatten().map(|value| format!("{name} = {value}"))
     }
 
     fn title_of(&self, name: &str) -> String {

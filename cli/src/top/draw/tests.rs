@@ -23,7 +23,7 @@ fn snapshot(name: &str, state: &str, in_flight: u64) -> Value {
         "name": name, "state": state, "detail": (state != "ready").then_some(EVIL), "limit": 4,
         "service": "degraded", "service_cause": "deadline_exceeded/running: 3 of 20",
         "in_flight": in_flight, "queued": 3, "queue_capacity": 100, "done": 10, "failed": 2, "crashed": 1,
-        "rejected": {"queue_full": 7, "rate_limited": 2}, "restarts": 1, "breaker": "closed",
+        "rejected": {"queue_full": 7, "rate_limited": 2}, "restarts": 1, "breaker": "closed", "has_breaker": true,
         "latency_ms": {"run": {"p50": 1.5, "p99": 20.0}},
         "tenants": [{"name": "acme", "in_flight": 1, "queued": 2, "submitted": 33, "rejected": 4}, {"name": EVIL}],
         "workers": [worker(4711), worker(4712)],
