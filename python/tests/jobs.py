@@ -221,6 +221,17 @@ def nested(number: int) -> int:
         return int(pool.submit(double, number).result(60))
 
 
+def nest_and_hang(note: str) -> None:
+    """Has a pool of its own when its process is killed; ``note`` gets the folder of that."""
+    from bulkhead import BulkheadExecutor
+
+    pool = BulkheadExecutor(1)
+    pool.submit(double, 1).result()
+    with open(note, "w") as file:
+        file.write(pool._pool.supervisor().folder)
+    time.sleep(600)
+
+
 def fork_twice(folder: str) -> list[str]:
     """What a child's child writes into files that the child has opened."""
     if (child := os.fork()) == 0:

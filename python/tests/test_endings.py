@@ -274,3 +274,17 @@ def test_a_pool_outlives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.
         assert pool.submit(jobs.say, "after").result(LONG) == 1
     assert capfd.readouterr().out == "before\nafter\n"
     assert not os.path.exists(folder)
+
+
+def test_a_nested_pool_leaves_nothing_when_its_call_is_killed(tmp_path: Path) -> None:
+    with BulkheadExecutor(1) as pool:
+        future = pool.submit(jobs.nest_and_hang, str(tmp_path / "note"))
+        folder = wait_for("it has a pool", lambda: read(tmp_path / "note"))
+        assert future.cancel()
+
+        def is_gone() -> bool:
+            # The folder is removed by the way.
+            pool.submit(jobs.double, 4).result(LONG)
+            return not os.path.exists(folder)
+
+        wait_for("its folder is gone", is_gone)

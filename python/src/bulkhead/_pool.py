@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from . import _files, _wire
+from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
 from ._future import Condition, call_back
 from ._output import Fifos, Lines
@@ -569,13 +569,13 @@ class Pool:
             self._fill(may_wait=False)
 
     def _look_after_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
-        """Before new workers are started, sees that its files are there."""
+        """Looks after the supervisor's folder now and then, and when a worker may have died: others need its files."""
         now = time.monotonic()
         if now > self._next_look or any(metadata[0] for _, metadata, _ in settled):
             self._next_look = now + LOOK_SECONDS
             supervisor = self._supervisor
             if supervisor is not None:
-                supervisor.restore()
+                supervisor.look_after_folder()
 
     def _settle(self, future: PoolFuture[Any], metadata: bytes, parts: list[Any]) -> None:
         if metadata[0] == _wire.CANCELLED:
@@ -673,7 +673,7 @@ class Pool:
 
     def _start(self) -> None:
         """Starts the supervisor and the thread, with the lock held."""
-        session = _Session(PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys))
+        session = _Session(PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys, _pool_worker.outer_folder))
         self._sessions.append(session)
         before = self._thread
         try:

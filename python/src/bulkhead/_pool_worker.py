@@ -250,12 +250,14 @@ def _refuse(_payload: Any, _context: Any) -> bytes:
 
 #: True in a worker of an executor.
 is_worker = False
+#: The folder of the pool whose worker this is, if it has one that workers reach.
+outer_folder: str | None = None
 
 
 def main(path: str) -> None:
     """Serves the calls of the executor that wrote the file at ``path``; does not return. Without a path the same is
     in a variable."""
-    global is_worker
+    global is_worker, outer_folder
     is_worker = True
     if path:
         try:
@@ -263,6 +265,7 @@ def main(path: str) -> None:
                 preparation = pickle.load(file)
         except FileNotFoundError:
             sys.exit(f"{path} is gone: the folder of this pool was removed while it was in use")
+        outer_folder = os.path.dirname(path)
         worker = _Worker(preparation)
     else:
         import base64

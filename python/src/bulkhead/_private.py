@@ -139,17 +139,18 @@ def _document(supervisor: Mapping[str, Any], bulkheads: Mapping[str, Mapping[str
     return "\n".join(lines)
 
 
-def _make_folder() -> str:
+def _make_folder(outer: str | None) -> str:
     """A folder for this process alone, whose sockets have paths that are short enough."""
     tried: list[str] = []
-    for parent in (None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm"):
+    prefix = f"bulkhead-{os.getpid()}-" if outer else "bulkhead-"
+    for parent in (*filter(None, [outer]), None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm"):
         if parent is None:
             parent = tempfile.gettempdir()
-        longest = os.path.join(parent, "bulkhead-12345678", LONGEST_NAME)
+        longest = os.path.join(parent, f"{prefix}12345678", LONGEST_NAME)
         if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
             continue
         try:
-            return tempfile.mkdtemp(prefix="bulkhead-", dir=os.path.abspath(parent))
+            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
         except OSError as error:
             tried.append(f"{parent}: {error.strerror}")
     raise SupervisorFailed("no folder for the supervisor's sockets could be made: " + "; ".join(tried))
@@ -162,9 +163,13 @@ class PrivateSupervisor:
     from this one leaves it alone.
     """
 
-    def __init__(self, name: str, bulkhead: Mapping[str, Any], supervisor: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, bulkhead: Mapping[str, Any], supervisor: Mapping[str, Any], outer: str | None = None
+    ) -> None:
+        """``outer`` is the folder of the pool whose worker this process is: the folder is made in there, so that the
+        pool removes it if this process is killed."""
         self.name = name
-        self.folder = _make_folder()
+        self.folder = _make_folder(outer)
         self.socket = os.path.join(self.folder, "jobs.sock")
         self.admin = os.path.join(self.folder, "admin.sock")
         self._bulkhead = dict(bulkhead)
@@ -199,8 +204,13 @@ class PrivateSupervisor:
         """Has ``restore`` make a file again that new workers need."""
         self._kept[path] = make
 
-    def restore(self) -> None:
-        """Makes the kept files again if somebody has emptied the folder."""
+    def look_after_folder(self) -> None:
+        """Makes kept files again if somebody has emptied the folder; removes what pools of dead workers have left."""
+        with suppress(OSError):
+            for name in os.listdir(self.folder):
+                pid = name.removeprefix("bulkhead-").partition("-")[0]
+                if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                    shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
         for path, make in self._kept.items():
             if not os.path.lexists(path):
                 with suppress(OSError):
