@@ -144,6 +144,15 @@ def remember(value: object) -> None:
     STATE.append(value)
 
 
+def use_primitives(number: int) -> int:
+    """Uses the lock, the queue and the shared number that the initializer was given."""
+    lock, queue, shared = STATE[0]  # type: ignore[misc]
+    with lock:
+        shared.value += number
+        queue.put(number)
+    return number
+
+
 def remembered() -> list[object]:
     return STATE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -140,6 +141,92 @@ def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.Capture
     assert "leave the thread" not in capfd.readouterr().err
     if "pyarrow" not in preload:
         pytest.skip("NOT RUN with pandas: pandas and pyarrow are not installed")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gevent_goes_on_while_a_call_is_awaited(method: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("gevent") is None:
+        pytest.skip("NOT RUN: gevent is not installed")
+    # Workers import it as their main module, so that they are patched as well.
+    path = tmp_path / "program.py"
+    path.write_text(f"""
+from gevent import monkey
+monkey.patch_all()
+import multiprocessing, gevent, jobs
+from bulkhead import BulkheadExecutor
+if __name__ == "__main__":
+    with BulkheadExecutor(2, mp_context=multiprocessing.get_context({method!r})) as pool:
+        print(list(pool.map(jobs.double, range(3))))
+        def wait(number):
+            return pool.submit(jobs.note_and_wait, {str(tmp_path)!r}, number).result()
+        others = [gevent.spawn(wait, number) for number in (1, 2)]
+        gevent.sleep(0)
+        open({str(tmp_path / "go")!r}, "w").close()
+        gevent.joinall(others)
+        print([other.value for other in others])
+        future = pool.submit(jobs.sleep, 600)
+        print(future.cancel(), pool.submit(jobs.double, 4).result())
+""")
+    ended = subprocess.run(
+        [sys.executable, path],
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    assert ended.stdout.splitlines() == ["[0, 2, 4]", "[1, 2]", "True 8"], ended.stderr
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_initializers_get_locks_and_queues_without_a_sandbox(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    shared = context.Value("i", 0)
+    with BulkheadExecutor(
+        2, mp_context=context, initializer=jobs.remember, initargs=((context.RLock(), queue, shared),)
+    ) as pool:
+        assert list(pool.map(jobs.use_primitives, range(5))) == list(range(5))
+    assert sorted(queue.get(timeout=LONG) for _ in range(5)) == list(range(5))
+    assert shared.value == 10
+
+
+def test_tqdm_shows_the_progress_of_a_pool(capfd: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("tqdm") is None:
+        pytest.skip("NOT RUN: tqdm is not installed")
+    code = """
+        import multiprocessing, concurrent.futures, jobs
+        import bulkhead
+        multiprocessing.set_start_method("spawn")
+        concurrent.futures.ProcessPoolExecutor = bulkhead.BulkheadExecutor
+        from tqdm.contrib.concurrent import process_map
+        print(process_map(jobs.double, range(3), max_workers=2, chunksize=1))
+    """
+    ended = program(code)
+    assert ended.stdout == "[0, 2, 4]\n", ended.stderr
+    assert "3/3" in ended.stderr
+
+
+def test_errors_of_pickling_say_what_to_do() -> None:
+    context = multiprocessing.get_context("spawn")
+    with BulkheadExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match=r"multiprocessing\.Manager\(\)"):
+            pool.submit(jobs.echo, context.Lock()).result(LONG)
+        with pytest.raises((AttributeError, pickle.PicklingError), match='pickler="cloudpickle"'):
+            pool.submit(lambda: 1).result(LONG)
+    with (
+        BulkheadExecutor(1, initializer=jobs.remember, initargs=(context.Lock(),), sandbox="default") as confined,
+        pytest.raises(RuntimeError, match=r"multiprocessing\.Manager\(\)"),
+    ):
+        confined.submit(jobs.double, 1)
+    code = """
+        from bulkhead import BulkheadExecutor
+        def here():
+            return 1
+        with BulkheadExecutor(1) as pool:
+            print(pool.submit(here).exception())
+    """
+    assert 'pickler="cloudpickle"' in program(code).stdout
 
 
 # Frozen programs.

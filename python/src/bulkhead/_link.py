@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import _socket
+import _thread
 import errno
 import mmap
 import os
 import struct
-import threading
 import time
 
 from . import _wire
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 __all__ = ["Journal", "Link", "Refused", "inherited", "shake_hands"]
+
+# Taken before a main module that is imported by workers can replace it, as gevent does.
+_Lock = _thread.allocate_lock
 
 LINK_VARIABLE = "BULKHEAD_LINK_FD"
 JOURNAL_BYTES = 69_632
@@ -54,7 +57,7 @@ class Link:
         self.socket = socket
         self._identity = _identity(socket)
         self._owner = os.getpid()
-        self._writing = threading.Lock()
+        self._writing = _Lock()
 
     def is_own(self) -> bool:
         """Returns false in a process that code in the worker forked, in Python or in C."""

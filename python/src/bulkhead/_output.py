@@ -50,15 +50,15 @@ class Fifos:
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.paths = [supervisor.fifo(name) for name in _NAMES]
         self._readers: dict[int, str] = {}
+        self._is_over = False
         # What is read may end within a character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _NAMES}
-        self._ready = select.epoll()
+        #: Wakes the thread, which ends if it is over.
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         #: Those that are open.
         self._descriptors = [self._end]
         try:
             # With a writer of its own no reader sees an end, and no worker waits for one.
-            self._ready.register(self._end, select.EPOLLIN)
             self._waiting = select.poll()
             for path, name in zip(self.paths, _NAMES, strict=True):
                 self._read(path, name)
@@ -82,12 +82,12 @@ class Fifos:
         self._descriptors.append(descriptor)
         self._readers[descriptor] = name
         self._waiting.register(descriptor, select.POLLIN)
-        self._ready.register(descriptor, select.EPOLLIN)
 
     def _make_again(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
         """Makes a FIFO that somebody has removed, beside the one that older workers write to."""
         supervisor.fifo(os.path.basename(path))
         self._read(path, name)
+        os.eventfd_write(self._end, 1)
 
     def start(self) -> None:
         """Begins to read."""
@@ -109,12 +109,14 @@ class Fifos:
 
     def end(self) -> None:
         """Writes what is left, when the workers are gone, unless the stream stands still."""
+        self._is_over = True
         os.eventfd_write(self._end, 1)
         if self._thread.ident is not None:
             self._thread.join(CATCH_UP_SECONDS_MAX)
 
     def finish(self) -> None:
         """The same, however long the stream takes."""
+        self._is_over = True
         os.eventfd_write(self._end, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -124,13 +126,17 @@ class Fifos:
         """Closes this process's descriptors and does nothing else, as a forked child does."""
         while self._descriptors:
             os.close(self._descriptors.pop())
-        self._ready.close()
 
     def _forward(self) -> None:
         is_over = False
         while not is_over:
-            ready = [descriptor for descriptor, _ in self._ready.poll()]
-            is_over = self._end in ready
+            poll = select.poll()
+            for descriptor in (*self._readers, self._end):
+                poll.register(descriptor, select.POLLIN)
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if self._end in ready:
+                os.eventfd_read(self._end)
+                is_over = self._is_over
             for descriptor in list(self._readers):
                 if is_over or descriptor in ready:
                     with self._passing:

@@ -392,7 +392,7 @@ class Pool:
         except BaseException as error:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
-            problem = error
+            problem = _pool_worker.explained(error)
         size = len(payload)
         if size > CALL_BYTES_MAX:
             problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
@@ -633,7 +633,8 @@ class Pool:
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
         if letter == UNREADABLE:
-            error_read = ResultUnreadable(f"the call cannot be unpickled by the worker: {_last_line(text)}")
+            why = _pool_worker.explained(AttributeError(_last_line(text)))
+            error_read = ResultUnreadable(f"the call cannot be unpickled by the worker: {why}")
             error_read.__cause__ = _remote(text)
             return error_read
         if letter == UNFIT:

@@ -74,6 +74,59 @@ class Pickler:
         return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
+class _Descriptor:
+    """A pipe, or a file, of the process that pickles this."""
+
+    def __init__(self, descriptor: int) -> None:
+        import fcntl
+
+        self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+
+    def detach(self) -> int:
+        """Opens it in this process."""
+        return os.open(self._path, self._flags | os.O_CLOEXEC)
+
+
+class _Spawning:
+    """Takes the place of a process that ``multiprocessing`` spawns: its primitives can be pickled meanwhile."""
+
+    DupFd = _Descriptor
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """The number of the descriptor, which stays open as long as the caller has the primitive."""
+        return descriptor
+
+
+def dumps_with_primitives(value: Any) -> bytes:
+    """Pickles a value that may have locks, queues and shared memory of ``multiprocessing`` in it, for workers that can
+    reach this process."""
+    from multiprocessing import context, reduction
+
+    before = context.get_spawning_popen()
+    context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]
+    try:
+        return bytes(reduction.ForkingPickler.dumps(value, pickle.HIGHEST_PROTOCOL))
+    finally:
+        context.set_spawning_popen(before)
+
+
+def explained(error: BaseException) -> BaseException:
+    """An error of pickling with what to do about it."""
+    text = str(error)
+    if "through inheritance" in text:
+        hint = "use multiprocessing.Manager(), or give it to workers by `initargs` if they have no sandbox"
+    elif "__main__" in text or "<lambda>" in text or "<locals>" in text or "__mp_main__" in text:
+        hint = 'define it at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
+    else:
+        return error
+    if type(error) not in (AttributeError, TypeError, RuntimeError, pickle.PicklingError):
+        return error
+    made = type(error)(f"{text}: {hint}")
+    made.__cause__ = error
+    return made
+
+
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
     """An exception as a result; if it cannot be pickled, the reason in its place."""
     try:

@@ -245,6 +245,8 @@ class PrivateSupervisor:
             keys = {**self._bulkhead, "command": command}
             config = self.write("workers.toml", _document(self._supervisor, {self.name: keys}).encode())
             caller = os.pidfd_open(self._owner)
+            # Of its own: gevent forks by `os.fork`, where `forget` closes the log before the child uses it.
+            log = os.dup(self._log.fileno())
             try:
                 ends = ["--while-open", str(caller), "--own-folder", self.folder]
                 # Known from its first moment on, since a signal's exception may come while it waits for the exec.
@@ -253,7 +255,7 @@ class PrivateSupervisor:
                     [program, "--config", config, "--log-level", "error", "--log-output", "off", *ends],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=self._log,
+                    stderr=log,
                     pass_fds=[caller],
                     env={name: value for name, value in os.environ.items() if name not in OF_A_SERVICE},
                     # Ctrl-C is for this process: the supervisor ends with it, in order.
@@ -261,6 +263,7 @@ class PrivateSupervisor:
                 )
             finally:
                 os.close(caller)
+                os.close(log)
             self._await_socket()
         except BaseException:
             self.stop(at_once=True)

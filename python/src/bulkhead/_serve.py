@@ -10,6 +10,7 @@ watcher only while all handlers are busy, which is when cancellations have to be
 from __future__ import annotations
 
 import _socket
+import _thread
 import os
 import select
 import signal
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from .worker import Handler
+
+# Taken before a main module that is imported by workers can replace them, as gevent does.
+_Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
 
 #: Threads that run handlers at once.
 THREADS_MAX = 4096
@@ -66,10 +70,10 @@ class Server:
         self._handler: Handler | None = None
         self._operations: Mapping[str, Handler] = {}
         self._loop: Any = None
-        self._reading = threading.Lock()
-        self._telling = threading.Lock()
+        self._reading = _Lock()
+        self._telling = _Lock()
         # Guards all of the following.
-        self._lock = threading.Lock()
+        self._lock = _Lock()
         self._pending: deque[Context] = deque()
         self._live: dict[int, Context] = {}
         self._arrived = 0
@@ -96,14 +100,14 @@ class Server:
         self._wake_read = wake_read
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # In this order: see above.
-        self._handlers = select.epoll()
+        self._handlers = _epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._handlers.register(wake_read, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._link_descriptor = link
         if self._is_for_one_job:
             self._handlers.register(self._signals, select.EPOLLIN)
             return
-        self._watcher = select.epoll()
+        self._watcher = _epoll()
         self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._watcher.register(self._signals, select.EPOLLIN)
 
@@ -148,7 +152,7 @@ class Server:
         self._listen_to_signals()
         if not self._is_for_one_job:
             try:
-                threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
+                _start_thread(self._watch, ())
             except RuntimeError as error:
                 self.give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
         if self.welcome.seal is not None:

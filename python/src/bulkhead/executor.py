@@ -392,7 +392,7 @@ class _Launch:
             # Without the variables that workers have from their start.
             "environment": {name: value for name, value in self.variables().items() if name not in passed},
             "umask": _umask(),
-            "initializer": self._pickler.dumps(self._initializer),
+            "initializer": self._pickled_initializer(),
             "pickler": self._pickler.module,
             "is_data_only": self._is_data_only,
             "output": output,
@@ -400,6 +400,14 @@ class _Launch:
             "tasks": self._tasks,
         }
         return pickle.dumps(preparation)
+
+    def _pickled_initializer(self) -> bytes:
+        try:
+            if self._is_confined or self._pickler.module != "pickle":
+                return self._pickler.dumps(self._initializer)
+            return _pool_worker.dumps_with_primitives(self._initializer)
+        except Exception as error:
+            raise _pool_worker.explained(error) from None
 
     def __call__(self, supervisor: PrivateSupervisor) -> Fifos | Lines:
         """Starts this supervisor; what is returned brings its workers' output."""
