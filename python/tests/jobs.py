@@ -153,6 +153,11 @@ def use_primitives(number: int) -> int:
     return number
 
 
+def read_file(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
 def remembered() -> list[object]:
     return STATE
 

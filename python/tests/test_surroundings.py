@@ -96,6 +96,21 @@ def test_coverage_measures_workers(method: str, tmp_path: Path) -> None:
     assert line in measured
 
 
+@pytest.mark.parametrize("sandbox", ["default", "strict"])
+def test_errors_say_that_the_sandbox_was_the_cause(sandbox: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    note.write_text("read")
+    with BulkheadExecutor(1, sandbox=sandbox) as pool:
+        denied = pool.submit(jobs.read_file, str(note)).exception(LONG)
+        absent = pool.submit(jobs.read_file, str(tmp_path / "absent")).exception(LONG)
+    assert "denied by the sandbox: add `read`" in str(denied)
+    assert str(pickle.loads(pickle.dumps(denied))) == str(denied)
+    assert isinstance(absent, OSError)
+    assert "sandbox" not in str(absent)
+    with BulkheadExecutor(1, sandbox={"profile": sandbox, "read": [note]}) as pool:
+        assert pool.submit(jobs.read_file, str(note)).result(LONG) == "read"
+
+
 @pytest.mark.parametrize("kind", ["finder", "link"])
 def test_editable_packages_are_readable_in_the_sandbox(kind: str, tmp_path: Path) -> None:
     """As setuptools, and flit by a symbolic link, install them."""

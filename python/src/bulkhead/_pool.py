@@ -226,6 +226,7 @@ class Pool:
         self.pickler = Pickler(pickler)
         #: Classes whose instances are results beside plain data; none if any are.
         self._allowed = allowed
+        self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
         #: Why no call is taken any more.
         self.broken: str | None = None
         #: Whether a worker has done a call: what keeps others from being started may pass.
@@ -628,6 +629,8 @@ class Pool:
                     raise TypeError(f"it is of the type {type(raised).__name__}")
             except BaseException as problem:
                 raised = _unread("the exception", problem, f" (it was {_last_line(text)})")
+            if self._is_confined and type(raised) in (PermissionError, FileNotFoundError):
+                _explain_denial(raised)
             # Its class may refuse that its instances are changed.
             BaseException.__dict__["__cause__"].__set__(raised, _remote(text))
             return raised
@@ -933,6 +936,17 @@ def _remote(text: str) -> BaseException:
     """A traceback of another process, as the cause of an exception."""
     made: BaseException = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]
     return made
+
+
+def _explain_denial(error: Any) -> None:
+    """Has an error of a confined worker say that the sandbox was its cause, if this process can read the path."""
+    try:
+        is_readable = error.filename is not None and os.access(error.filename, os.R_OK)
+    except (TypeError, ValueError):
+        return
+    if is_readable:
+        error.strerror = f"{error.strerror} (denied by the sandbox: add `read`, or `write`, for this path)"
+        error.args = (error.errno, error.strerror)
 
 
 def _last_line(text: str) -> str:
