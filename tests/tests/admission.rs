@@ -199,6 +199,26 @@ fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
         assert!(!dear.unwrap_err().is_retryable(), "no wait will do");
         let told = events(&supervisor, "tenant_throttled");
         assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
+        assert!(told.iter().all(|event| event["limit"] == "rate_limit per tenant"), "{told:?}");
+    });
+}
+
+#[test]
+fn throttling_by_a_bulkheads_own_limit_names_that_limit() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nrate_limit = { per_second = 0.01, burst = 1 }\n",
+    );
+    run(async {
+        let client = connect(&supervisor).await;
+        assert_eq!(outcome(&client.job("b", "").tenant("a").send().await), "ok");
+        for tenant in ["a", "b", ""] {
+            let refused = client.job("b", "").tenant(tenant).send().await;
+            assert_eq!(outcome(&refused), "rejected/rate_limited");
+        }
+        let told = events(&supervisor, "tenant_throttled");
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!(told[0]["limit"], "rate_limit per bulkhead");
+        assert!(told[0].get("tenant").is_none(), "{told:?}");
     });
 }
 

@@ -174,6 +174,21 @@ fn the_job_is_named_as_in_the_events() {
 }
 
 #[test]
+fn a_job_number_names_one_job_of_the_supervisor() {
+    let numbers = "exec = [\"sh\", \"-c\", \"echo $BULKHEAD_JOB\"]\n";
+    let (_supervisor, client) = start(&format!(
+        "[bulkhead.one]\n{numbers}[bulkhead.other]\n{numbers}[bulkhead.tenants]\n{numbers}tenants.isolate = true\n\
+         [bulkhead.full]\nexec = [\"true\"]\nmax_in_flight = 0\nfallback = [\"other\"]\n"
+    ));
+    let places = [("one", ""), ("other", ""), ("full", ""), ("tenants", "a"), ("tenants", "b")];
+    let jobs = places.iter().cycle().take(4 * places.len());
+    let submit = |&(name, tenant): &(&str, &str)| text(client.job(name, "").tenant(tenant).send());
+    let numbers: Vec<String> = jobs.map(submit).collect();
+    let different: std::collections::BTreeSet<&String> = numbers.iter().collect();
+    assert_eq!(different.len(), numbers.len(), "{numbers:?}");
+}
+
+#[test]
 fn the_folder_is_cwd() {
     let elsewhere = tempfile::tempdir().unwrap();
     let (supervisor, client) = start(&format!(
@@ -183,6 +198,20 @@ fn the_folder_is_cwd() {
     let folder = |name: &str| PathBuf::from(text(client.job(name, "").send()).trim_end());
     assert_eq!(folder("there"), elsewhere.path().canonicalize().unwrap());
     assert_eq!(folder("here"), supervisor.folder.path().canonicalize().unwrap());
+}
+
+#[test]
+fn a_flood_of_output_keeps_its_head_and_its_end() {
+    let (supervisor, client) = shell("seq -f 'line %.0f.' 20000 >&2", "");
+    assert_eq!(text(client.job("x", "").send()), "");
+    // Nothing is written afterwards that could bring the news along.
+    wait_for("head, loss and end are in the log", || {
+        let log = supervisor.log();
+        let parts = ["line 1.", "lines of output were dropped", "line 20000."];
+        parts.iter().all(|part| log.contains(part)).then_some(())
+    });
+    let (_, lines) = supervisor.try_get("/v1/bulkheads/x/logs?follow=false").unwrap();
+    assert!(lines.contains("\"dropped\""), "{lines}");
 }
 
 #[test]

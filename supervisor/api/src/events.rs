@@ -157,8 +157,8 @@ events! {
         { calls: u32, failure_rate: f64, slow_rate: f64 };
     /// The queue is as full as `pressure.warn` says.
     QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
-    /// A tenant is over its rate limit.
-    TenantThrottled = "tenant_throttled" { tenant: String, retry_after_ms: f64 };
+    /// Jobs are over a rate limit: that of their tenant, or, without `tenant`, that of the bulkhead.
+    TenantThrottled = "tenant_throttled" { limit: String, retry_after_ms: f64 } { tenant: String };
     /// One tenant holds most of the recent evictions.
     TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
     /// Jobs of a bulkhead go to another.

@@ -14,19 +14,35 @@ pub(super) struct Compartments {
     seed: u64,
     /// How many numbers were drawn from it.
     seeds: u64,
+    /// The jobs so far, over all compartments, also those that are gone.
+    jobs: u64,
 }
 
 owns_slab!(Compartments, CompartmentIndex, Compartment);
 
 impl Compartments {
     pub(super) fn new(seed: u64) -> Self {
-        Self { slab: Slab::default(), timers: Timers::default(), touched: Vec::new(), seed, seeds: 0 }
+        Self {
+            slab: Slab::default(),
+            timers: Timers::default(),
+            touched: Vec::new(),
+            seed,
+            seeds: 0,
+            jobs: 0,
+        }
     }
 
     /// No two compartments draw the same numbers.
     pub(super) fn next_seed(&mut self, now: Time) -> u64 {
         self.seeds += 1;
         self.seed ^ self.seeds.rotate_left(32) ^ now.0
+    }
+
+    /// The sequence number of the next job. No two jobs of a supervisor have the same.
+    #[inline]
+    pub(super) fn next_job(&mut self) -> u64 {
+        self.jobs += 1;
+        self.jobs
     }
 
     /// Something has happened in it.

@@ -182,6 +182,7 @@ impl DataPlane {
         cargo.fallback = Some(fallback);
         let (session, request) = (cargo.session, cargo.request);
         let submission = Submission {
+            sequence: self.compartments.next_job(),
             deadline: Some(left),
             run_limit,
             priority,
@@ -261,12 +262,31 @@ impl DataPlane {
         let (told_at, jobs) = self.bulkheads[entry].fallback_told.entry(target.clone()).or_default();
         *jobs += 1;
         if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
-            return;
+            return self.want_housekeeping();
         }
         *told_at = Some(now);
         let jobs = std::mem::take(jobs);
         let reason = verdict.reason().map(|reason| reason.to_owned().into());
         let what = What::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
         self.bulkhead_event(Severity::Warning, entry, what);
+    }
+
+    /// Tells of jobs that went elsewhere after that was last told, when it is time.
+    pub(super) fn tell_more_fallbacks(&mut self, bulkhead: BulkheadIndex) {
+        let (now, mut due, mut is_waiting) = (self.now, Vec::new(), false);
+        for (target, (told_at, jobs)) in &mut self.bulkheads[bulkhead].fallback_told {
+            if *jobs > 0 && told_at.is_some_and(|at| now >= at + TELL_AGAIN_AFTER) {
+                *told_at = Some(now);
+                due.push((target.as_ref().to_owned(), std::mem::take(jobs)));
+            }
+            is_waiting |= *jobs > 0;
+        }
+        for (target, jobs) in due {
+            let what = What::FallbackUsed { target, reason: None, jobs };
+            self.bulkhead_event(Severity::Warning, bulkhead, what);
+        }
+        if is_waiting {
+            self.want_housekeeping();
+        }
     }
 }

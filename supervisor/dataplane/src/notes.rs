@@ -217,8 +217,9 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
             (Warning, What::QueuePressure { queued, queue_capacity: capacity, percent })
         }
         Note::TenantThrottled { tenant, retry_after } => {
-            let tenant = tenant.as_ref().to_owned();
-            (Warning, What::TenantThrottled { tenant, retry_after_ms: millis(retry_after) })
+            let tenant = tenant.map(|tenant| tenant.as_ref().to_owned());
+            let limit = format!("rate_limit per {}", if tenant.is_some() { "tenant" } else { "bulkhead" });
+            (Warning, What::TenantThrottled { limit, retry_after_ms: millis(retry_after), tenant })
         }
         Note::LimitAdapted { from, to, latency, numbers } => {
             let (latency_ms, target_ms) = (millis(latency), millis(numbers.target));

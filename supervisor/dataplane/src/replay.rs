@@ -157,7 +157,8 @@ impl DataPlane {
             ..JobData::default()
         });
         let tenant = self.compartments[compartment].policy.tenant(&tenant);
-        let submission = Submission { tenant, ..Submission::new(cargo) };
+        let sequence = self.compartments.next_job();
+        let submission = Submission { sequence, tenant, ..Submission::new(cargo) };
         self.apply(compartment, Event::Submit(submission), Incoming::Owned(payload));
     }
 }

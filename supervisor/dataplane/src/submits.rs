@@ -96,6 +96,7 @@ impl DataPlane {
         });
         let trace = self.trace(extras.traceparent);
         let submission = Submission {
+            sequence: self.compartments.next_job(),
             cargo: self.buffers.record(JobData {
                 session: id,
                 request: header.number,

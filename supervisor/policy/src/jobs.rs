@@ -72,6 +72,8 @@ pub(crate) struct Before {
 /// What is known of a job when it is entered.
 pub(crate) struct Entry<T> {
     pub(crate) cargo: T,
+    /// The least that its sequence number can be.
+    pub(crate) sequence: u64,
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
     pub(crate) is_guest: bool,
@@ -175,7 +177,7 @@ impl<T> Jobs<T> {
             self.table.push(None);
             self.table.len() as u32 - 1
         });
-        self.sequence += 1;
+        self.sequence = entry.sequence.max(self.sequence + 1);
         let Entry { cargo, received, limit, hard_limit, .. } = entry;
         self.table[index as usize] = Some(Job {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
@@ -283,6 +285,7 @@ mod tests {
     fn entry(cargo: u32) -> Entry<u32> {
         Entry {
             cargo,
+            sequence: 0,
             idempotent: false,
             is_repeatable: true,
             is_guest: false,

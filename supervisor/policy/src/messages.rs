@@ -28,6 +28,9 @@ pub struct WorkerId {
 pub struct Submission<T> {
     /// The caller's own record of it.
     pub cargo: T,
+    /// The least sequence number that the job can have: its [`JobId`] is made of that. A caller with several bulkheads
+    /// counts over all of them, so that no two jobs have the same.
+    pub sequence: u64,
     /// The time limit asked for; `None` for the bulkhead's own. Clamped to `deadline_max`.
     pub deadline: Option<Duration>,
     /// The longest run of each attempt, from its dispatch; the bulkhead's own applies beside it.
@@ -57,6 +60,7 @@ impl<T> Submission<T> {
     pub fn new(cargo: T) -> Self {
         Self {
             cargo,
+            sequence: 0,
             deadline: None,
             run_limit: None,
             priority: Priority::Normal,
@@ -691,10 +695,10 @@ pub enum Note {
         /// What it follows.
         numbers: AdaptiveLimits,
     },
-    /// A tenant's jobs are turned away for their rate.
+    /// Jobs are turned away for their rate.
     TenantThrottled {
-        /// Which; empty if the job named none.
-        tenant: Arc<str>,
+        /// The tenant over its own limit, empty for jobs without a tenant. `None`: the limit is that of the bulkhead.
+        tenant: Option<Arc<str>>,
         /// When the next one would pass.
         retry_after: Duration,
     },

@@ -262,7 +262,7 @@ impl Ring {
     /// Keeps a storm readable. `None`: the event is only counted.
     fn admit(&mut self, event: &Event) -> Option<Admitted> {
         let flow = self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default();
-        flow.turn_to(second_of(event.at), event);
+        flow.turn_to(second_of(event.at), (event.what.kind(), event.bulkhead.as_deref()));
         if event.what.is_frequent() {
             if flow.allowance == 0 {
                 flow.suppressed += 1;
@@ -302,6 +302,11 @@ impl Ring {
 
     /// Kinds of which events were left out and none has come since.
     fn take_unreported(&mut self, second: u64) -> Vec<(Key, u64)> {
+        for ((kind, bulkhead), flow) in &mut self.flows {
+            if flow.second < second {
+                flow.tell_unlogged((kind, bulkhead.as_deref()));
+            }
+        }
         let is_due =
             |flow: &Flow| flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNREPORTED_SECONDS_MAX;
         let due = self.flows.iter_mut().filter(|(_, flow)| is_due(flow));
@@ -311,24 +316,22 @@ impl Ring {
 
 impl Flow {
     /// A new second gives it more.
-    fn turn_to(&mut self, second: u64, event: &Event) {
+    fn turn_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
         }
-        let unlogged = self.lines.saturating_sub(LOG_LINES_PER_SECOND);
-        if unlogged > 0 {
-            let bulkhead = event.bulkhead.as_deref().unwrap_or("");
-            tracing::warn!(
-                kind = event.what.kind(),
-                bulkhead,
-                suppressed = unlogged,
-                "events were not logged one by one"
-            );
-        }
+        self.tell_unlogged(key);
         let more = second.saturating_sub(self.second).saturating_mul(FREQUENT_PER_SECOND);
         self.allowance = self.allowance.saturating_add(more).min(FREQUENT_BURST);
         self.second = second;
-        self.lines = 0;
+    }
+
+    fn tell_unlogged(&mut self, (kind, bulkhead): (&'static str, Option<&str>)) {
+        let unlogged = std::mem::take(&mut self.lines).saturating_sub(LOG_LINES_PER_SECOND);
+        if unlogged > 0 {
+            let bulkhead = bulkhead.unwrap_or("");
+            tracing::warn!(kind, bulkhead, suppressed = unlogged, "events were not logged one by one");
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bulkhead_plane::notices::WorkerOutput;
 use rustix::io::Errno;
@@ -22,9 +22,16 @@ const LINE_BYTES_MAX: usize = 8 * 1024;
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Lines and bytes a second taken from one bulkhead; what is beyond is read and thrown away.
-const LINES_PER_SECOND: u32 = 1000;
-const BYTES_PER_SECOND: usize = 1024 * 1024;
+/// Lines and bytes a second taken from one bulkhead as they come.
+const LINES_PER_SECOND: u32 = 900;
+const BYTES_PER_SECOND: usize = 960 * 1024;
+
+/// Lines and bytes a second of one bulkhead taken beyond these: the last ones, when the second or their process ends.
+/// All others are read, thrown away and counted.
+const LAST_LINES_PER_SECOND: usize = 100;
+const LAST_BYTES_PER_SECOND: usize = 64 * 1024;
+
+const SECOND: Duration = Duration::from_secs(1);
 
 /// Bytes of the tail of standard error kept for each process, and processes whose tail is kept.
 const TAIL_BYTES: usize = 8 * 1024;
@@ -79,6 +86,17 @@ struct Lines {
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
+    held_back: HeldBack,
+    /// Lines of this second that were held back and have been told.
+    last_taken: usize,
+}
+
+/// The last lines of a second in which there were too many.
+#[derive(Debug, Default)]
+struct HeldBack {
+    lines: VecDeque<(Source, Box<[u8]>)>,
+    bytes: usize,
+    /// How many lines before these were thrown away.
     dropped: u64,
 }
 
@@ -145,6 +163,7 @@ impl Output {
         if !partial.is_empty() {
             self.line(&source, &partial);
         }
+        self.tell_held_back(&source.bulkhead);
         self.end(&source, &goes_on);
     }
 
@@ -157,7 +176,7 @@ impl Output {
         self.lock().speaking.get(&pid).is_some_and(|speaking| !speaking.is_stderr_over)
     }
 
-    fn take(&self, source: &Source, bytes: &[u8], partial: &mut Vec<u8>) {
+    fn take(self: &Arc<Self>, source: &Source, bytes: &[u8], partial: &mut Vec<u8>) {
         if source.stream == "stderr" {
             self.lock().keep_tail(source.pid, bytes);
         }
@@ -177,13 +196,51 @@ impl Output {
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
 
-    fn line(&self, source: &Source, bytes: &[u8]) {
+    fn line(self: &Arc<Self>, source: &Source, bytes: &[u8]) {
         let mut inner = self.lock();
         let lines = inner.bulkheads.entry(source.bulkhead.clone()).or_default();
-        let dropped = lines.begin_second();
-        if !lines.may_take(bytes.len()) {
-            return;
+        let before = lines.begin_second();
+        if lines.may_take(bytes.len()) {
+            drop(inner);
+            self.log_held_back(&source.bulkhead, before);
+            return self.log(source, bytes);
         }
+        let is_first = lines.held_back.dropped == 0 && lines.held_back.lines.is_empty();
+        lines.hold_back(source, bytes);
+        let left = lines.second.map_or(SECOND, |began| SECOND.saturating_sub(began.elapsed()));
+        drop(inner);
+        self.log_held_back(&source.bulkhead, before);
+        if is_first {
+            let (output, bulkhead) = (self.clone(), source.bulkhead.clone());
+            tokio::spawn(async move {
+                tokio::time::sleep(left).await;
+                output.tell_held_back(&bulkhead);
+            });
+        }
+    }
+
+    /// Tells the last lines of a flood, and how many were dropped before.
+    fn tell_held_back(&self, bulkhead: &Arc<str>) {
+        let held_back = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_held_back);
+        self.log_held_back(bulkhead, held_back.unwrap_or_default());
+    }
+
+    fn log_held_back(&self, bulkhead: &Arc<str>, held_back: HeldBack) {
+        let HeldBack { lines, dropped, .. } = held_back;
+        if dropped > 0 {
+            let object =
+                json!({ "at": rfc3339(SystemTime::now()), "bulkhead": &**bulkhead, "dropped": dropped });
+            self.keep(bulkhead, line(&object).into());
+            tracing::warn!(target: WORKER_TARGET, %bulkhead, dropped, "lines of output were dropped");
+        }
+        lines.iter().for_each(|(source, bytes)| self.log(source, bytes));
+    }
+
+    fn keep(&self, bulkhead: &Arc<str>, line: Arc<str>) {
+        self.lock().bulkheads.entry(bulkhead.clone()).or_default().keep(line);
+    }
+
+    fn log(&self, source: &Source, bytes: &[u8]) {
         let mut text = String::from_utf8_lossy(&bytes[..bytes.len().min(LINE_BYTES_MAX)]).into_owned();
         if bytes.len() > LINE_BYTES_MAX {
             text.push_str(" [cut]");
@@ -192,12 +249,8 @@ impl Output {
             "at": rfc3339(SystemTime::now()), "bulkhead": &*source.bulkhead, "pid": source.pid,
             "stream": source.stream, "line": &text,
         });
-        lines.keep(line(&object).into());
-        drop(inner);
+        self.keep(&source.bulkhead, line(&object).into());
         let Source { bulkhead, pid, stream } = source;
-        if dropped > 0 {
-            tracing::warn!(target: WORKER_TARGET, %bulkhead, dropped, "lines of output were dropped");
-        }
         if logging::is_json() {
             // JSON escapes it where it must.
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{text}");
@@ -279,24 +332,42 @@ impl Inner {
 }
 
 impl Lines {
-    /// Returns how many lines were dropped in the second that has ended, if one has.
-    fn begin_second(&mut self) -> u64 {
+    /// Returns what was held back in the second that has ended, if one has.
+    fn begin_second(&mut self) -> HeldBack {
         let now = Instant::now();
-        if self.second.is_some_and(|began| now.duration_since(began).as_secs() < 1) {
-            return 0;
+        if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
+            return HeldBack::default();
         }
+        let held_back = self.take_held_back();
         self.second = Some(now);
-        self.lines_this_second = 0;
-        self.bytes_this_second = 0;
-        std::mem::take(&mut self.dropped)
+        (self.lines_this_second, self.bytes_this_second, self.last_taken) = (0, 0, 0);
+        held_back
+    }
+
+    fn take_held_back(&mut self) -> HeldBack {
+        let held_back = std::mem::take(&mut self.held_back);
+        self.last_taken += held_back.lines.len();
+        held_back
+    }
+
+    /// Keeps a line in place of the first that is held back.
+    fn hold_back(&mut self, source: &Source, bytes: &[u8]) {
+        // A byte too many shows that it is to be cut.
+        let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
+        let HeldBack { lines, bytes: held_bytes, dropped } = &mut self.held_back;
+        lines.push_back((source.clone(), bytes.into()));
+        *held_bytes += bytes.len();
+        while lines.len() + self.last_taken > LAST_LINES_PER_SECOND || *held_bytes > LAST_BYTES_PER_SECOND {
+            let Some((_, first)) = lines.pop_front() else { break };
+            *held_bytes -= first.len();
+            *dropped += 1;
+        }
     }
 
     fn may_take(&mut self, bytes: usize) -> bool {
         self.lines_this_second = self.lines_this_second.saturating_add(1);
         self.bytes_this_second = self.bytes_this_second.saturating_add(bytes);
-        let may = self.lines_this_second <= LINES_PER_SECOND && self.bytes_this_second <= BYTES_PER_SECOND;
-        self.dropped += u64::from(!may);
-        may
+        self.lines_this_second <= LINES_PER_SECOND && self.bytes_this_second <= BYTES_PER_SECOND
     }
 
     fn keep(&mut self, line: Arc<str>) {

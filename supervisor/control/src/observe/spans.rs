@@ -79,6 +79,7 @@ async fn take_spans(
                 None => break,
             },
             () = step(export.as_mut()) => {}
+            () = tokio::time::sleep(TELL_AGAIN_AFTER) => {}
         }
         losses.tell(pulse, export.as_ref(), false);
     }

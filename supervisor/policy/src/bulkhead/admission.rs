@@ -83,6 +83,7 @@ impl<T> Bulkhead<T> {
         let run_limit = earlier(submission.run_limit, hard_run_limit);
         let index = self.jobs.insert(Entry {
             cargo: submission.cargo,
+            sequence: submission.sequence,
             idempotent: submission.idempotent,
             is_repeatable: submission.is_repeatable,
             is_guest: submission.is_guest,
@@ -191,7 +192,7 @@ impl<T> Bulkhead<T> {
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
             Ok(()) => Ok(()),
             Err(Excess::For(wait)) => {
-                self.note_throttled(now, submission.tenant, wait, out);
+                self.note_throttled(now, (limit.per, whose), wait, out);
                 let verdict = rejection(RejectReason::RateLimited);
                 Err(Refusal { verdict, wait: Wait::For(wait) })
             }
@@ -528,13 +529,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn note_throttled(&mut self, now: Time, id: TenantId, wait: Duration, out: &mut Vec<Action<T>>) {
+    fn note_throttled(
+        &mut self,
+        now: Time,
+        (per, id): (RatePer, TenantId),
+        wait: Duration,
+        out: &mut Vec<Action<T>>,
+    ) {
         let tenant = self.tenants.get(id);
         if tenant.throttled_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
             return;
         }
         tenant.throttled_at = Some(now);
-        let tenant = self.tenants.name(id).clone();
+        let tenant = (per == RatePer::Tenant).then(|| self.tenants.name(id).clone());
         out.push(Action::Note(Note::TenantThrottled { tenant, retry_after: wait }));
     }
 
