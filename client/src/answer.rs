@@ -75,18 +75,11 @@ impl Reply {
     }
 }
 
-/// The [`Outcome`] of a job that failed, and the payload that came along.
+/// The [`Outcome`] of a job that failed, and the payload that came along: see [`JobError::payload`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     outcome: Outcome,
     payload: Vec<u8>,
-}
-
-impl Failure {
-    /// Bytes that the handler sent along with its failure, or the standard output of a program: the first 64 KiB.
-    pub fn payload(&self) -> &[u8] {
-        &self.payload
-    }
 }
 
 impl std::ops::Deref for Failure {
@@ -179,7 +172,7 @@ impl JobError {
     /// Returns the payload of a failure: what the handler sent along, or the standard output of a program, of which the
     /// first 64 KiB arrive. Empty for all else.
     pub fn payload(&self) -> &[u8] {
-        if let Self::Failed(failure) = self { failure.payload() } else { &[] }
+        if let Self::Failed(failure) = self { &failure.payload } else { &[] }
     }
 
     /// Whether the handler began.

@@ -2,13 +2,16 @@
 //! each other, and what is left of one for the next.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
-use bulkhead_client::JobError;
+use bulkhead_client::{Fault, JobError, Verdict};
 use bulkhead_tests::attempts::{BETWEEN_PROGRAMS, Expected};
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
-use bulkhead_tests::wait_for;
+use bulkhead_tests::http::Place as Http;
+use bulkhead_tests::{descriptors, processes_with, wait_for};
 use serde_json::json;
 
 const NONE: &str = "profile = \"none\"";
@@ -121,7 +124,7 @@ fn nothing_is_left_of_one_program_for_the_next() {
     let users: &[Option<u32>] = if is_root() { &[None, Some(NOBODY)] } else { &[None] };
     for (profile, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in users.iter().filter(|_| has_layers(layers)) {
-            let place = start(profile, "", *user);
+            let place = start(profile, "output_grace = \"0s\"", *user);
             let client = place.client();
             let worker = place.worker("x");
             let on_disk = |told: &str| Path::new(&format!("/proc/{worker}/root")).join(&told[1..]);
@@ -190,4 +193,275 @@ fn an_executable_without_a_shebang_is_not_run_by_a_shell() {
     let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
     let error = place.client().job("x", "").send().unwrap_err().to_string();
     assert!(error.contains("#!") && error.contains("program"), "{error}");
+}
+
+// The end of a program, and its output.
+
+const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
+
+/// Starts a bulkhead `x` whose program is what the operation says, in a shell.
+fn start_shell(profile: &str, more: &str) -> Place {
+    let given = if profile == NONE { "" } else { GIVEN };
+    let bulkheads = format!(
+        "[bulkhead.x]\nexec = [\"/bin/sh\", \"-c\", 'eval \"$BULKHEAD_OPERATION\"']\nmax_queue = 10\n\
+         deadline = \"120s\"\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n{more}\nsandbox = {{ {profile}{given} }}\n"
+    );
+    Setup { bulkheads: &bulkheads, ..Setup::default() }.start()
+}
+
+/// Runs a test under every profile that this machine has the layers for.
+fn under_each_profile(more: &str, test: impl Fn(&Place)) {
+    for (profile, _) in PROFILES.iter().filter(|(_, layers)| layers.is_empty() || has_layers(layers)) {
+        test(&start_shell(profile, more));
+    }
+}
+
+fn code_of(error: &JobError) -> &str {
+    error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
+}
+
+/// An argument of `sleep` that no other test has.
+fn own_pause() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(1000);
+    format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())
+}
+
+#[test]
+fn output_of_a_filter_that_outlives_its_program_is_whole() {
+    under_each_profile("output_grace = \"100s\"", |place| {
+        let client = place.client();
+        // More than the pipes hold: the input is still fed when the program has exited.
+        let payload = "some words\n".repeat(100_000);
+        for filter in ["tr a-z A-Z", "setsid tr a-z A-Z", "sh -c 'tr a-z A-Z & exit 0'"] {
+            let operation = format!("exec 3<&0; {} <&3 & exit 0", filter.replace("A-Z &", "A-Z <&3 &"));
+            let result = text(client.job("x", payload.clone()).operation(operation).send());
+            assert!(
+                result == payload.to_uppercase(),
+                "{filter}: {} of {} bytes",
+                result.len(),
+                payload.len()
+            );
+        }
+    });
+}
+
+#[test]
+fn output_held_beyond_its_grace_fails_the_job() {
+    under_each_profile("output_grace = \"50ms\"", |place| {
+        let pause = own_pause();
+        let operation = format!("sleep {pause} & echo started");
+        let error = place.client().job("x", "").operation(operation).send().unwrap_err();
+        assert_eq!(code_of(&error), "output_incomplete");
+        assert_eq!(error.payload(), b"started\n");
+        assert_eq!((error.outcome().unwrap().status, error.is_retryable()), (Some(0), false));
+        let message = error.to_string();
+        for word in ["sleep (pid ", "50 ms", "redirect", "output_grace = \"0s\""] {
+            assert!(message.contains(word), "{word} is not in: {message}");
+        }
+        assert!(processes_with(&pause).is_empty());
+    });
+}
+
+#[test]
+fn without_a_grace_the_output_ends_with_the_program() {
+    under_each_profile("output_grace = \"0s\"", |place| {
+        let pause = own_pause();
+        let operation = format!("sleep {pause} & echo started");
+        assert_eq!(text(place.client().job("x", "").operation(operation).send()), "started\n");
+        assert!(processes_with(&pause).is_empty());
+    });
+}
+
+#[test]
+fn a_program_that_fails_has_its_output_as_payload() {
+    let place = start_shell(NONE, "output_grace = \"100s\"");
+    let client = place.client();
+    let error =
+        client.job("x", "").operation("(sleep 0.1; echo late) & echo early; exit 3").send().unwrap_err();
+    assert_eq!((code_of(&error), error.payload()), ("exit_3", &b"early\nlate\n"[..]));
+    assert_eq!(error.outcome().unwrap().status, Some(3));
+    // The first 64 KiB reach the client.
+    let operation = "yes | head -c 100000; exit 4";
+    let error = client.job("x", "").operation(operation).send().unwrap_err();
+    assert_eq!((code_of(&error), error.payload().len()), ("exit_4", 64 * 1024));
+    assert_eq!(&error.payload()[..4], b"y\ny\n");
+    let http = Http::of(&place.supervisor).job("x", "echo some; exit 5", &[], b"");
+    let problem = http.problem(422);
+    assert_eq!((&problem["code"], &problem["exit_code"]), (&json!("exit_5"), &json!(5)));
+    assert_eq!((&problem["payload"], http.header("bulkhead-status")), (&json!("c29tZQo="), "5"));
+    assert_eq!(Http::of(&place.supervisor).job("x", "true", &[], b"").header("bulkhead-status"), "0");
+    let file = place.path().join("write/out");
+    let submit = |arguments: &[&str]| {
+        let mut command = place.supervisor.command();
+        command.args(arguments).args(["submit", "-n", "x", "echo some; exit 6"]);
+        command
+    };
+    let output = submit(&[]).arg("--output").arg(&file).output().unwrap();
+    assert_eq!((output.status.code(), &*std::fs::read(&file).unwrap()), (Some(1), &b"some\n"[..]));
+    let output = submit(&[]).output().unwrap();
+    assert_eq!((output.status.code(), &*output.stdout), (Some(1), &b"some\n"[..]));
+    let line: serde_json::Value =
+        serde_json::from_slice(&submit(&["--json"]).output().unwrap().stdout).unwrap();
+    assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
+}
+
+/// With a grace of an hour each of these would end at its deadline if it waited.
+#[test]
+fn some_ends_are_not_waited_for() {
+    under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {
+        let client = place.client();
+        let job = |operation: &str| client.job("x", "").operation(operation);
+        let pause = own_pause();
+        let died = job(&format!("sleep {pause} & kill -9 $$")).send().unwrap_err();
+        assert_eq!(code_of(&died), "signal", "{died}");
+        let large = job("yes & exit 0").send().unwrap_err();
+        assert_eq!(code_of(&large), "result_too_large", "{large}");
+        assert_eq!(text(job(&format!("echo out; sleep {pause} > /dev/null & exit 0")).send()), "out\n");
+        let late = job(&format!("sleep {pause} & exit 0")).deadline(Duration::from_millis(300)).send();
+        assert_eq!(code_of(&late.unwrap_err()), "running");
+        let job = job(&format!("sleep {pause} & exit 0")).start().unwrap();
+        wait_for("the program has left a process", || (!processes_with(&pause).is_empty()).then_some(()));
+        job.cancel();
+        assert!(matches!(job.wait(), Err(JobError::Cancelled(_))));
+        wait_for("nothing is left", || processes_with(&pause).is_empty().then_some(()));
+    });
+}
+
+#[test]
+fn orphans_in_their_grace_survive_the_end_of_another_program() {
+    // The orphan says that it is there when its program is a zombie.
+    let hold = "exec 3<&0; SETSID sh -c 'until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done; \
+                cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3' & exit 0";
+    under_each_profile("output_grace = \"100s\"\nmax_in_flight = 2", |place| {
+        let client = place.client();
+        let folder = place.path().join("write");
+        for setsid in ["", "setsid"] {
+            let operation = hold.replace("SETSID", setsid).replace("PLACE", place.path().to_str().unwrap());
+            let payload = "word ".repeat(50_000);
+            let kept = client.job("x", payload.clone()).operation(operation).start().unwrap();
+            wait_for("the orphan is there", || folder.join("held").exists().then_some(()));
+            let pause = own_pause();
+            for start in ["", "setsid"] {
+                let operation =
+                    format!("({start} sleep {pause} > /dev/null &); {start} sleep {pause} > /dev/null &");
+                assert_eq!(text(client.job("x", "").operation(operation).send()), "");
+                assert!(processes_with(&pause).is_empty(), "they end with their own program");
+            }
+            std::fs::write(folder.join("go"), "").unwrap();
+            assert!(text(kept.wait()) == payload.to_uppercase(), "{setsid}");
+            ["held", "go"].iter().for_each(|name| std::fs::remove_file(folder.join(name)).unwrap());
+        }
+    });
+}
+
+#[test]
+fn exit_statuses_mean_what_the_file_says() {
+    let more = "exit_status = { ok = [0, 1], caller = [2], retryable = [3] }\n\
+                breaker = { min_calls = 3, failure_rate = 0.5, window = \"1m\" }";
+    let place = start_shell(NONE, more);
+    let client = place.client();
+    let grep = |payload: &str| client.job("x", payload).operation("grep -h needle - $BULKHEAD_TENANT");
+    for _ in 0..5 {
+        let nothing = grep("hay\n").send().unwrap();
+        assert_eq!((nothing.payload(), nothing.outcome().status), (&b""[..], Some(1)));
+        let wrong = grep("hay\n").tenant("/no/such/file").send().unwrap_err();
+        let outcome = wrong.outcome().unwrap();
+        assert!(
+            matches!(&outcome.verdict, Verdict::Failed(failure) if failure.fault == Fault::Caller),
+            "{wrong}"
+        );
+    }
+    assert_eq!(place.supervisor.state("x").breaker.as_str(), "closed");
+    let found = grep("a needle\n").send().unwrap();
+    assert_eq!((found.payload(), found.outcome().status), (&b"a needle\n"[..], Some(0)));
+    let error = client.job("x", "").operation("exit 3").send().unwrap_err();
+    assert!(error.is_retryable() && code_of(&error) == "exit_3", "{error}");
+    // 64 and 75 have no meaning of their own any more.
+    for status in [64, 75] {
+        let error = client.job("x", "").operation(format!("exit {status}")).send().unwrap_err();
+        let outcome = error.outcome().unwrap();
+        assert!(matches!(&outcome.verdict, Verdict::Failed(failure) if failure.fault == Fault::Dependency));
+        assert!(!error.is_retryable(), "{error}");
+    }
+}
+
+#[test]
+fn payload_and_result_can_be_files() {
+    under_each_profile(
+        "files = { input = \"in.txt\", output = \"out.txt\" }\nmax_result = \"1MiB\"",
+        |place| {
+            let client = place.client();
+            let job = |operation: &str| client.job("x", "payload").operation(operation).send();
+            let beside = "[ -z \"$(cat)\" ] && echo logged && cp in.txt in.txt.bak && tr a-z A-Z < in.txt.bak > out.txt";
+            let done = job(beside).unwrap();
+            assert_eq!((done.payload(), done.outcome().status), (&b"PAYLOAD"[..], Some(0)));
+            wait_for("standard output is in the log", || {
+                place.supervisor.log().contains("logged").then_some(())
+            });
+            assert_eq!(text(job("ls -A > out.txt; [ $PWD = $TMPDIR ]")), "in.txt\nout.txt\n");
+            for (operation, why) in [
+                (":", "No such file"),
+                ("ln -s /etc/hostname out.txt", "symbolic link"),
+                ("mkdir out.txt", "no regular file"),
+            ] {
+                let error = job(operation).unwrap_err();
+                assert_eq!(code_of(&error), "no_output", "{error}");
+                assert!(
+                    error.to_string().contains(why) && error.to_string().contains("`out.txt`"),
+                    "{error}"
+                );
+            }
+            let large = job("head -c 1048577 /dev/zero > out.txt").unwrap_err();
+            assert_eq!(code_of(&large), "result_too_large", "{large}");
+            let failed = job("echo some > out.txt; echo why >&2; exit 3").unwrap_err();
+            assert_eq!((code_of(&failed), failed.payload()), ("exit_3", &b""[..]));
+            assert!(failed.to_string().contains("why"), "{failed}");
+            assert_eq!(text(job("echo some > out.txt; chmod 0 .")), "some\n");
+        },
+    );
+}
+
+#[test]
+fn a_fifo_in_the_place_of_the_result_is_not_waited_for() {
+    let place = start_shell(NONE, "files = { output = \"out\" }");
+    let error = place.client().job("x", "").operation("mkfifo out").send().unwrap_err();
+    assert_eq!(code_of(&error), "no_output", "{error}");
+}
+
+#[test]
+fn either_file_can_stand_alone() {
+    let input = start_shell(NONE, "files = { input = \"-\" }");
+    assert_eq!(text(input.client().job("x", "payload").operation("cat ./-").send()), "payload");
+    let output = start_shell(NONE, "files = { output = \"out\" }");
+    assert_eq!(text(output.client().job("x", "payload").operation("cat > out").send()), "payload");
+}
+
+#[test]
+fn a_payload_that_does_not_fit_into_tmp_is_refused() {
+    if has_layers(STRICT_LAYERS) {
+        let place = start_shell(&format!("{STRICT}, tmp = \"1MiB\""), "files = { input = \"in\" }");
+        let error = place.client().job("x", vec![0; 2 << 20]).operation("cat in").send().unwrap_err();
+        assert!(error.to_string().contains("`sandbox.tmp`"), "{error}");
+        let fits = place.client().job("x", vec![0; 1 << 16]).operation("wc -c < in").send();
+        assert_eq!(text(fits), "65536\n", "nothing is left of the one before");
+    }
+}
+
+#[test]
+fn descriptors_of_the_host_do_not_grow_with_readable_paths() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let paths: Vec<PathBuf> =
+        std::fs::read_dir("/usr/bin").unwrap().flatten().map(|entry| entry.path()).take(100).collect();
+    let bulkhead = |name: &str, read: &[PathBuf]| {
+        format!("[bulkhead.{name}]\nexec = [\"/bin/cat\"]\nsandbox = {{ {DEFAULT}, read = {read:?} }}\n")
+    };
+    let bulkheads = bulkhead("few", &[]) + &bulkhead("many", &paths);
+    let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
+    let count = |name: &str| {
+        assert_eq!(text(place.client().job(name, "here").send()), "here");
+        descriptors(place.worker(name))
+    };
+    assert_eq!(count("many"), count("few"));
 }

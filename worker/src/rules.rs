@@ -2,12 +2,13 @@
 //! programs of one worker, and the host, are out of each other's reach. In the same way each worker that a template has
 //! forked is put under rules on top of the template's; below, that is a program, and the template the worker.
 //!
-//! Rules only ever take away, so each program's name again all that the worker has, but for its temporary
+//! Rules only ever take away, so each program's name again what the worker has, but for its temporary
 //! folder: in place of that stands the folder of this program alone. They also scope: no signals to, no
 //! abstract sockets of, and no tracing of whatever is not below the program itself.
 //!
 //! What the worker has is told by the keeper (see [`bulkhead_shared::program_rules`]). It is opened once, at
-//! the start, so that a program costs a system call for each path and no walk along it.
+//! the start, so that a program costs a system call for each path and no walk along it. Of the folders of the system
+//! only the topmost are opened, however many paths in them the worker has.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -32,6 +33,10 @@ const READ_FILE: u64 = 1 << 2;
 const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
+
+/// Folders of the system. A temporary folder is not mounted a second time below them.
+const SYSTEM: [&str; 11] =
+    ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys", "/dev"];
 
 /// Of Landlock: with it the kernel logs what is tried and refused.
 const NO_VERSION: u32 = 0;
@@ -59,19 +64,18 @@ pub(crate) struct Temporary {
 
 impl Rules {
     /// Reads the rules that the keeper left on standard input, which is the null device where there are none. Programs
-    /// get as few rules as possible: they need not repeat what the rules of this process withhold, but withhold the
-    /// folders of the others. So the number of descriptors does not depend on how many paths the machine has.
+    /// need not repeat what the rules of this process withhold, but withhold the folders of the others: so folders of the
+    /// system are given as a whole, and the number of descriptors does not depend on how many paths are installed.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
             return Ok(Self::default());
         }
         let told = Self::told(&stdin)?;
-        let Some(temporary) = &told.temporary else {
-            return Self::open(ProgramRules { handled: 0, grants: Vec::new(), ..told });
-        };
-        let few = Self::open(ProgramRules { grants: widened(&told, &temporary.path), ..told.clone() })?;
-        if few.leave_temporary_files_open() { Self::open(told) } else { Ok(few) }
+        let grants = widened(&told)?;
+        // Nothing else is withheld where there is no folder to keep apart.
+        let handled = if told.temporary.is_some() { told.handled } else { 0 };
+        Self::open(ProgramRules { handled, grants, ..told })
     }
 
     fn told(stdin: &io::Stdin) -> io::Result<ProgramRules> {
@@ -131,7 +135,7 @@ impl Rules {
         // What the worker's own rules withhold of the network, they withhold from its programs.
         let withheld = Withheld { files: self.handled, network: 0, scopes: self.scoped };
         let ruleset = landlock::create_ruleset(withheld)?;
-        for (place, access) in &self.given {
+        for (place, access) in self.given.iter().filter(|_| self.handled != 0) {
             match landlock::give(ruleset.as_fd(), place.as_fd(), *access) {
                 // What was a folder is a file by now.
                 Err(Errno::INVAL) => landlock::give(ruleset.as_fd(), place.as_fd(), access & OF_FILES)?,
@@ -145,21 +149,25 @@ impl Rules {
     }
 }
 
-/// The same paths by the folders at the top that they lie in, with all rights: but not by the one that the temporary
-/// folder lies in.
-fn widened(told: &ProgramRules, temporary: &Path) -> Vec<Grant> {
-    let top = |path: &Path| path.components().take(2).collect::<PathBuf>();
-    let other = top(temporary);
+/// Returns the grants with the folders of [`SYSTEM`] in place of what lies in them, unless that contains the temporary
+/// folder.
+fn widened(told: &ProgramRules) -> io::Result<Vec<Grant>> {
+    let open = |path: &Path| rustix::fs::open(path, PLACE | OFlags::DIRECTORY, Mode::empty());
+    let temporary = told.temporary.as_ref().map(|temporary| open(&temporary.path)).transpose()?;
     let mut wide: Vec<Grant> = Vec::new();
     for grant in &told.grants {
-        let top = top(&grant.path);
-        if top == other || top == Path::new("/") {
-            wide.push(grant.clone());
-        } else if wide.iter().all(|known| known.path != top) {
-            wide.push(Grant { path: top, access: told.handled });
+        let top: PathBuf = grant.path.components().take(2).collect();
+        if wide.iter().any(|known| known.path == top && known.access == told.handled) {
+            continue;
         }
+        let is_apart = |place: OwnedFd| match &temporary {
+            Some(temporary) => is_given(temporary, &[(place, READ_DIR)]).is_ok_and(|is_given| !is_given),
+            None => true,
+        };
+        let is_wide = SYSTEM.iter().any(|folder| top == Path::new(folder)) && open(&top).is_ok_and(is_apart);
+        wide.push(if is_wide { Grant { path: top, access: told.handled } } else { grant.clone() });
     }
-    wide
+    Ok(wide)
 }
 
 /// Whether a folder lies in what is given to be listed.

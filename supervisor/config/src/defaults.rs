@@ -108,5 +108,3 @@ pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// The default of `output_grace`.
 pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);
-/// Bytes of a file name, as Linux takes it.
-pub const FILE_NAME_BYTES_MAX: usize = 255;

@@ -37,6 +37,12 @@ struct Process {
     is_zombie: bool,
 }
 
+impl Process {
+    fn identity(&self, pid: u32) -> Identity {
+        Identity { pid, session: self.session, started: self.started }
+    }
+}
+
 /// Kills every process that descends from this one, except the children that `is_spared` and what descends
 /// from them. Returns how many it killed; 0 means that none is left. Call it until then: killing
 /// hands the victims' children upwards.
@@ -59,34 +65,32 @@ pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
-/// A process that descends from this one.
+/// A process that can be told from all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Descendant {
+pub struct Identity {
     /// Number of the process.
     pub pid: u32,
     /// Number of its session.
     pub session: u32,
-    /// Number of the child of this process that it is, or descends from.
-    pub child: u32,
+    /// Start of the process, in the kernel's ticks: the number can be used again.
+    pub started: u64,
 }
 
-/// Lists the processes that descend from this one, zombies included, up to 64 generations deep. Errors: `/proc` cannot
-/// be read.
-pub fn list_descendants() -> io::Result<Vec<Descendant>> {
+/// Lists the processes that descend from this one, zombies included, up to 64 generations deep, each with the child of
+/// this process that it is, or descends from. Errors: `/proc` cannot be read.
+pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
     let (table, own) = (processes()?, std::process::id());
     let child_above = |pid: u32| {
         let line = std::iter::successors(Some(pid), |pid| Some(table.get(pid)?.parent));
         line.take(ANCESTORS_MAX).find(|pid| table.get(pid).is_some_and(|process| process.parent == own))
     };
-    let descendant = |(&pid, found): (&u32, &Process)| {
-        Some(Descendant { pid, session: found.session, child: child_above(pid)? })
-    };
+    let descendant = |(&pid, found): (&u32, &Process)| Some((found.identity(pid), child_above(pid)?));
     Ok(table.iter().filter_map(descendant).collect())
 }
 
-/// Returns the session of a process; `None` if there is no such process, or this user cannot see it.
-pub fn session_of(pid: u32) -> Option<u32> {
-    read_process(pid).map(|process| process.session)
+/// Returns the identity of a process; `None` if there is no such process, or this user cannot see it.
+pub fn identity_of(pid: u32) -> Option<Identity> {
+    read_process(pid).map(|process| process.identity(pid))
 }
 
 /// When this process started, in the kernel's ticks: together with its number, this names one process for

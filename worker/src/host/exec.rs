@@ -169,7 +169,9 @@ impl Host {
             },
             Err(error) => {
                 let name = self.plan.input.as_deref().unwrap_or_default();
-                let message = format!("failed to write the payload to the file `{name}`: {error}");
+                let is_full = error.kind() == io::ErrorKind::StorageFull;
+                let advice = if is_full { "; allow more by `sandbox.tmp`" } else { "" };
+                let message = format!("failed to write the payload to the file `{name}`: {error}{advice}");
                 Reply::Failed(HandlerError::new("io", message))
             }
         };

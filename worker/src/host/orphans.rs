@@ -6,7 +6,7 @@
 //!
 //! Orphans of a program that still has its `output_grace` must survive the cleanup after other programs. Each program
 //! leads a session of its own, which its descendants can only leave by starting another one; so a session tells whose
-//! an orphan is. Sessions that descendants started are recorded when a program ends and while others are cleaned up.
+//! an orphan is. Descendants in other sessions are recorded when a program ends and while others are cleaned up.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::{Descendant, kill_descendants, list_descendants, read_small, session_of};
+use bulkhead_linux::process_tree::{Identity, identity_of, kill_descendants, list_descendants, read_small};
 use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::io::Errno;
 
@@ -47,58 +47,61 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
-    /// Every program whose job has not ended, by its number, which is also that of its session. True if its orphans'
-    /// sessions are recorded.
+    /// Every program whose job has not ended, by its number, which is also that of its session. True if its orphans are
+    /// recorded.
     unfinished: HashMap<u32, bool>,
-    /// Programs that the members of other sessions may descend from.
-    sessions: HashMap<u32, Vec<u32>>,
+    /// Programs that a process in another session, or the members of that session, may descend from.
+    owners: HashMap<Key, Vec<u32>>,
+}
+
+/// Key of a record: the number and the start of a process, or the number of a session.
+type Key = (u32, Option<u64>);
+
+fn keys(found: Identity) -> [Key; 2] {
+    [(found.session, None), (found.pid, Some(found.started))]
 }
 
 impl Programs {
-    /// Returns the programs that a child of the host may descend from.
-    fn owners(&mut self, child: u32) -> Vec<u32> {
-        // A process that is gone needs no owner; its children are looked at by themselves.
-        session_of(child).map_or_else(Vec::new, |session| self.owners_of(session))
+    /// Returns the programs that a process may descend from, as far as they are known.
+    fn known_owners(&self, found: Identity) -> Option<Vec<u32>> {
+        if self.unfinished.contains_key(&found.session) {
+            return Some(vec![found.session]);
+        }
+        keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that the members of a session may descend from. Of an unknown session these are the
-    /// programs that have just died and whose orphans are not recorded.
-    fn owners_of(&mut self, session: u32) -> Vec<u32> {
-        if self.unfinished.contains_key(&session) {
-            return vec![session];
+    /// Returns the programs that a child of the host may descend from. Of an unknown one these are the programs that have
+    /// just died and whose orphans are not recorded.
+    fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
+        if self.unfinished.contains_key(&child) {
+            return vec![child];
         }
-        if let Some(owners) = self.sessions.get(&session) {
-            return owners.clone();
+        // A process that is gone needs no owner; its children are looked at by themselves.
+        let Some(found) = identity_of(child) else { return Vec::new() };
+        self.known_owners(found).unwrap_or_else(|| {
+            let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
+            let owners: Vec<u32> =
+                unrecorded.map(|(&program, _)| program).filter(|&it| has_ended(it)).collect();
+            self.record(found, &owners);
+            owners
+        })
+    }
+
+    fn record(&mut self, found: Identity, owners: &[u32]) {
+        for key in keys(found).into_iter().filter(|_| !owners.is_empty()) {
+            self.owners.entry(key).or_insert_with(|| owners.to_vec());
         }
-        let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
-        let owners: Vec<u32> = unrecorded.map(|(&program, _)| program).filter(|&it| has_ended(it)).collect();
-        if !owners.is_empty() {
-            self.sessions.insert(session, owners.clone());
-        }
-        owners
     }
 
     fn is_spared(&mut self, child: u32) -> bool {
-        if self.unfinished.contains_key(&child) {
-            return true;
-        }
-        let owners = self.owners(child);
-        owners.iter().any(|owner| self.unfinished.contains_key(owner))
+        self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
-    /// Records the sessions of all descendants. Errors: `/proc` cannot be read.
-    fn record_sessions(&mut self) -> io::Result<()> {
-        for Descendant { session, child, .. } in list_descendants()? {
-            if self.unfinished.contains_key(&session) || self.sessions.contains_key(&session) {
-                continue;
-            }
-            let owners = match self.unfinished.contains_key(&child) {
-                true => vec![child],
-                false => self.owners(child),
-            };
-            if !owners.is_empty() {
-                self.sessions.insert(session, owners);
-            }
+    /// Records all descendants. Errors: `/proc` cannot be read.
+    fn record_all(&mut self) -> io::Result<()> {
+        for (found, child) in list_descendants()? {
+            let owners = self.known_owners(found).unwrap_or_else(|| self.owners_of_child(child));
+            self.record(found, &owners);
         }
         Ok(())
     }
@@ -134,7 +137,7 @@ impl Orphans {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if is_something_left {
             // Without /proc the orphans of its own session are known.
-            let _ = programs.record_sessions();
+            let _ = programs.record_all();
         }
         programs.unfinished.insert(number, true);
         drop((programs, starting));
@@ -144,9 +147,9 @@ impl Orphans {
     pub(super) fn holders(&self, number: u32, pipe: u64) -> Vec<String> {
         let link = format!("pipe:[{pipe}]");
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let descendants = list_descendants().unwrap_or_default();
-        let own = descendants.into_iter().filter(|found| programs.owners_of(found.session).contains(&number));
-        let own: Vec<u32> = own.map(|found| found.pid).take(SEARCHED_MAX).collect();
+        // Without /proc nothing can be named.
+        let mut descendants = list_descendants().unwrap_or_default();
+        descendants.retain(|(_, child)| programs.owners_of_child(*child).contains(&number));
         drop(programs);
         let holds = |pid: &u32| {
             let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
@@ -157,7 +160,8 @@ impl Orphans {
             let name = read_small(&format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("{} (pid {pid})", name.trim_end().escape_default())
         };
-        own.into_iter().filter(holds).take(NAMED_MAX).map(name).collect()
+        let own = descendants.iter().map(|(found, _)| found.pid).take(SEARCHED_MAX);
+        own.filter(holds).take(NAMED_MAX).map(name).collect()
     }
 
     /// The job of a program is over: what it leaves behind goes with the next sweep. To be called before the program is
@@ -200,7 +204,7 @@ impl Orphans {
                     let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
                     let has_kept = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that /proc cannot be read; the next round asks again.
-                    let _ = if has_kept { programs.record_sessions() } else { Ok(()) };
+                    let _ = if has_kept { programs.record_all() } else { Ok(()) };
                     let killed = kill_descendants(|child| programs.is_spared(child));
                     drop((programs, starting));
                     if matches!(killed, Ok(0)) {
@@ -215,7 +219,7 @@ impl Orphans {
             }
         }
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let Programs { unfinished, sessions } = &mut *programs;
-        sessions.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
+        let Programs { unfinished, owners } = &mut *programs;
+        owners.retain(|_, owners| owners.iter().any(|owner| unfinished.contains_key(owner)));
     }
 }

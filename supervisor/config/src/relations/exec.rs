@@ -2,13 +2,11 @@
 
 use super::Checker;
 use crate::Profile;
-use crate::defaults::FILE_NAME_BYTES_MAX;
 use crate::diagnostics::shown;
 use crate::file::RawBulkhead;
 use crate::keys::bulkhead::{BulkheadConfig, Program};
 use crate::keys::exec::{ExitStatus, ExitStatusKeys};
-use crate::reader::{Field, Given, Origin};
-use crate::values::Complaint;
+use crate::reader::{Field, Origin};
 
 /// Exit statuses of `sysexits.h`: EX_USAGE, EX_DATAERR and EX_TEMPFAIL.
 const CALLER: [u8; 2] = [64, 65];
@@ -51,8 +49,16 @@ impl Checker<'_> {
         }
         let files = [("input", &raw.files.input), ("output", &raw.files.output)];
         for (name, given) in files.iter().filter_map(|(name, field)| Some((name, field.given()?))) {
-            if let Err(complaint) = check_file_name(name, given) {
-                self.complain(given.span.clone(), complaint);
+            let file = given.value.as_str();
+            if file.contains('/') || matches!(file, "." | "..") {
+                self.problems.report(
+                    given.span.clone(),
+                    format!(
+                        "`files.{name}` must be the name of a file in the job's own folder, not the path `{}`",
+                        shown(file)
+                    ),
+                    format!("write a name without `/`, as in `{name} = \"{name}.txt\"`"),
+                );
             }
         }
         let Some(files) = files.iter().find_map(|(_, field)| field.given()) else { return };
@@ -87,25 +93,4 @@ impl Checker<'_> {
             );
         }
     }
-}
-
-/// Checks that a file lies in the job's folder itself.
-fn check_file_name(key: &str, given: &Given<String>) -> Result<(), Complaint> {
-    let name = given.value.as_str();
-    if name.contains('/') || matches!(name, "." | "..") {
-        return Err(Complaint::new(
-            format!(
-                "`files.{key}` must be the name of a file in the job's own folder, not the path `{}`",
-                shown(name)
-            ),
-            format!("write a name without `/`, as in `{key} = \"{key}.txt\"`"),
-        ));
-    }
-    if name.len() > FILE_NAME_BYTES_MAX {
-        return Err(Complaint::new(
-            format!("`files.{key}` has {} bytes; a file name has at most {FILE_NAME_BYTES_MAX}", name.len()),
-            "write a shorter name",
-        ));
-    }
-    Ok(())
 }

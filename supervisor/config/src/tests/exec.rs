@@ -48,13 +48,6 @@ fn files_have_plain_names() {
         let message = format!("the name of a file in the job's own folder, not the path `{name}`");
         folder.refuse_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
-    let long = "x".repeat(256);
-    folder.refuse_one(
-        &bulkhead(&format!("files = {{ output = \"{long}\" }}")),
-        (3, 20),
-        "has 256 bytes",
-        "shorter",
-    );
     folder.refuse_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
     for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
         folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
