@@ -415,6 +415,49 @@ fn the_supervisors_own_files_are_given_to_no_worker() {
     }
 }
 
+/// Rules and mounts are about files, so that each name of a file gives it.
+#[test]
+fn a_hard_link_to_the_configuration_is_withheld_as_well() {
+    for profile in profiles() {
+        let runs = bulkhead("x", WORKER, profile).replace("cwd = \"work\"", "cwd = \".\"");
+        let place = start(&runs);
+        let links = ["linked.toml", "read/linked.toml"].map(|name| place.path().join(name));
+        for link in &links {
+            std::fs::hard_link(place.path().join("workers.toml"), link).unwrap();
+        }
+        let before = place.worker("x");
+        kill_pid(before, Signal::SIGKILL);
+        wait_for("another worker is there", || {
+            place.supervisor.worker_pids("x").first().copied().filter(|pid| *pid != before)
+        });
+        let names = links.iter().cloned().chain([place.path().join("workers.toml")]);
+        for name in names.chain([place.path().join("read/file")]) {
+            let target = json!({ "secret": name.to_str().unwrap() });
+            let ended = place.attempt(&place.client(), "x", "read-neighbour", &target);
+            let is_given = matches!(&ended, Ended::Succeeded(what) if !what.starts_with("0 bytes"));
+            assert_eq!(is_given, name.ends_with("read/file"), "{profile}: {name:?}: {ended:?}");
+        }
+    }
+}
+
+/// As `shm_open` and `sem_open` do.
+#[test]
+fn shared_memory_by_name_is_the_workers_own() {
+    for profile in profiles() {
+        if !has_layers(STRICT_LAYERS) {
+            println!("NOT RUN: {profile}: a /dev/shm of one's own takes namespaces");
+            continue;
+        }
+        let both = bulkhead("x", WORKER, profile) + &bulkhead("y", WORKER, profile);
+        let place = start(&both);
+        for worker in ["x", "y"] {
+            let ended = place.attempt(&place.client(), worker, "make-shared-memory", &json!({}));
+            assert!(ended.is(Expected::Succeeds), "{profile}: {worker}: {ended:?}");
+        }
+        assert!(!Path::new("/dev/shm/bulkhead-attempt").exists(), "{profile}: it is not the machine's");
+    }
+}
+
 #[test]
 fn what_is_written_to_a_path_that_was_given_stays() {
     for profile in profiles() {

@@ -206,7 +206,7 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     let named =
         |paths: &[&Path], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::Always);
     let mut grants = fixed(&paths::SYSTEM, execute);
-    grants.extend(Grant::all(paths::etc(), read, Condition::IfOthersMayRead));
+    grants.extend(Grant::all(paths::readable_by_all(), read, Condition::IfOthersMayRead));
     grants.extend(fixed(&paths::DEVICES, device & AccessFs::from_all(abi)));
     grants.extend(fixed(&paths::RANDOM, AccessFs::ReadFile.into()));
     grants.extend(fixed(&[PROC], read));

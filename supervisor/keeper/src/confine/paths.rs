@@ -2,8 +2,10 @@
 //! of the system, and the folders of its own program.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::Metadata;
 use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use bulkhead_linux::errno;
@@ -91,6 +93,10 @@ pub(crate) const ETC: [&str; 52] = [
 pub(crate) const ETC_FAMILIES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
+/// Caches outside of `/usr` and `/etc` that programs make anew, each time, where they cannot read them.
+const CACHES: [&str; 4] =
+    ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
+
 /// What these devices do is harmless. Requests to them have to fail as on any other file, since many a
 /// program looks that way for a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
@@ -118,14 +124,18 @@ const SHEBANG_BYTES_MAX: u64 = 256;
 /// Entries of one folder that are given one by one, at most.
 const ENTRIES_MAX: usize = 4096;
 
-/// The paths in `/etc` that are given if others may read them.
-pub(crate) fn etc() -> Vec<PathBuf> {
+/// Maximum number of entries in a folder that is searched for other names of a withheld file.
+const SEARCHED_MAX: usize = 100_000;
+
+/// The paths in `/etc`, and the caches, that are given if others may read them.
+pub(crate) fn readable_by_all() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
         |name: &OsStr| ETC_FAMILIES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
     let entries = std::fs::read_dir(etc).into_iter().flatten().flatten();
     let families = entries.filter(|entry| belongs(&entry.file_name())).map(|entry| entry.path());
-    ETC.iter().map(|name| etc.join(name)).chain(families).collect()
+    let caches = CACHES.iter().map(PathBuf::from);
+    ETC.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
 /// Folders that all users share, or that hold all of one user's files: an operator who starts a program in one of
@@ -274,7 +284,9 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
 /// are now, but for those.
 pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
-    let secrets: Vec<PathBuf> = withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+    let mut secrets: Vec<PathBuf> =
+        withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+    secrets.extend(other_names(&real, &secrets)?);
     let mut given = Vec::new();
     let mut looked_at = 0;
     let mut folders = vec![(folder.to_path_buf(), real)];
@@ -301,6 +313,38 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
         }
     }
     Ok(given)
+}
+
+/// Hard links in this folder to files among `secrets`: rules and mounts are about files, so that each name of a file
+/// gives it. Errors: a file has several names, and the folder is too large to be searched for them.
+fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
+    let linked =
+        |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
+    let secrets = secrets.iter().filter_map(|path| linked(&std::fs::symlink_metadata(path).ok()?));
+    let secrets: Vec<(u64, u64)> = secrets.collect();
+    let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
+    let (mut names, mut looked_at) = (Vec::new(), 0);
+    while let Some(folder) = folders.pop() {
+        // What cannot be listed here has no names for the worker either.
+        for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
+            looked_at += 1;
+            if looked_at > SEARCHED_MAX {
+                let text = format!(
+                    "it has more than {SEARCHED_MAX} entries, and a hard link to the configuration may be one of \
+                     them: remove the other names of that file"
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            match entry.metadata() {
+                Ok(found) if found.is_dir() => folders.push(entry.path()),
+                Ok(found) if linked(&found).is_some_and(|it| secrets.contains(&it)) => {
+                    names.push(entry.path())
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(names)
 }
 
 #[cfg(test)]

@@ -45,6 +45,8 @@ pub(crate) struct Barriers {
     pub(super) hosted: Option<OwnedFd>,
     /// Where a temporary file system is mounted, and with what options.
     pub(super) own_temporary: Option<(CString, CString)>,
+    /// What lies at `/dev/shm` in a mount namespace of its own that has the system's root.
+    pub(super) shared_memory: Option<CString>,
     /// The user namespace that the worker enters first of all.
     pub(super) entered: Option<Arc<OwnedFd>>,
     /// Whether the child may mount before it is in a user namespace of its own.
@@ -149,6 +151,7 @@ impl Barriers {
             executable,
             hosted,
             own_temporary: own_temporary(&terms, temporary),
+            shared_memory: shared_memory(&terms, temporary),
             entered,
             may_mount,
         })
@@ -181,6 +184,12 @@ impl Barriers {
     pub(super) fn has_tmp(&self) -> bool {
         matches!(self.terms.temporary, Temporary::FileSystem(_))
     }
+}
+
+/// A temporary folder on disk; a file system that is mounted over it shows itself when it is there.
+fn shared_memory(terms: &Terms, temporary: Option<&Path>) -> Option<CString> {
+    let folder = temporary.filter(|_| terms.namespaces.proc && terms.temporary == Temporary::Folder);
+    folder.and_then(root::text)
 }
 
 /// What a worker's own user cannot reach of what it is given.

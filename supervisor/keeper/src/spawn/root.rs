@@ -116,7 +116,7 @@ impl Root {
         for path in paths::SYSTEM {
             places.system(Path::new(path));
         }
-        for path in paths::etc() {
+        for path in paths::readable_by_all() {
             places.file_for_all(&path);
         }
         for path in paths::DEVICES.iter().chain(&paths::RANDOM) {

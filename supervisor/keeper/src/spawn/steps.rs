@@ -3,6 +3,7 @@
 //! The first table is for the first process of new namespaces, the second for the process that becomes the
 //! worker's program. Each step is system calls on what was prepared, and can only succeed or be named.
 
+use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
 use bulkhead_linux::errno::check;
@@ -49,7 +50,7 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 /// A privileged keeper's child makes the root folder while it is still root, so that no folder above what
 /// the worker is given is closed to it, and enters a user namespace afterwards. Any other needs the user
 /// namespace first, for the right to mount.
-pub(super) const OUTER: [(&str, Step); 13] = [
+pub(super) const OUTER: [(&str, Step); 14] = [
     ("session", session),
     ("out-of-memory score", memory_score),
     ("working directory", enter_directory),
@@ -59,6 +60,7 @@ pub(super) const OUTER: [(&str, Step); 13] = [
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
     ("own /proc", own_proc),
+    ("own /dev/shm", own_shared_memory),
     ("cgroup namespace", own_cgroup),
     ("user namespace", user_namespace_after_root),
     ("identity in the user namespace", identity_after_root),
@@ -228,6 +230,19 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(ruleset.add_mounted(false)?)
 }
 
+/// Where programs make shared memory and semaphores by name: there lies the worker's temporary folder, as in a root
+/// folder of its own, so that what they make is no other worker's, and counts as temporary files do.
+fn own_shared_memory(plan: &Plan<'_>) -> Result<(), Stop> {
+    plan.prepared.barriers.shared_memory.as_deref().map_or(Ok(()), show_as_shared_memory)
+}
+
+fn show_as_shared_memory(folder: &CStr) -> Result<(), Stop> {
+    match super::mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
+        Err(Errno::NOENT) => Ok(()), // A system without that.
+        result => Ok(result?),
+    }
+}
+
 /// With a root folder of its own, its control group is the top of what it sees of them: where it lies on this machine
 /// is of no concern in there.
 fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
@@ -257,6 +272,7 @@ fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
     let Some((folder, options)) = &barriers.own_temporary else { return Ok(()) };
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     super::mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
+    show_as_shared_memory(folder)?;
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_temporary(folder)?)
 }

@@ -20,6 +20,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-shadow", |_| read("/etc/shadow")),
     ("list-root-home", |_| list("/root")),
     ("list-temporary-files", list_temporary_files),
+    ("make-shared-memory", make_shared_memory),
     ("read-neighbour", |to| read(to.text("secret")?)),
     ("list-neighbour", |to| list(parent(to.text("secret")?)?)),
     ("read-by-symlink", read_by_symlink),
@@ -320,4 +321,14 @@ fn inherited_descriptors(_: &Targets) -> Tried {
         [] => Err(Refused::nothing("find a descriptor that was not meant for it")),
         ref extra => Ok(format!("has {extra:?} as well")),
     }
+}
+
+/// Leaves it, so that another process's would be found.
+fn make_shared_memory(_: &Targets) -> Tried {
+    let what = "make shared memory by name";
+    let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
+    made.and_then(|file| file.set_len(4096)).at(what)?;
+    // As `sem_open` gives a semaphore its name.
+    fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
+    Ok("made".into())
 }

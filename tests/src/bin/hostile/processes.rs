@@ -1,6 +1,7 @@
 //! Other processes: the supervisor, the keeper, a sibling of another bulkhead, all.
 
 use std::fs;
+use std::io::Write;
 use std::os::fd::AsRawFd;
 
 use nix::errno::Errno;
@@ -41,6 +42,12 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("limit-sibling", |to| limit(to.pid("sibling")?)),
     ("renice-sibling", |to| renice(to.pid("sibling")?)),
     ("pin-sibling", |to| pin(to.pid("sibling")?)),
+    ("pin-template", |to| pin(to.pid("template")?)),
+    ("limit-template", |to| limit(to.pid("template")?)),
+    ("renice-template", |to| renice(to.pid("template")?)),
+    ("serve-template-last", |to| serve_as_before(to.pid("template")?)),
+    ("score-template", |to| write_as_it_is(to.pid("template")?, "oom_score_adj")),
+    ("slacken-template", |to| write_as_it_is(to.pid("template")?, "timerslack_ns")),
     ("kill-parent", kill_parent),
     ("kill-everything", kill_everything),
     ("limit-supervisor", |to| limit(to.pid("supervisor")?)),
@@ -215,6 +222,25 @@ fn renice(pid: i32) -> Tried {
     let nice = 20_isize.wrapping_sub_unsigned(nice);
     call(libc::SYS_setpriority, [libc::PRIO_PROCESS as usize, pid, nice as usize]).at(what)?;
     Ok("changed".into())
+}
+
+/// To the priority at the disk that it has.
+fn serve_as_before(pid: i32) -> Tried {
+    const OF_A_PROCESS: usize = 1;
+    let what = "change another's priority at the disk";
+    let priority = call(libc::SYS_ioprio_get, [OF_A_PROCESS, pid as usize]).at(what)?;
+    call(libc::SYS_ioprio_set, [OF_A_PROCESS, pid as usize, priority]).at(what)?;
+    Ok("changed".into())
+}
+
+/// What the file says already.
+fn write_as_it_is(pid: i32, file: &str) -> Tried {
+    let what = "write to another's file in /proc";
+    let path = format!("/proc/{pid}/{file}");
+    let opened = fs::OpenOptions::new().write(true).open(&path).at(what)?;
+    let text = fs::read(&path).at(what)?;
+    (&opened).write_all(&text).at(what)?;
+    Ok("written".into())
 }
 
 /// To the policy that it has.
