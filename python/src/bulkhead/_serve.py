@@ -57,7 +57,7 @@ class Server:
         self._link = _link.Link(socket)
         #: Descriptors that came, for the frame that says what they are; and memory files that are lent, by lease.
         self._descriptors: list[int] = []
-        self._lent: dict[int, _files.Files] = {}
+        self._lent: dict[int, _files.Pair] = {}
         receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv
         self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -349,8 +349,9 @@ class Server:
                 self._fail(job, error)
                 return
         assert isinstance(result, (bytes, memoryview, _files.Written))
-        if len(result) > self._result_bytes_max:
-            sentence = f"the result has {len(result)} bytes; max_result is {self._result_bytes_max}"
+        size = result.size if isinstance(result, _files.Written) else len(result)
+        if size > self._result_bytes_max:
+            sentence = f"the result has {size} bytes; max_result is {self._result_bytes_max}"
             self._fail(job, HandlerError("result_too_large", sentence))
             return
         self._settle(job)
@@ -496,7 +497,7 @@ class Server:
                     break
         elif kind == _wire.FILES:
             try:
-                self._lent[number] = _files.Files(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors)
+                self._lent[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)
             except (OSError, ValueError) as error:
                 # Without them payloads come as bytes.
                 print(f"memory files cannot be used: {error}", file=sys.stderr)
