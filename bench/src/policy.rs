@@ -290,7 +290,8 @@ impl Subject {
             Time::ZERO,
             Event::Hello {
                 worker,
-                can: Abilities { has_dispatch_thread: true, can_resize: true, can_look_ahead: false },
+                can: Abilities { has_dispatch_thread: true, can_resize: true },
+                claims: None,
             },
             &mut actions,
         );

@@ -48,7 +48,7 @@ def test_the_page_names_every_number() -> None:
     page = PAGE.read_text()
     kinds = [
         *("HELLO", "CLIENT_WELCOME", "REFUSED", "WORKER_WELCOME", "SUBMIT", "CANCEL", "OUTCOME", "PROGRESS", "JOB"),
-        *("CANCEL_JOB", "DRAIN", "LIMITS", "RECALL", "JOURNAL", "READY", "STARTED", "RESULT", "FAILED", "PROGRESSED"),
+        *("CANCEL_JOB", "DRAIN", "LIMITS", "JOURNAL", "READY", "RESULT", "FAILED", "PROGRESSED"),
         *("STATUS", "EXTEND_START", "HEARTBEAT", "STOPPING", "PROGRAM_CRASHED", "RETURNED"),
     ]
     for kind in kinds:

@@ -19,7 +19,7 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 /// the frame is skipped.
 pub const FLAG_CRITICAL: u8 = 1;
 
-/// What a frame is. The numbers never change their meaning; new kinds get new numbers.
+/// What a frame is. The numbers never change their meaning; new kinds get new numbers. 52 and 65 had one once.
 #[expect(missing_docs, reason = "each is described with its message")]
 pub mod kind {
     // Both protocols: the first frames of a connection.
@@ -47,14 +47,12 @@ pub mod kind {
     pub const CANCEL_JOB: u8 = 49;
     pub const DRAIN: u8 = 50;
     pub const LIMITS: u8 = 51;
-    pub const RECALL: u8 = 52;
     pub const JOURNAL: u8 = 53;
     pub const FILES: u8 = 54;
     pub const FILES_ENDED: u8 = 55;
 
     // Worker to supervisor.
     pub const READY: u8 = 64;
-    pub const STARTED: u8 = 65;
     pub const RESULT: u8 = 66;
     pub const FAILED: u8 = 67;
     pub const PROGRESSED: u8 = 68;

@@ -2,7 +2,7 @@
 //! frame. A worker opens with [`Hello`](crate::client_protocol::Hello) in the role of a worker; the
 //! number of every frame about a job is the job's.
 //!
-//! `CANCEL_JOB`, `DRAIN`, `READY`, `STARTED`, `HEARTBEAT` and `STOPPING` have [`Empty`] metadata;
+//! `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT` and `STOPPING` have [`Empty`] metadata;
 //! `RESULT` too, with the result as payload.
 
 use bincode::{BorrowDecode, Encode};
@@ -27,8 +27,9 @@ pub mod capability {
     pub const RESIZE: u64 = 2;
 
     /// Takes more jobs than it may run, begins them in the order they came, each only when the answer of the one
-    /// before is on its link or in its [journal](crate::journal), and gives those back that it was asked for.
-    pub const LOOK_AHEAD: u64 = 4;
+    /// before is on its link or in its [journal](crate::journal), and none that its journal says is taken back. (4
+    /// said the same of a protocol in which it was asked for them; it is not used again.)
+    pub const CLAIMS: u64 = 32;
 
     /// Takes [memory files](crate::memory_files): it reads its link by `recvmsg(2)`, as long as it lives.
     pub const MEMORY_FILES: u64 = 16;

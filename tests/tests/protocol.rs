@@ -38,10 +38,8 @@ const JOB: u8 = 48;
 const CANCEL_JOB: u8 = 49;
 const DRAIN: u8 = 50;
 const LIMITS: u8 = 51;
-const RECALL: u8 = 52;
 const JOURNAL: u8 = 53;
 const READY: u8 = 64;
-const STARTED: u8 = 65;
 const RESULT: u8 = 66;
 const FAILED: u8 = 67;
 const PROGRESSED: u8 = 68;
@@ -322,7 +320,12 @@ impl Client {
     }
 
     fn outcome(&mut self) -> Outcome {
-        Outcome::read(&self.next())
+        loop {
+            let frame = self.next();
+            if frame.kind != PROGRESS {
+                return Outcome::read(&frame);
+            }
+        }
     }
 
     /// The outcome of one job alone.
@@ -472,7 +475,6 @@ impl Worker {
                 self.send(FAILED, number, failed.end(), &job.payload);
             }
             "progress" => {
-                self.send(STARTED, number, empty(), b"");
                 self.send(PROGRESSED, number, Meta::default().f32(0.25).text("page 1 of 4").end(), b"");
                 self.send(RESULT, number, empty(), b"read");
             }
@@ -770,11 +772,8 @@ fn the_bytes_on_a_workers_link_are_pinned() {
     let plain = [
         ("CANCEL_JOB", frame::kind::CANCEL_JOB, JOB_NUMBER, "31 00 0800 0500000100000000"),
         ("DRAIN", frame::kind::DRAIN, 0, "32 00 0800 0000000000000000"),
-        ("RECALL", frame::kind::RECALL, JOB_NUMBER, "34 00 0800 0500000100000000"),
         ("JOURNAL", frame::kind::JOURNAL, 0, "35 00 0800 0000000000000000"),
-        ("RETURNED", frame::kind::RETURNED, JOB_NUMBER, "4a 00 0800 0500000100000000"),
         ("READY", frame::kind::READY, 0, "40 00 0800 0000000000000000"),
-        ("STARTED", frame::kind::STARTED, JOB_NUMBER, "41 00 0800 0500000100000000"),
         ("HEARTBEAT", frame::kind::HEARTBEAT, 0, "47 00 0800 0000000000000000"),
         ("STOPPING", frame::kind::STOPPING, 0, "48 00 0800 0000000000000000"),
     ];
@@ -782,6 +781,12 @@ fn the_bytes_on_a_workers_link_are_pinned() {
         let literal = format!("08000000 {header} 0000000000000000");
         pin(name, &literal, &written(kind, number, &Empty, &[], b""));
     }
+    let arrival = (tag::ARRIVAL, &7_u64.to_le_bytes()[..]);
+    pin(
+        "RETURNED",
+        "1a000000 4a 00 1a00 0500000100000000 0100000000000000 0800 0800000000000000 0700000000000000",
+        &written(frame::kind::RETURNED, JOB_NUMBER, &Empty, &[arrival], b""),
+    );
     pin(
         "LIMITS",
         "0c000000 33 00 0c00 0000000000000000 03020000 0000000000000000",
@@ -829,7 +834,7 @@ fn the_page_names_every_capability_of_a_worker() {
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
         (capability::RESIZE, "that it understands LIMITS"),
-        (capability::LOOK_AHEAD, "that it takes [jobs ahead]"),
+        (capability::CLAIMS, "that it takes [jobs ahead]"),
         (capability::JOURNAL_BEATS, "that it can write its heartbeats into its journal"),
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
@@ -873,7 +878,6 @@ fn the_page_names_every_number() {
         ("CANCEL_JOB", frame::kind::CANCEL_JOB, CANCEL_JOB),
         ("DRAIN", frame::kind::DRAIN, DRAIN),
         ("LIMITS", frame::kind::LIMITS, LIMITS),
-        ("RECALL", frame::kind::RECALL, RECALL),
         ("JOURNAL", frame::kind::JOURNAL, JOURNAL),
     ];
     for (name, real, by_hand) in named {
@@ -882,7 +886,6 @@ fn the_page_names_every_number() {
     }
     let rows = [
         ("READY", frame::kind::READY, READY),
-        ("STARTED", frame::kind::STARTED, STARTED),
         ("RESULT", frame::kind::RESULT, RESULT),
         ("FAILED", frame::kind::FAILED, FAILED),
         ("PROGRESSED", frame::kind::PROGRESSED, PROGRESSED),
@@ -928,7 +931,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     let mut fields = Fields(&welcome.meta);
     assert_eq!(fields.u16(), 1, "version");
     assert!((2 << 20..3 << 20).contains(&fields.u32()), "largest frame: max_payload and a little");
-    assert_eq!(fields.u64(), 3, "capabilities: a run limit, memory files");
+    assert_eq!(fields.u64(), 7, "capabilities: a run limit, memory files, a cancellation unless begun");
     assert!(!fields.text().is_empty(), "the supervisor's version");
     assert_eq!(fields.end(), []);
 

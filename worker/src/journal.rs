@@ -3,9 +3,40 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
+
+/// The numbers by which a worker and the supervisor agree whose a job is. They stay as long as the process.
+#[derive(Clone, Copy)]
+pub(crate) struct Claims {
+    begun: &'static AtomicU64,
+    taken: &'static AtomicU64,
+}
+
+impl Claims {
+    /// Whether the job that came as this one was taken back.
+    pub(crate) fn is_taken(self, arrival: u64) -> bool {
+        arrival <= u64::from_le(self.taken.load(Ordering::Acquire))
+    }
+
+    /// Takes back as the supervisor does: what has begun then.
+    #[cfg(test)]
+    pub(crate) fn take_back(self, up_to: u64) -> u64 {
+        self.taken.store(up_to.to_le(), Ordering::Release);
+        fence(Ordering::SeqCst);
+        u64::from_le(self.begun.load(Ordering::Acquire))
+    }
+
+    /// Begins this job, the next of those that were not taken back; false if it was taken back just then. Only one
+    /// thread at once may do so.
+    pub(crate) fn begin(self, arrival: u64) -> bool {
+        self.begun.store(arrival.to_le(), Ordering::Release);
+        // The supervisor stores its number and then loads ours.
+        fence(Ordering::SeqCst);
+        !self.is_taken(arrival)
+    }
+}
 
 /// The journal in this process's memory, as long as the process lives.
 pub(crate) struct Journal {
@@ -44,14 +75,14 @@ impl Journal {
         Ok(Self { base, used: 0 })
     }
 
-    /// Where this process says how many jobs were begun. It stays as long as the process.
-    pub(crate) fn begun(&self) -> &'static AtomicU64 {
-        self.number::<BEGUN_AT>()
-    }
-
     /// Where this process says when it was last alive. It stays as long as the process.
     pub(crate) fn beat(&self) -> &'static AtomicU64 {
         self.number::<BEAT_AT>()
+    }
+
+    /// Where this process says which jobs it begins, and the supervisor which it takes back.
+    pub(crate) fn claims(&self) -> Claims {
+        Claims { begun: self.number::<BEGUN_AT>(), taken: self.number::<TAKEN_AT>() }
     }
 
     fn number<const AT: usize>(&self) -> &'static AtomicU64 {

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, FdFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-use crate::journal::Journal;
+use crate::journal::{Claims, Journal};
 use crate::ownership;
 use crate::pool::end_at_once;
 use crate::seal::Seal;
@@ -84,7 +84,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         frame_bytes_max: u32::MAX,
         capabilities: capability::DISPATCH_THREAD
             | capability::RESIZE
-            | capability::LOOK_AHEAD
+            | capability::CLAIMS
             | capability::JOURNAL_BEATS
             | capability::MEMORY_FILES,
         name: env!("CARGO_PKG_NAME"),
@@ -228,9 +228,9 @@ impl Writer {
         }
     }
 
-    /// Where it is said how many jobs were begun, if answers are kept in a journal: then jobs may be sent ahead.
-    pub(crate) fn begun(&self) -> Option<&'static AtomicU64> {
-        self.lock()?.journal.as_ref().map(Journal::begun)
+    /// Where it is agreed which jobs are begun, if answers are kept in a journal: then jobs may be sent ahead.
+    pub(crate) fn claims(&self) -> Option<Claims> {
+        self.lock()?.journal.as_ref().map(Journal::claims)
     }
 
     /// `None` in a process that a handler forked: another thread may have held the lock, and the link is not its own.

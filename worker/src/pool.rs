@@ -46,6 +46,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
 use crate::files::{Leased, Lent};
+use crate::journal::Claims;
 use crate::link::{self, Reader, Welcome, Writer, threads_max};
 use crate::ownership;
 use crate::reply::{HandlerError, Reply};
@@ -108,8 +109,8 @@ struct State {
     pending: VecDeque<Pending>,
     /// Counts the jobs that came.
     arrived: u64,
-    /// Those that are given back.
-    returned: Vec<u64>,
+    /// Whether jobs were taken back of which the supervisor has not heard that this process knows.
+    has_dropped: bool,
     lent: Lent,
     /// Every job that was given and not answered.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
@@ -184,8 +185,8 @@ pub(crate) struct Pool<S> {
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
-    /// Where it is said how many jobs were begun, if some may come ahead; of those, what is too late is given back.
-    journal_begun: Option<&'static AtomicU64>,
+    /// Where it is agreed which jobs are begun, if some may come ahead.
+    claims: Option<Claims>,
     /// How long a handler takes, smoothed.
     typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
@@ -204,7 +205,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         writer: Arc<Writer>,
         handler: Box<Handler<S>>,
     ) -> std::io::Result<Arc<Self>> {
-        let journal_begun = writer.begun();
+        let claims = writer.claims();
         let create = || epoll::create(CreateFlags::CLOEXEC);
         let (handlers, parked, dispatch) = (create()?, create()?, create()?);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -220,7 +221,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let state = State {
             pending: VecDeque::new(),
             arrived: 0,
-            returned: Vec::new(),
+            has_dropped: false,
             lent: Lent::default(),
             live: HashMap::default(),
             begun: 0,
@@ -245,7 +246,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             parked,
             dispatch,
             watchdog,
-            journal_begun,
+            claims,
             typical_ns: AtomicU64::new(STUCK_NS),
             handler,
             shared: std::sync::OnceLock::new(),
@@ -325,7 +326,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
-            let Some((job, pace)) = self.next_job(done.take(), tenure, now) else {
+            let Some((job, pace)) = self.next_job(done.take(), tenure) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -356,12 +357,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
     /// it, or looks after them.
-    fn next_job(
-        self: &Arc<Self>,
-        done: Option<u64>,
-        tenure: Tenure,
-        now: Instant,
-    ) -> Option<(Pending, Pace)> {
+    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
@@ -369,20 +365,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if tenure == Tenure::WhileNeeded && state.has_surplus() || !state.may_begin() {
             return None;
         }
-        let is_late = |job: &Pending| self.journal_begun.is_some() && job.order.deadline <= now;
-        while let Some(job) = state.pending.front().filter(|job| is_late(job)) {
-            // Its client has been told, or is about to be.
-            let number = job.order.number;
-            state.pending.pop_front();
-            state.live.remove(&number);
-            state.returned.push(number);
-        }
-        self.give_back(&mut state);
+        self.drop_taken(&mut state);
+        self.tell_dropped(&mut state);
         let job = state.pending.pop_front()?;
-        state.begun += 1;
-        if let Some(begun) = self.journal_begun {
-            begun.store(job.arrival.to_le(), Ordering::Release);
+        if self.claims.is_some_and(|claims| !claims.begin(job.arrival)) {
+            self.give_back(&mut state, &job);
+            // So were all that came before the supervisor took it.
+            self.drop_taken(&mut state);
+            return None;
         }
+        state.begun += 1;
         self.change_pace(&mut state, self.typical_ns.load(Ordering::Relaxed));
         let pace = state.pace;
         if self.is_worth_help(&state) {
@@ -651,6 +643,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             };
             let now = Instant::now();
             let mut state = lock(&self.state);
+            // What comes can be among them, and then is another.
+            self.drop_taken(&mut state);
             if !files.is_empty() {
                 state.lent.coming = std::mem::take(&mut files);
             }
@@ -672,7 +666,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             if state.has_surplus() && state.idle > 0 {
                 self.call_idle(&mut state);
             }
-            self.give_back(&mut state);
+            self.tell_dropped(&mut state);
             self.tell_taken(&mut state);
             drop(state);
             match received {
@@ -683,16 +677,32 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sends back what is not to be begun, before a handler can begin, and answer, what came behind it: the supervisor
-    /// counts in this order, also if a handler ends the process.
-    fn give_back(&self, state: &mut State) {
-        if state.returned.is_empty() {
-            return;
+    /// Forgets jobs that the supervisor has taken back.
+    fn drop_taken(&self, state: &mut State) {
+        let Some(claims) = self.claims else { return };
+        while let Some(job) = state.pending.front().filter(|job| claims.is_taken(job.arrival)) {
+            let number = job.order.number;
+            state.live.remove(&number);
+            state.pending.pop_front();
+            state.has_dropped = true;
         }
-        for number in state.returned.drain(..) {
-            self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
-        }
+    }
+
+    /// Sends back a job that was taken back as it was to begin, before a handler can begin, and answer, what came
+    /// behind it: the supervisor counts in this order, also if a handler ends the process.
+    fn give_back(&self, state: &mut State, job: &Pending) {
+        state.live.remove(&job.order.number);
+        let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
+        self.writer.push_with(kind::RETURNED, job.order.number, &Empty, &[arrival], Payload::NONE);
         self.writer.flush();
+    }
+
+    /// Shows the supervisor, which has taken jobs back, that this process can begin others.
+    fn tell_dropped(&self, state: &mut State) {
+        if std::mem::take(&mut state.has_dropped) {
+            self.writer.push(kind::HEARTBEAT, 0, &Empty, Payload::NONE);
+            self.writer.flush();
+        }
     }
 
     /// Says which memory files are there, so that jobs can name them.
@@ -842,15 +852,6 @@ impl State {
             kind::CANCEL_JOB => {
                 if let Some(handle) = self.live.get(&header.number) {
                     handle.cancel();
-                }
-            }
-            kind::RECALL => {
-                // The newest are asked for, and first.
-                let found = self.pending.iter().rposition(|job| job.order.number == header.number);
-                if let Some(at) = found {
-                    self.pending.remove(at);
-                    self.live.remove(&header.number);
-                    self.returned.push(header.number);
                 }
             }
             kind::FILES => self.lent.take(metadata),

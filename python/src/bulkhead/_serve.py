@@ -65,6 +65,7 @@ class Server:
         self.welcome, self._journal = _link.shake_hands(
             self._link, self._reader, version, takes_ahead=takes_ahead, takes_files=takes_files
         )
+        self._words = self._journal.words if self._journal is not None else None
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -271,15 +272,21 @@ class Server:
                 self._end(done)
             if not is_main and self._threads > self._limit:
                 return None
+            words = self._words
+            if words is not None and self._pending and self._pending[0]._arrival <= words[3]:
+                self._drop_taken()
             while self._may_begin():
                 job = self._pending.popleft()
-                if self._journal is not None:
-                    if job._deadline <= now:
-                        # Its client has been told. Sent under the lock: before what came behind it is answered.
+                if words is not None:
+                    words[1] = job._arrival
+                    # The supervisor stores its number and then loads ours.
+                    if job._arrival <= words[3]:
+                        # Sent under the lock: before what came behind it is answered.
                         del self._live[job.number]
-                        self._link.send(_wire.RETURNED, job.number)
+                        arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
+                        self._link.send(_wire.RETURNED, job.number, arrival)
+                        self._drop_taken()
                         continue
-                    self._journal.words[1] = job._arrival
                 self._running += 1
                 self._begun += 1
                 if self._may_begin():
@@ -288,6 +295,15 @@ class Server:
             if self._is_draining and not self._live:
                 self._finish()
         return None
+
+    def _drop_taken(self) -> None:
+        """Forgets jobs that the supervisor has taken back, and shows it that others can begin; the lock is held."""
+        words, pending = self._words, self._pending
+        if words is None or not pending or pending[0]._arrival > words[3]:
+            return
+        while pending and pending[0]._arrival <= words[3]:
+            del self._live[pending.popleft().number]
+        self._link.send(_wire.HEARTBEAT, 0)
 
     def _end(self, job: Context) -> None:
         """The job is answered; the lock is held."""
@@ -469,6 +485,8 @@ class Server:
             frames = self._reader.frames
             if frames:
                 with self._lock:
+                    # What comes can be among them, and then is another.
+                    self._drop_taken()
                     while frames:
                         self._take(*frames.popleft())
 
@@ -487,14 +505,6 @@ class Server:
                 found.cancelled = True
                 if found._task is not None:
                     self._loop.call_soon_threadsafe(found._task.cancel)
-        elif kind == _wire.RECALL:
-            # The newest are asked for, and first. Sent under the lock: before what came behind it is answered.
-            for index in range(len(self._pending) - 1, -1, -1):
-                if self._pending[index].number == number:
-                    del self._pending[index]
-                    del self._live[number]
-                    self._link.send(_wire.RETURNED, number)
-                    break
         elif kind == _wire.FILES:
             try:
                 self._lent[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)

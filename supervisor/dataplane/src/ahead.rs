@@ -1,7 +1,7 @@
-//! Jobs ahead of a worker: what keeps them safe when it dies, and those that it gives back. Which there are is policy's
+//! Jobs ahead of a worker: what keeps them safe when it dies, and those that are taken back. Which there are is policy's
 //! business.
 
-use bulkhead_policy::Event;
+use bulkhead_policy::{Event, WorkerId};
 use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{Inbox, Item};
 use bulkhead_shared::frame::kind;
@@ -12,18 +12,17 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Lends a worker that has said hello its journal; whether it has one now. Without it nothing is ahead of it.
-    pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) -> bool {
+    /// Lends a worker that has said hello its journal. Without it nothing is ahead of it, or taken back.
+    pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) {
         let link = &mut self.links[index];
         if link.program.runs_programs() || !link.outbox.is_empty() || self.compartments[compartment].is_replay
         {
-            return false;
+            return;
         }
-        let Ok(journal) = Journal::make() else { return false };
-        let Ok(sent) = lend(&link.socket, &journal) else { return false };
+        let Ok(journal) = Journal::make() else { return };
+        let Ok(sent) = lend(&link.socket, &journal) else { return };
         link.reading.written(sent);
         link.journal = Some(journal);
-        true
     }
 
     /// A worker is gone, and all that it sent was heard: what it had answered and not sent counts as well.
@@ -62,23 +61,19 @@ impl DataPlane {
         self.buffers.scratch = scratch;
     }
 
-    /// A worker gives back a job that it has not begun.
-    pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId) {
-        let link = &self.links[index];
+    /// A worker gives back a job that was taken back as it was about to begin it.
+    pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, arrival: u64) {
+        let link = &mut self.links[index];
+        link.notices.spend(0);
         let (compartment, worker) = (link.compartment, link.worker);
-        let policy = &mut self.compartments[compartment].policy;
-        if !policy.holds(worker, job) && !policy.is_ahead(worker, job) {
-            let link = &mut self.links[index];
-            link.notices.spend(0);
-            link.stray();
+        self.apply(compartment, Event::Returned { worker, job, arrival }, Incoming::None);
+    }
+
+    /// A worker neither reads a job's payload nor writes its result.
+    pub(super) fn job_taken_back(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
+        if let Some(index) = self.link_of(compartment, worker) {
+            self.leave_files((compartment, self.links[index].spawn), job);
         }
-        let spawn = self.links[index].spawn;
-        self.leave_files((compartment, spawn), job);
-        let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
-        let before = late(self);
-        self.apply(compartment, Event::Returned { worker, job }, Incoming::None);
-        let count = late(self) - before;
-        self.tally_of(compartment).late_replies += count;
     }
 }
 

@@ -1,16 +1,19 @@
 //! The journal that a worker is lent, where it keeps what it has answered and not sent: see
 //! [`bulkhead_shared::journal`].
 //!
-//! Nothing of the journal is mapped here. It is copied once its worker is gone, and then taken for what it is: bytes
-//! from a worker, which say no more than the same bytes on its link would.
+//! Of a journal only the numbers at its beginning are mapped here. The rest is copied once its worker is gone, and then
+//! taken for what it is: bytes from a worker, which say no more than the same bytes on its link would.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_linux::shared_words::SharedWords;
+use bulkhead_policy::Claims;
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
-use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -18,24 +21,46 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 const EMPTY: [u8; 8] = [0; 8];
 
 /// A journal that was lent.
-pub(super) struct Journal(OwnedFd);
+pub(super) struct Journal {
+    file: OwnedFd,
+    words: Arc<SharedWords>,
+}
+
+/// What a worker and policy say to each other in the journal.
+#[derive(Debug)]
+struct JournalClaims(Arc<SharedWords>);
+
+impl Claims for JournalClaims {
+    fn begun(&self) -> u64 {
+        self.0.load(BEGUN_AT / WORD_BYTES)
+    }
+
+    fn take_back(&self, up_to: u64) -> u64 {
+        self.0.store_then_load((TAKEN_AT / WORD_BYTES, up_to), BEGUN_AT / WORD_BYTES)
+    }
+}
+
+const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
-    pub(super) fn make() -> rustix::io::Result<Self> {
+    pub(super) fn make() -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Kernels before 6.3 do not know the last flag.
         let file = rustix::fs::memfd_create(c"journal", flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|_| rustix::fs::memfd_create(c"journal", flags))?;
         rustix::fs::ftruncate(&file, JOURNAL_BYTES as u64)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Ok(Self(file))
+        let words = Arc::new(SharedWords::map(&file, FRAMES_AT / WORD_BYTES)?);
+        Ok(Self { file, words })
+    }
+
+    pub(super) fn claims(&self) -> Box<dyn Claims> {
+        Box::new(JournalClaims(self.words.clone()))
     }
 
     /// How long ago its worker was alive, by its own word; `None` if it never said so, or tells of a time to come.
     pub(super) fn since_beat(&self) -> Option<Duration> {
-        let mut bytes = [0; 8];
-        let count = rustix::io::pread(&self.0, &mut bytes, BEAT_AT as u64).ok()?;
-        let beat = (count == bytes.len()).then(|| u64::from_le_bytes(bytes)).filter(|beat| *beat > 0)?;
+        let beat = Some(self.words.load(BEAT_AT / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
         now.checked_sub(Duration::from_nanos(beat))
@@ -61,7 +86,7 @@ impl Journal {
     fn fill(&self, bytes: &mut [u8], from: usize) -> usize {
         let mut filled = 0;
         while filled < bytes.len() {
-            match rustix::io::pread(&self.0, &mut bytes[filled..], (from + filled) as u64) {
+            match rustix::io::pread(&self.file, &mut bytes[filled..], (from + filled) as u64) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(rustix::io::Errno::INTR) => {}
@@ -85,7 +110,7 @@ pub(super) fn lend(socket: impl AsFd, journal: &Journal) -> io::Result<usize> {
     };
     let mut frame = [0; HEADER_BYTES + EMPTY.len()];
     frame[..HEADER_BYTES].copy_from_slice(&header.encode());
-    let files = [journal.0.as_fd()];
+    let files = [journal.file.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&files));

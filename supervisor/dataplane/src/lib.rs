@@ -688,7 +688,7 @@ impl DataPlane {
                 self.dispatch(index, worker, job, (remaining, is_ahead), incoming);
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
-            Action::Recall { worker, job } => self.send_recall(index, worker, job),
+            Action::TookBack { worker, job } => self.job_taken_back(index, worker, job),
             Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
             Action::Spawn { worker, slot, again } => {
                 self.count_restart(index, again);

@@ -337,7 +337,11 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
+            // From here on it would count otherwise than policy.
+            debug_assert!(false, "{job} was answered before it was sent");
+            return self.break_link(index, "a job for it was answered before it was sent".to_owned());
+        };
         if record.held.file.is_some() {
             return self.dispatch_leased(compartment, index, job, remaining);
         }
@@ -404,10 +408,6 @@ impl DataPlane {
 
     pub(super) fn send_cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
-    }
-
-    pub(super) fn send_recall(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
-        self.send_plain(compartment, worker, kind::RECALL, job.0);
     }
 
     pub(super) fn send_drain(&mut self, compartment: CompartmentIndex, worker: WorkerId) {

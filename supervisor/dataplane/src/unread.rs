@@ -10,7 +10,6 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use bulkhead_policy::{Event, WorkerId};
-use bulkhead_shared::JobId;
 use rustix::net::RecvFlags;
 
 use super::slab::CompartmentIndex;
@@ -76,16 +75,6 @@ impl Reading {
 }
 
 impl DataPlane {
-    /// A worker says that it has begun a job, whatever it has read of it.
-    pub(super) fn note_begun(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
-        let policy = &mut self.compartments[compartment].policy;
-        if policy.holds(worker, job)
-            && let Some(record) = policy.cargo_mut(job)
-        {
-            record.given.has_begun = true;
-        }
-    }
-
     /// Tells which jobs a worker that has read so many bytes cannot have begun.
     /// Where it has a journal, also which it says that it did not begin: of so many jobs that came, it begun those.
     pub(super) fn tell_unread(

@@ -21,6 +21,7 @@ use bulkhead_shared::worker_protocol::{
 };
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
 
+use super::journal::Journal;
 use super::links::{Link, Oversized, Reads, Stage};
 use super::memory_files::Lending;
 use super::slab::{CompartmentIndex, LinkIndex};
@@ -265,8 +266,11 @@ impl DataPlane {
                 self.files_taken(index, number);
             }
             kind::RETURNED => {
-                check_empty(metadata)?;
-                self.job_returned(index, JobId(number));
+                let (_, extensions) =
+                    codec::decode::<Empty>(metadata, &[]).map_err(|error| error.to_string())?;
+                let arrival = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
+                let arrival = arrival.ok_or("it gave a job back and did not say the how many-th it was")?;
+                self.job_returned(index, JobId(number), u64::from_le_bytes(arrival));
             }
             _ => self.worker_notice(index, header, metadata)?,
         }
@@ -284,13 +288,9 @@ impl DataPlane {
         let (compartment, worker) = (link.compartment, link.worker);
         link.notices.spend(header.length as usize);
         let event = match header.kind {
-            kind::READY | kind::HEARTBEAT | kind::STARTED | kind::STOPPING => {
+            kind::READY | kind::HEARTBEAT | kind::STOPPING => {
                 check_empty(metadata)?;
                 match header.kind {
-                    kind::STARTED => {
-                        self.note_begun(compartment, worker, JobId(header.number));
-                        return Ok(());
-                    }
                     kind::READY => {
                         // It may get no job for long.
                         self.links[index].outbox.give_back();
@@ -356,8 +356,10 @@ impl DataPlane {
             return Err(message);
         }
         // Before the welcome, so that the worker has it when it is welcomed.
-        let wants = capability::RESIZE | capability::LOOK_AHEAD;
-        let can_look_ahead = hello.capabilities & wants == wants && self.lend_journal(index, compartment);
+        let wants = capability::RESIZE | capability::CLAIMS;
+        if hello.capabilities & wants == wants {
+            self.lend_journal(index, compartment);
+        }
         let link = &mut self.links[index];
         let (entry, max_in_flight) = (
             &self.bulkheads[self.compartments[compartment].bulkhead],
@@ -391,9 +393,9 @@ impl DataPlane {
         let can = Abilities {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
-            can_look_ahead,
         };
-        let event = Event::Hello { worker, can };
+        let claims = self.links[index].journal.as_ref().map(Journal::claims);
+        let event = Event::Hello { worker, can, claims };
         self.apply(compartment, event, Incoming::None);
         Ok(())
     }

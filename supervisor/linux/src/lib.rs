@@ -12,6 +12,7 @@
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`standard_output`]: whether the program was started with one.
 //! - [`schedule`]: how long a thread runs before others have their turn.
+//! - [`shared_words`]: numbers in memory that another process writes as well.
 //! - [`unread`]: what the other side of a socket has not read yet.
 //! - [`vfork`]: starting a program without a copy of this process.
 //! - [`wait`]: the raw waits for children.
@@ -29,6 +30,7 @@ pub mod process_tree;
 pub mod rights;
 pub mod rlimits;
 pub mod schedule;
+pub mod shared_words;
 pub mod signals;
 pub mod standard_output;
 pub mod syscalls;

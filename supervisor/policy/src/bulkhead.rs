@@ -72,13 +72,16 @@ pub struct Bulkhead<T> {
     load: Load,
     /// Workers that may have more jobs ahead, by how many they have.
     room: Load,
-    /// Jobs ahead that a client waits for, and those of them that leave if they have not begun.
+    /// Jobs ahead that a client waits for.
     ahead: usize,
-    leaving: usize,
     /// Workers that may have something ahead and take no more.
-    to_recall: Vec<u32>,
-    /// What is ahead of any worker is to be asked back.
-    recalls_all: bool,
+    to_take_back: Vec<u32>,
+    /// What is ahead of any worker is to be taken back.
+    takes_all_back: bool,
+    /// Workers that were late to begin what they were sent.
+    lagging: Vec<u32>,
+    /// Jobs that were taken back and are to be sent to the same worker once more.
+    to_send_again: Vec<u32>,
     /// Workers that count towards the limit.
     ready: u32,
     /// The permits of those workers.
@@ -153,9 +156,10 @@ impl<T> Bulkhead<T> {
             load: Load::default(),
             room: Load::default(),
             ahead: 0,
-            leaving: 0,
-            to_recall: Vec::new(),
-            recalls_all: false,
+            to_take_back: Vec::new(),
+            takes_all_back: false,
+            lagging: Vec::new(),
+            to_send_again: Vec::new(),
             ready: 0,
             permits: 0,
             in_use: 0,
@@ -197,7 +201,7 @@ impl<T> Bulkhead<T> {
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
-            Event::Returned { worker, job } => self.returned(now, worker, job, out),
+            Event::Returned { worker, job, arrival } => self.returned(now, worker, (job, arrival), out),
             Event::Oversized { worker, job, failure } => self.oversized(now, worker, job, failure, out),
             Event::Tick => self.tick(now, out),
             Event::Cancel { job, unless_begun } => self.cancel(now, job, unless_begun, out),
@@ -205,7 +209,7 @@ impl<T> Bulkhead<T> {
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
-            Event::Hello { worker, can } => self.hello(now, worker, can),
+            Event::Hello { worker, can, claims } => self.hello(now, worker, can, claims),
             Event::Said { worker, text } => self.said(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
@@ -347,18 +351,17 @@ impl<T> Bulkhead<T> {
     }
 
     fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(id) = self.hand_over(now, index, place) else { return };
+        self.hand_over(now, index, place);
         let remaining = self.jobs.get(index).answer_by(now).since(now);
-        out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining, is_ahead: false });
+        self.send(now, index, place, (remaining, false), out);
         if self.limits.recycle.jobs.is_some() {
             self.mind_jobs_left(now, place, out);
         }
     }
 
     /// A job is in a worker's hands from now on.
-    fn hand_over(&mut self, now: Time, index: u32, place: u32) -> Option<WorkerId> {
-        let worker = self.workers[place as usize].as_mut()?;
-        let id = worker.id;
+    fn hand_over(&mut self, now: Time, index: u32, place: u32) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let job = self.jobs.get(index);
         job.attempts += 1;
         if job.attempts == 1 && job.taken_back == 0 {
@@ -374,7 +377,8 @@ impl<T> Bulkhead<T> {
         };
         let is_of_same = worker.jobs.is_empty() || worker.tenant == Some(job.tenant);
         worker.tenant = is_of_same.then_some(job.tenant);
-        (worker.turned_at, worker.is_slow) = (now, false);
+        worker.turned_at = now;
+        worker.lag = if worker.jobs.is_empty() { 0 } else { worker.lag };
         worker.jobs.push(index);
         worker.wanted += 1;
         worker.begun += 1;
@@ -386,7 +390,6 @@ impl<T> Bulkhead<T> {
         self.count_in_flight(tenant, true);
         self.job_timers.set(index, due);
         self.refresh(place);
-        Some(id)
     }
 
     // Answers.
@@ -419,7 +422,7 @@ impl<T> Bulkhead<T> {
         }
         match job.place {
             Place::InFlight { since, .. } => ran += now.since(since),
-            // It may have begun, as the verdict says.
+            // It has begun, as the verdict says.
             Place::Ahead { .. } => attempts += 1,
             _ => {}
         }
@@ -456,12 +459,13 @@ impl<T> Bulkhead<T> {
                 && matches!(self.jobs.get(index).place, Place::InFlight { worker: at, .. } if at == worker.place)
         });
         let Some(index) = held else {
-            if self.is_ahead(worker, job) {
-                self.begun_too_soon(now, worker, job, out);
+            if self.is_ahead(worker, job) || self.was_taken_from(worker, job) {
+                self.answered_without_right(now, worker, job, out);
             }
             self.counters.late_replies += 1;
             return;
         };
+        let arrival = self.jobs.get(index).arrival;
         let mut is_told = false;
         if let Place::InFlight { since, is_oversized, .. } = self.jobs.get(index).place {
             is_told = is_oversized;
@@ -484,6 +488,7 @@ impl<T> Bulkhead<T> {
         }
         if let Some(worker) = self.worker_mut(worker) {
             worker.served += 1;
+            worker.begun_last = worker.begun_last.max(arrival);
             worker.wanted -= u32::from(is_wanted);
         }
         self.begin_ahead(now, worker.place, out);
@@ -525,6 +530,10 @@ impl<T> Bulkhead<T> {
 
     fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool, out: &mut Vec<Action<T>>) {
         let Some(index) = self.jobs.find(id) else { return };
+        let unbegun = Verdict::Cancelled { executed: Executed::No };
+        if self.take_back_one(now, index, Some(unbegun), out) {
+            return;
+        }
         let place = self.jobs.get(index).place;
         match place {
             Place::Queued | Place::Apart => {
@@ -537,7 +546,6 @@ impl<T> Bulkhead<T> {
                 self.job_timers.set(index, end_by);
             }
             Place::Ahead { .. } if self.jobs.get(index).cargo.is_some() => {
-                // It may just have begun.
                 self.abandon_ahead(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
             }
             Place::InFlight { .. } | Place::Ahead { .. } | Place::Entered => {}
@@ -574,6 +582,16 @@ impl<T> Bulkhead<T> {
     fn job_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let deadline_at = job.deadline_at;
+        let unbegun = match job.place {
+            Place::Ahead { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
+            // Its run limit is over, and begins anew.
+            _ if deadline_at > now && job.is_repeatable => None,
+            _ => Some(Verdict::DeadlineQueued),
+        };
+        if self.take_back_one(now, index, unbegun, out) {
+            return;
+        }
+        let job = self.jobs.get(index);
         match job.place {
             Place::Queued | Place::Apart => {
                 let verdict = if deadline_at <= now {
@@ -596,13 +614,9 @@ impl<T> Bulkhead<T> {
                 }
             }
             Place::Ahead { .. } if deadline_at <= now => {
-                // It may just have begun: that it has not must not be said.
                 self.abandon_ahead(now, index, Verdict::DeadlineRunning, out);
             }
-            Place::Ahead { .. } => {
-                self.leave_ahead(index, RejectReason::QueueTimeout, out);
-                self.job_timers.set(index, deadline_at);
-            }
+            Place::Ahead { .. } => self.job_timers.set(index, deadline_at),
             Place::Entered => {}
         }
     }

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{JobId, Priority, Verdict};
 
 use crate::breaker::Claim;
+use crate::messages::WorkerId;
 use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -42,10 +43,12 @@ pub(crate) struct Job<T> {
     pub(crate) cost: u32,
     /// What it takes on a link.
     pub(crate) bytes: u32,
-    /// How often it was ahead of a worker and came back.
+    /// The how many-th job it is that was sent to its worker.
+    pub(crate) arrival: u64,
+    /// How often it was sent to a worker and came back.
     pub(crate) returned: u8,
-    /// Why it leaves now that it is back.
-    pub(crate) leaves: Option<RejectReason>,
+    /// The worker that it was last taken back from.
+    pub(crate) taken_from: Option<WorkerId>,
     pub(crate) attempts: u32,
     /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.
     pub(crate) taken_back: u32,
@@ -122,10 +125,6 @@ pub(crate) enum Place {
     /// Waits, and was sent to a worker that is to begin it when it has answered for those before.
     Ahead {
         worker: u32,
-        /// Whether it was asked for it.
-        is_recalled: bool,
-        /// Why it leaves when it comes back.
-        leaves: Option<RejectReason>,
     },
     InFlight {
         worker: u32,
@@ -196,8 +195,9 @@ impl<T> Jobs<T> {
             tenant: entry.tenant,
             cost: entry.cost,
             bytes: entry.bytes,
+            arrival: 0,
             returned: 0,
-            leaves: None,
+            taken_from: None,
             attempts: 0,
             taken_back: 0,
             is_suspect: false,
@@ -223,6 +223,11 @@ impl<T> Jobs<T> {
 
     pub(crate) fn place(&self, index: u32) -> Option<Place> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
+    }
+
+    /// Returns the place of a job, and true if its client waits for it. `None` if there is no such job any more.
+    pub(crate) fn place_and_wanted(&self, index: u32) -> Option<(Place, bool)> {
+        self.table.get(index as usize)?.as_ref().map(|job| (job.place, job.cargo.is_some()))
     }
 
     /// Whether a result of a job that is too large is still coming.

@@ -13,7 +13,7 @@
 //! bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
 //! let Some(Action::Spawn { worker, .. }) = actions.pop() else { panic!() };
 //! bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 7 }, &mut actions);
-//! bulkhead.apply(Time::ZERO, Event::Hello { worker, can: Abilities::default() }, &mut actions);
+//! bulkhead.apply(Time::ZERO, Event::Hello { worker, can: Abilities::default(), claims: None }, &mut actions);
 //! bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
 //! actions.clear();
 //! bulkhead.apply(Time::ZERO, Event::Submit(Submission::new("my job")), &mut actions);
@@ -51,8 +51,8 @@ pub use limits::{
     TenantLimits,
 };
 pub use messages::{
-    Abilities, Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, RestartCause,
-    StopReason, Submission, WorkerId,
+    Abilities, Action, Answer, Change, Claims, Death, Event, KillReason, Note, RecycleReason, Reply,
+    RestartCause, StopReason, Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};

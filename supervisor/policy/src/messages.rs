@@ -114,8 +114,18 @@ pub struct Abilities {
     pub has_dispatch_thread: bool,
     /// It can be told another `max_in_flight` than it was welcomed with.
     pub can_resize: bool,
-    /// It takes jobs ahead: begins them in order, one when it has answered for another, and gives them back.
-    pub can_look_ahead: bool,
+}
+
+/// A word between a worker and the supervisor about which of the jobs that the worker was sent it has begun. A worker
+/// begins jobs in the order in which it was sent them, and writes that before it does.
+pub trait Claims: std::fmt::Debug + Send {
+    /// The how many-th job it has begun last.
+    fn begun(&self) -> u64;
+
+    /// Takes back all jobs up to this one, the last that it was sent, but for those that it has begun; tells which of
+    /// them it had begun last. It may have been about to begin that one, and then gives it back by
+    /// [`Event::Returned`].
+    fn take_back(&self, up_to: u64) -> u64;
 }
 
 /// What happened.
@@ -159,6 +169,8 @@ pub enum Event<T> {
         worker: WorkerId,
         /// What it can.
         can: Abilities,
+        /// What it says of the jobs that it begins; without that, none is sent ahead or taken back.
+        claims: Option<Box<dyn Claims>>,
     },
     /// A worker needs more time to initialise.
     ExtendStart {
@@ -207,12 +219,14 @@ pub enum Event<T> {
         /// What it says.
         reply: Reply,
     },
-    /// A worker gives back a job that it has not begun and does not begin any more.
+    /// A worker gives back a job that was taken back as it was about to begin it.
     Returned {
         /// Which.
         worker: WorkerId,
         /// The job, as the worker claims.
         job: JobId,
+        /// The how many-th job it was that the worker was sent, as that claims.
+        arrival: u64,
     },
     /// A worker has begun to send a result that is too large. All that is heard of the worker from here on is a
     /// part of it, until [`Event::Replied`] says that it has ended.
@@ -341,9 +355,8 @@ pub enum Action<T> {
         /// Whether it only waits there, as far as anybody is concerned.
         is_ahead: bool,
     },
-    /// Ask a worker to give back a job that was sent ahead, unless it has begun it. It says so by
-    /// [`Event::Returned`], or answers for the job.
-    Recall {
+    /// A job is not a worker's any more, which has not begun it.
+    TookBack {
         /// The worker.
         worker: WorkerId,
         /// Which job.

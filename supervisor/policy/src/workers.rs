@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::limits::{Limits, StartMode};
-use crate::messages::{KillReason, RecycleReason, RestartCause, WorkerId};
+use crate::messages::{Claims, KillReason, RecycleReason, RestartCause, WorkerId};
 use crate::restart::History;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -43,19 +43,25 @@ pub(crate) struct Worker {
     pub(crate) can_resize: bool,
     /// How many jobs at once it was told to expect; nothing yet without a limit.
     pub(crate) promised: u32,
-    /// Whether jobs may be ahead of it.
-    pub(crate) can_look_ahead: bool,
-    /// Those that are, oldest first.
+    /// What it says of the jobs that it begins, if it does: then jobs may be ahead of it, and taken back.
+    pub(crate) claims: Option<Box<dyn Claims>>,
+    /// Jobs that it was sent; the last of them that was begun, as read last; and the last that was taken back.
+    pub(crate) sent: u64,
+    pub(crate) begun_last: u64,
+    pub(crate) taken: u64,
+    /// Next time to check whether it has begun what it was sent.
+    pub(crate) check_at: Option<Time>,
+    /// Whether it did not begin a job for which it had a permit, and was not heard since.
+    pub(crate) is_stalled: bool,
+    /// Those ahead of it, oldest first.
     pub(crate) ahead: VecDeque<u32>,
     pub(crate) ahead_bytes: u32,
-    /// How many of them it was asked for.
-    pub(crate) recalled: usize,
     /// Its level in the table of those that may have more ahead.
     pub(crate) room: Option<u32>,
     /// When it was last given a job, or answered for one.
     pub(crate) turned_at: Time,
-    /// Whether that was longer ago than jobs ahead of it may wait.
-    pub(crate) is_slow: bool,
+    /// Number of checks since then that found it late to begin what it was sent.
+    pub(crate) lag: u8,
     /// Whose jobs it has, if they are all of one.
     pub(crate) tenant: Option<TenantId>,
     /// Whether it is kept for a job that is to be alone.
@@ -196,13 +202,17 @@ impl Worker {
             revision: Revision::New,
             can_resize: false,
             promised: u32::MAX,
-            can_look_ahead: false,
+            claims: None,
+            sent: 0,
+            begun_last: 0,
+            taken: 0,
+            check_at: None,
+            is_stalled: false,
             ahead: VecDeque::new(),
             ahead_bytes: 0,
-            recalled: 0,
             room: None,
             turned_at: now,
-            is_slow: false,
+            lag: 0,
             tenant: None,
             apart: Apart::No,
             jobs: Vec::new(),

@@ -5,20 +5,20 @@ mod stage;
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Overflow, Recycle, Submission,
+    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Overflow, Recycle, Reply, Submission,
     WorkerId,
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
 use stage::{MS, SECOND, Stage, limits};
 
-const ABLE: Abilities = Abilities { has_dispatch_thread: true, can_resize: true, can_look_ahead: true };
+const ABLE: Abilities = Abilities { has_dispatch_thread: true, can_resize: true };
 
 /// Workers that have done a job each in 10 ms and may have jobs ahead for 100.
 fn stage(limits: Limits) -> Stage {
     let mut stage = Stage::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in stage.spawned.clone() {
-        stage.bring_up_as(worker, ABLE);
+        stage.bring_up_with_claims(worker, ABLE);
     }
     let workers = stage.spawned.len();
     warm_up(&mut stage, workers);
@@ -41,9 +41,12 @@ fn ahead(stage: &Stage) -> Vec<JobId> {
     stage.ahead.iter().map(|&(_, job)| job).collect()
 }
 
-fn give_back(stage: &mut Stage, job: JobId) {
-    let worker = stage.holder(job);
-    stage.apply(Event::Returned { worker, job });
+/// Two workers, of which the first begins nothing from here on.
+fn beside_a_stuck_one(limits: Limits) -> (Stage, WorkerId) {
+    let mut stage = stage(limits);
+    let stuck = stage.spawned[0];
+    stage.stick(stuck, true);
+    (stage, stuck)
 }
 
 #[test]
@@ -84,10 +87,7 @@ fn nothing_is_ahead_while_more_run_than_should() {
     let before = ahead(&stage);
     assert!(!before.is_empty());
     stage.apply(Event::Change(Change { processes: Some(1), ..Change::default() }));
-    for job in before {
-        assert!(stage.recalled.contains(&job));
-        give_back(&mut stage, job);
-    }
+    assert!(before.iter().all(|job| stage.taken_back.contains(job)));
     let sent = stage.sent.len();
     stage.reply(runs[0]);
     assert_eq!(stage.sent.len(), sent, "one runs, of one that may");
@@ -111,7 +111,7 @@ fn none_is_ahead_of_a_worker_that_is_not_able_or_has_done_nothing() {
     jobs(&mut stage, 3);
     assert!(stage.ahead.is_empty());
     let mut stage = Stage::starting(Limits { lookahead: 100 * MS, ..limits(1, 1, 10) });
-    stage.bring_up_as(stage.newest_worker(), ABLE);
+    stage.bring_up_with_claims(stage.newest_worker(), ABLE);
     jobs(&mut stage, 3);
     assert!(stage.ahead.is_empty());
 }
@@ -123,31 +123,28 @@ fn as_many_are_ahead_as_are_worth_the_time() {
     let many = stage.ahead.len();
     assert!((8..=13).contains(&many), "{many} jobs of 10 ms for 100 ms");
     let mut slow = Stage::starting(Limits { lookahead: 5 * MS, ..limits(1, 1, 10) });
-    slow.bring_up_as(slow.newest_worker(), ABLE);
+    slow.bring_up_with_claims(slow.newest_worker(), ABLE);
     warm_up(&mut slow, 1);
     jobs(&mut slow, 3);
     assert!(slow.ahead.is_empty(), "one would wait for 10 ms");
 }
 
 #[test]
-fn what_waits_longer_than_that_is_asked_back_and_others_have_it() {
+fn what_waits_longer_goes_to_one_that_is_idle() {
     let mut stage = stage(limits(2, 1, 10));
     let jobs = jobs(&mut stage, 6);
-    let (one, other) = (jobs[0], jobs[1]);
-    let of_one: Vec<JobId> =
-        stage.ahead.iter().filter(|(worker, _)| *worker == stage.holder(one)).map(|&(_, job)| job).collect();
-    assert_eq!(of_one.len(), 2, "as many for each");
-    stage.reply(other);
+    let slow = stage.holder(jobs[0]);
+    let (of_slow, of_other): (Vec<_>, Vec<_>) =
+        stage.ahead.clone().into_iter().partition(|(worker, _)| *worker == slow);
+    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "as many for each");
     stage.wait(101 * MS);
-    assert!(of_one.iter().all(|job| stage.recalled.contains(job)), "{:?}", stage.recalled);
-    of_one.iter().rev().for_each(|&job| give_back(&mut stage, job));
-    assert_eq!(stage.ahead.len(), 4, "nothing more for one that is slow");
-    // The other has two of its own, which are as slow by now.
-    for job in jobs[2..].iter().filter(|job| !of_one.contains(job)) {
-        stage.reply(*job);
-    }
-    let worker = stage.holder(other);
-    assert!(stage.bulkhead.holds(worker, of_one[0]), "the other one takes them");
+    assert!(stage.taken_back.is_empty(), "nobody could begin it");
+    stage.reply(jobs[1]);
+    of_other.iter().for_each(|&(_, job)| stage.reply(job));
+    assert_eq!(stage.taken_back, [of_slow[1].1, of_slow[0].1]);
+    let worker = stage.holder(jobs[1]);
+    assert!(stage.bulkhead.holds(worker, of_slow[0].1), "the other one has the oldest");
+    assert_eq!(stage.holder(of_slow[1].1), worker, "and the rest ahead");
 }
 
 #[test]
@@ -156,10 +153,7 @@ fn a_critical_job_goes_before_those_ahead() {
     let first = stage.job();
     let normal = jobs(&mut stage, 3);
     let critical = stage.submit_as(Priority::Critical, "").unwrap();
-    assert_eq!(stage.recalled, [normal[2], normal[1], normal[0]]);
-    for job in stage.recalled.clone() {
-        give_back(&mut stage, job);
-    }
+    assert_eq!(stage.taken_back, [normal[2], normal[1], normal[0]]);
     stage.reply(first);
     assert!(stage.bulkhead.holds(stage.holder(first), critical));
     // Those that came back are first among their own.
@@ -181,41 +175,57 @@ fn none_is_ahead_where_another_tenant_waits() {
 }
 
 #[test]
-fn who_cancels_or_is_late_hears_that_it_may_have_run() {
+fn who_cancels_or_is_late_hears_that_nothing_ran() {
     let mut stage = stage(limits(1, 1, 10));
     let first = stage.job();
     let cancelled = stage.job();
     let late = stage.job_with(Some(SECOND));
     assert_eq!(ahead(&stage), [cancelled, late]);
     stage.apply(Event::Cancel { job: cancelled, unless_begun: false });
+    assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
+    stage.wait(SECOND);
+    stage.expect(late, "deadline_exceeded", Some("queued"));
+    assert_eq!(stage.bulkhead.queued(), 0);
+    assert!(stage.answers.iter().rev().take(2).all(|answer| answer.attempts == 0));
+    stage.reply(first);
+    assert!(stage.bulkhead.has_no_jobs() && stage.killed.is_empty());
+}
+
+#[test]
+fn what_has_begun_before_its_turn_by_our_count_has_run() {
+    let mut stage = stage(limits(1, 1, 10));
+    let first = stage.job();
+    let (cancelled, late) = (stage.job(), stage.job_with(Some(SECOND)));
+    let worker = stage.holder(first);
+    // Its answers are on their way.
+    stage.claims.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
+    stage.apply(Event::Cancel { job: cancelled, unless_begun: true });
+    assert!(stage.verdicts(cancelled).is_empty(), "it has begun");
+    stage.apply(Event::Cancel { job: cancelled, unless_begun: false });
     assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     stage.wait(SECOND);
     stage.expect(late, "deadline_exceeded", Some("running"));
-    assert_eq!(stage.bulkhead.queued(), 0);
-    // What may have run was an attempt of that worker's.
-    let pid = 100 + stage.holder(first).generation;
-    let told =
-        stage.answers.iter().filter(|answer| answer.job == Some(cancelled) || answer.job == Some(late));
-    let told: Vec<_> = told.map(|answer| (answer.attempts, answer.worker_pid)).collect();
-    assert_eq!(told, [(1, Some(pid)), (1, Some(pid))]);
-    // What is given back was not run, and is told of no more.
-    give_back(&mut stage, late);
-    give_back(&mut stage, cancelled);
-    stage.reply(first);
-    assert_eq!(stage.bulkhead.in_flight(), 0);
+    let told: Vec<_> = stage.answers.iter().map(|answer| (answer.attempts, answer.worker_pid)).collect();
+    assert_eq!(told[told.len() - 2..], [(1, Some(100 + worker.generation)); 2]);
+    for job in [first, cancelled, late] {
+        stage.apply(Event::Replied { worker, job, reply: Reply::Ok });
+    }
     assert!(stage.bulkhead.has_no_jobs());
 }
 
 #[test]
-fn the_run_limit_of_a_job_that_is_given_back_begins_anew() {
+fn run_limit_begins_anew_for_what_was_not_begun() {
     let mut stage = stage(limits(1, 1, 10));
-    stage.submitted += 1;
-    let submission = Submission { run_limit: Some(MS), ..Submission::new(stage.submitted) };
-    let job = stage.apply(Event::Submit(submission)).unwrap();
-    // It had its turn by our count, and was not begun. The limit is over as its worker says so.
+    let worker = stage.spawned[0];
+    stage.stick(worker, true);
+    let job = stage.job_that_runs_for(MS);
     stage.now = stage.now + MS;
-    give_back(&mut stage, job);
-    assert_eq!(stage.verdicts(job), [] as [&Verdict; 0]);
+    stage.apply(Event::Tick);
+    assert_eq!((&stage.taken_back[..], stage.verdicts(job).len()), (&[job][..], 0));
+    stage.stick(worker, false);
+    stage.wait(5 * MS);
+    assert_eq!(stage.bulkhead.queued(), 1, "not before it shows that it is alive");
+    stage.apply(Event::Heard { worker });
     stage.wait(MS);
     stage.expect(job, "deadline_exceeded", Some("running"));
 }
@@ -228,7 +238,7 @@ fn a_death_costs_what_ran_and_gives_back_what_was_ahead() {
     stage.die(stage.holder(first), Death::Signal(11));
     stage.expect(first, "crashed", Some("signal"));
     assert_eq!(stage.bulkhead.queued(), 3);
-    stage.bring_up_as(stage.newest_worker(), ABLE);
+    stage.bring_up_with_claims(stage.newest_worker(), ABLE);
     for job in others {
         stage.reply(job);
         stage.expect(job, "ok", None);
@@ -244,52 +254,15 @@ fn a_worker_has_no_more_ahead_than_it_may_begin() {
     assert_eq!(stage.ahead.len(), 3);
 }
 
-/// They may have begun by the time they are asked for.
 #[test]
-fn those_ahead_count_when_a_worker_may_run_more_than_it_has_left() {
+fn a_worker_with_more_permits_runs_no_more_than_it_has_left() {
     let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
     let mut stage = stage(Limits { recycle, ..limits(1, 1, 10) });
     let worker = stage.spawned[0];
     let jobs = jobs(&mut stage, 8);
-    let given = |stage: &Stage| jobs.iter().filter(|&&job| stage.sent.contains(&(worker, job))).count();
-    assert_eq!(given(&stage), 4);
+    assert_eq!(jobs.iter().filter(|&&job| stage.sent.contains(&(worker, job))).count(), 4);
     stage.apply(Event::Change(Change { max_in_flight: Some(4), ..Change::default() }));
-    assert_eq!(given(&stage), 4, "twenty are done, and it may begin twenty-four");
-    for job in ahead(&stage) {
-        give_back(&mut stage, job);
-    }
     assert_eq!(stage.bulkhead.in_flight(), 4, "what has come back is given to it again");
-}
-
-#[test]
-fn a_worker_that_gives_its_job_back_for_ever_is_ended() {
-    let mut stage = stage(limits(1, 1, 10));
-    let job = stage.job();
-    for _ in 0..10 {
-        if stage.killed.is_empty() {
-            give_back(&mut stage, job);
-        }
-    }
-    assert!(matches!(stage.killed[..], [(_, KillReason::Protocol(_))]));
-    assert_eq!(stage.dispatched.iter().filter(|(_, given)| *given == job).count(), 4);
-}
-
-/// However short the run limits of clients are, no worker is ended for them.
-#[test]
-fn a_job_that_comes_back_since_its_run_limit_is_over_counts_against_no_worker() {
-    let mut stage = stage(limits(1, 2, 10));
-    let beside = stage.job();
-    let job = stage.job_that_runs_for(MS);
-    for _ in 0..20 {
-        // Heard before the timer, as what came in the same turn.
-        stage.now = stage.now + MS;
-        give_back(&mut stage, job);
-    }
-    assert!(stage.killed.is_empty(), "{:?}", stage.killed);
-    stage.reply(job);
-    stage.expect(job, "ok", None);
-    stage.reply(beside);
-    stage.expect(beside, "ok", None);
 }
 
 #[test]
@@ -298,36 +271,32 @@ fn places_of_the_queue_are_taken_by_those_ahead() {
     let first = stage.job();
     let normal = jobs(&mut stage, 3);
     assert_eq!((stage.submit(), stage.last_reason()), (None, Some("queue_full")));
-    // One of them leaves for a job of a higher class, as soon as it is known that it has not begun.
+    // One of them leaves for a job of a higher class.
     let critical = stage.submit_as(Priority::Critical, "").unwrap();
-    give_back(&mut stage, normal[2]);
     stage.expect(normal[2], "rejected", Some("shed"));
-    give_back(&mut stage, normal[1]);
-    give_back(&mut stage, normal[0]);
     for job in [first, critical, normal[0], normal[1]] {
         stage.reply(job);
         stage.expect(job, "ok", None);
     }
 }
 
-fn all_are_recalled(mut stage: Stage, event: Event<u32>) -> (Stage, WorkerId, Vec<JobId>) {
+fn all_are_taken_back(mut stage: Stage, event: Event<u32>) -> (Stage, WorkerId, Vec<JobId>) {
     let first = stage.job();
     let others = jobs(&mut stage, 2);
     assert_eq!(ahead(&stage), others);
     stage.apply(event);
-    assert_eq!(stage.recalled, [others[1], others[0]]);
+    assert_eq!(stage.taken_back, [others[1], others[0]]);
     let worker = stage.holder(first);
     (stage, worker, others)
 }
 
 #[test]
-fn what_changes_the_rules_asks_them_back() {
+fn what_changes_the_rules_takes_them_back() {
     let change = Change { max_in_flight: Some(2), ..Change::default() };
-    let (stage, worker, _) = all_are_recalled(self::stage(limits(1, 1, 10)), Event::Change(change));
+    let (stage, worker, _) = all_are_taken_back(self::stage(limits(1, 1, 10)), Event::Change(change));
     assert_eq!(stage.limited, [(worker, 2)]);
-    let (mut stage, _, others) = all_are_recalled(self::stage(limits(1, 1, 10)), Event::Drain);
+    let (stage, _, others) = all_are_taken_back(self::stage(limits(1, 1, 10)), Event::Drain);
     for job in others {
-        give_back(&mut stage, job);
         stage.expect(job, "rejected", Some("draining"));
     }
     let breaker = BreakerLimits {
@@ -340,10 +309,7 @@ fn what_changes_the_rules_asks_them_back() {
         probes: 1,
     };
     let limits = Limits { breaker: Some(breaker), ..limits(1, 1, 10) };
-    let (mut stage, _, others) = all_are_recalled(self::stage(limits), Event::ForceBreaker { open: true });
-    for job in others {
-        give_back(&mut stage, job);
-    }
+    let (mut stage, ..) = all_are_taken_back(self::stage(limits), Event::ForceBreaker { open: true });
     let first = stage.dispatched.last().unwrap().1;
     stage.reply(first);
     assert_eq!(stage.bulkhead.in_flight(), 0, "none passes an open breaker");
@@ -360,4 +326,119 @@ fn whom_only_the_workers_word_leaves_alone_is_not_kept_out() {
     assert_eq!(stage.bulkhead.quarantined(stage.now), 0);
     stage.expect(one, "crashed", Some("signal"));
     assert!(stage.verdicts(other).is_empty(), "it waits for the next worker");
+}
+
+// Jobs with a permit that do not begin.
+
+#[test]
+fn an_unbegun_job_goes_to_an_idle_worker() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let job = stage.job();
+    assert_eq!(stage.holder(job), stuck);
+    stage.wait(100 * MS);
+    assert_eq!(stage.taken_back, [job]);
+    assert_ne!(stage.holder(job), stuck);
+    stage.reply(job);
+    stage.expect(job, "ok", None);
+    assert_eq!(stage.answers.last().unwrap().attempts, 1, "what never began is no attempt");
+    // It gets none before it shows that it is alive.
+    let next = jobs(&mut stage, 2);
+    assert!(next.iter().all(|&job| stage.sent.last().unwrap().0 != stuck && stage.holder(job) != stuck));
+    stage.stick(stuck, false);
+    stage.apply(Event::Heard { worker: stuck });
+    let last = stage.job();
+    assert_eq!(stage.holder(last), stuck);
+}
+
+#[test]
+fn an_unbegun_job_stays_where_nobody_else_could_begin_it() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let (first, second) = (stage.job(), stage.job());
+    stage.wait(300 * MS);
+    assert_eq!((stage.holder(first), stage.taken_back.len()), (stuck, 0));
+    stage.reply(second);
+    assert_eq!((stage.taken_back[0], stage.holder(first)), (first, stage.holder(second)));
+}
+
+#[test]
+fn deadline_and_cancellation_of_an_unbegun_job_cost_no_worker() {
+    for in_flight in [1, 3] {
+        let (mut stage, _) = beside_a_stuck_one(limits(1, in_flight, 10));
+        let late = stage.job_with(Some(SECOND));
+        let others = jobs(&mut stage, in_flight as usize - 1);
+        stage.wait(SECOND);
+        stage.expect(late, "deadline_exceeded", Some("queued"));
+        let cancelled = stage.job();
+        stage.apply(Event::Cancel { job: cancelled, unless_begun: true });
+        assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
+        assert!(others.iter().all(|&job| stage.verdicts(job).is_empty()), "they wait");
+        stage.wait(2 * SECOND);
+        assert!(stage.killed.is_empty(), "{:?}", stage.killed);
+    }
+}
+
+#[test]
+fn a_drain_lets_unbegun_jobs_with_a_permit_run() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(1, 2, 10));
+    let all = jobs(&mut stage, 4);
+    stage.apply(Event::Drain);
+    assert!(all[2..].iter().all(|&job| stage.verdicts(job).len() == 1), "those that waited are answered");
+    stage.stick(stuck, false);
+    for &job in &all[..2] {
+        assert!(stage.bulkhead.holds(stuck, job));
+        stage.reply(job);
+        stage.expect(job, "ok", None);
+    }
+}
+
+#[test]
+fn a_payload_that_is_kept_nowhere_stays_with_its_worker() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    stage.submitted += 1;
+    let submission = Submission { is_repeatable: false, ..Submission::new(stage.submitted) };
+    let job = stage.apply(Event::Submit(submission)).unwrap();
+    stage.wait(SECOND);
+    assert_eq!((stage.holder(job), stage.taken_back.len()), (stuck, 0));
+    stage.apply(Event::Cancel { job, unless_begun: false });
+    assert_eq!(stage.verdicts(job), [&Verdict::Cancelled { executed: Executed::No }]);
+}
+
+#[test]
+fn who_answers_what_was_taken_back_is_ended() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let job = stage.job();
+    stage.wait(100 * MS);
+    stage.apply(Event::Replied { worker: stuck, job, reply: Reply::Ok });
+    assert!(matches!(stage.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
+    stage.reply(job);
+    stage.expect(job, "ok", None);
+}
+
+#[test]
+fn who_says_that_it_began_what_makes_no_sense_is_ended() {
+    for says in [0, 1000] {
+        let (mut stage, stuck) = beside_a_stuck_one(limits(1, 1, 10));
+        let job = stage.job();
+        stage.claims[&stuck].begun.0.store(says, std::sync::atomic::Ordering::Relaxed);
+        stage.apply(Event::Cancel { job, unless_begun: false });
+        assert!(matches!(stage.killed[..], [(_, KillReason::Protocol(_))]), "{says}");
+    }
+}
+
+#[test]
+fn the_job_at_the_boundary_comes_back_once() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(1, 2, 10));
+    let all = jobs(&mut stage, 2);
+    let first = stage.claims[&stuck].count - 1;
+    stage.claims[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
+    stage.apply(Event::Cancel { job: all[1], unless_begun: false });
+    // It was about to begin the first, and sees that it is taken back.
+    stage.apply(Event::Returned { worker: stuck, job: all[0], arrival: first });
+    assert_eq!(stage.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
+    stage.apply(Event::Returned { worker: stuck, job: all[0], arrival: first });
+    assert!(stage.bulkhead.holds(stuck, all[0]), "that is about the time before");
+    assert!(stage.killed.is_empty());
+    let arrival = stage.claims[&stuck].count;
+    stage.apply(Event::Returned { worker: stuck, job: all[0], arrival });
+    assert!(matches!(stage.killed[..], [(_, KillReason::Protocol(_))]), "this was not taken back");
 }

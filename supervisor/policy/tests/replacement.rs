@@ -336,7 +336,7 @@ fn a_resize_does_not_hurry_what_follows_a_spent_worker() {
     let mut stage = Stage::starting(limits);
     let worker = stage.newest_worker();
     stage.apply(Event::Spawned { worker, pid: 1 });
-    stage.apply(Event::Hello { worker, can: Abilities::default() });
+    stage.apply(Event::Hello { worker, can: Abilities::default(), claims: None });
     stage.apply(Event::Ready { worker });
     let job = stage.job();
     stage.die(stage.newest_worker(), Death::Exit(3));

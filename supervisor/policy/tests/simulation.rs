@@ -13,6 +13,7 @@ use std::time::Duration;
 use bulkhead_policy::{Action, Bulkhead, Event, Time};
 
 use support::Tag;
+use support::claims::Registry;
 use support::coverage::Coverage;
 use support::model::Model;
 use support::random::Random;
@@ -48,7 +49,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 119] = [
+const DEMANDED: [&str; 124] = [
     "nobody pays for a worker",
     "a tenant pays for a worker",
     "tenants pay for a worker",
@@ -63,14 +64,19 @@ const DEMANDED: [&str; 119] = [
     "waits for the adaptive limit",
     "ahead",
     "begun ahead",
-    "recalled",
-    "returned",
-    "returned by one that runs it",
+    "taken back ahead",
+    "taken back with a permit",
+    "sent again",
+    "given back",
+    "given back too late",
+    "given back and not taken",
+    "stalled",
     "ahead of one that died",
     "cancelled ahead",
     "goes on since it has begun",
-    "leaves when it is back",
+    "shed ahead",
     "answered too soon",
+    "answered and taken back",
     "spare took over",
     "spare instead of a successor",
     "spare for one that was killed or is dead",
@@ -208,11 +214,12 @@ impl History {
         let limits = settings::limits(&mut random);
         let steps_max = random.range(10, STEPS_PER_HISTORY_MAX);
         let tenants = random.pick(&[1, 2, 5]);
+        let registry = Registry::default();
         Self {
             now: Time::ZERO,
             bulkhead: Bulkhead::new(limits.clone(), random.draw()),
-            model: Model::new(limits.clone()),
-            world: World::new(random, limits),
+            model: Model::new(limits.clone(), registry.clone()),
+            world: World::new(random, limits, registry),
             actions: Vec::new(),
             steps: 0,
             steps_max,

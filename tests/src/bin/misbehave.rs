@@ -572,18 +572,29 @@ fn hoard() -> ExitCode {
 }
 
 /// What it takes to be sent jobs ahead.
-const LOOKS_AHEAD: u64 = capability::RESIZE | capability::LOOK_AHEAD;
+const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
 
-/// Answers every job at once, but for one with the operation `lie`: then the one behind it in its place.
+/// Answers every job at once, but for one with the operation `lie`: then the one behind it in its place. At `ignore` it
+/// begins that job, or with `ignore all` not even that, and neither reads nor answers nor beats from then on.
 fn liar() -> ExitCode {
+    use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
+    let journal = std::fs::File::from(raw.lent().expect("a journal"));
     raw.next();
     raw.send(kind::READY, 0, b"");
+    let mut begun = 0_u64;
     loop {
         let (mut job, operation) = raw.next_job();
+        begun += 1;
+        if operation != "ignore all" {
+            journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
+        }
+        if operation.starts_with("ignore") {
+            let _ = count_up("ignores");
+            forever();
+        }
         if operation == "lie" {
-            raw.send(kind::STARTED, job, b"");
             job = raw.next_job().0;
         }
         raw.send(kind::RESULT, job, b"done");
@@ -603,6 +614,7 @@ fn scribbler() -> ExitCode {
     loop {
         let (job, operation) = raw.next_job();
         begun += 1;
+        journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
         let frames = match operation.as_str() {
             "scribble garbage" => vec![0xa5; 60_000],
             "scribble results" => {

@@ -58,19 +58,19 @@ fn leave(worker: &mut Worker, rule: &str) {
         "peeks" => {
             let header: Vec<u8> = peek(&worker.socket, 16);
             let number = u64::from_le_bytes(header[8..].try_into().unwrap());
-            worker.send(STARTED, number, empty(), b"");
+            worker.send(PROGRESSED, number, Meta::default().f32(0.0).text("").end(), b"");
         }
         // The first it runs, whatever comes behind it is not read.
         "reads-one-of-two" => {
             let first = worker.next();
-            worker.send(STARTED, first.number, empty(), b"");
+            worker.send(PROGRESSED, first.number, Meta::default().f32(0.0).text("").end(), b"");
             while !worker.has_bytes() {}
         }
         other => panic!("{other}"),
     }
     if rule == "reads-a-header" {
         let number = u64::from_le_bytes(bytes[8..16].try_into().unwrap());
-        worker.send(STARTED, number, empty(), b"");
+        worker.send(PROGRESSED, number, Meta::default().f32(0.0).text("").end(), b"");
     }
     std::process::abort();
 }
@@ -169,7 +169,7 @@ fn forever() -> ! {
 // Begun once.
 
 /// "A job that is not idempotent is given to another worker only if ... nothing of it was read": reproduced with
-/// a worker that reads header and metadata, says STARTED and dies with the payload unread, and was given the job
+/// a worker that reads header and metadata, says how far it is and dies with the payload unread, and was given the job
 /// four times.
 #[test]
 fn a_job_of_which_anything_was_read_is_not_given_to_another_worker() {

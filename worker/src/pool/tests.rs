@@ -10,12 +10,16 @@ use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
+use crate::journal::Journal;
 
 /// How long a condition may take that comes true at once on a healthy, idle machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The job whose handler returns at once; all others wait until they are cancelled.
 const QUICK: u64 = 0;
+
+/// From this number on, handlers return at once as well.
+const RETURNS: u64 = 1 << 32;
 
 /// A pool at work, and the supervisor's end of its link.
 struct Stage {
@@ -24,27 +28,38 @@ struct Stage {
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
+    /// Kind and number of those frames and of heartbeats, if they are not in `answered`.
+    told: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }
 
 impl Stage {
     fn new(max_in_flight: u32) -> Self {
-        let (stage, init) = Self::before_ready(max_in_flight);
+        let (stage, init) = Self::before_ready(max_in_flight, None);
+        init.send(()).unwrap();
+        stage.wait_idle(1);
+        stage
+    }
+
+    fn with_journal(max_in_flight: u32, journal: Journal) -> Self {
+        let (stage, init) = Self::before_ready(max_in_flight, Some(journal));
         init.send(()).unwrap();
         stage.wait_idle(1);
         stage
     }
 
     /// A pool whose `init` ends with a message from the caller.
-    fn before_ready(max_in_flight: u32) -> (Self, Sender<()>) {
+    fn before_ready(max_in_flight: u32, journal: Option<Journal>) -> (Self, Sender<()>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let link = OwnedFd::from(theirs);
         let writer = Arc::new(Writer::new(&link).unwrap());
+        let has_journal = journal.is_some();
+        journal.into_iter().for_each(|journal| writer.keep_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
             // The test may have seen enough.
             let _ = tell.send((ctx.number(), std::thread::current().id()));
-            if ctx.number() != QUICK {
+            if ctx.number() != QUICK && ctx.number() < RETURNS {
                 let event = ctx.cancellation().unwrap();
                 poll(&mut [PollFd::new(&event, PollFlags::IN)], None).unwrap();
             }
@@ -70,8 +85,8 @@ impl Stage {
             })
         });
         let init_thread = init_thread.recv_timeout(PATIENCE).unwrap();
-        let answered = listen(&ours);
-        (Self { pool, link: ManuallyDrop::new(ours), begun, answered, init_thread }, init)
+        let (answered, told) = listen(&ours, has_journal);
+        (Self { pool, link: ManuallyDrop::new(ours), begun, answered, told, init_thread }, init)
     }
 
     /// Sends frames that arrive together.
@@ -122,24 +137,29 @@ impl Stage {
     }
 }
 
-/// The numbers of the jobs that are answered or given back, read as they come.
-fn listen(link: &UnixStream) -> Receiver<u64> {
+/// The numbers of the jobs that are answered or given back, read as they come; or with kinds, and heartbeats.
+fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
+    let (tell_kinds, told) = channel();
     std::thread::spawn(move || {
         let Reader { mut inbox, mut scratch, .. } = Reader::new();
         loop {
             poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
             let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
             while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
-                if matches!(header.kind, kind::RESULT | kind::RETURNED) {
-                    // The test may have seen enough.
-                    let _ = tell.send(header.number);
-                }
+                // The test may have seen enough.
+                let _ = match header.kind {
+                    kind::RESULT | kind::RETURNED | kind::HEARTBEAT if with_kinds => {
+                        tell_kinds.send((header.kind, header.number)).is_ok()
+                    }
+                    kind::RESULT => tell.send(header.number).is_ok(),
+                    _ => false,
+                };
             }
         }
     });
-    answered
+    (answered, told)
 }
 
 fn push_job(outbox: &mut Outbox, number: u64) {
@@ -237,7 +257,7 @@ fn idle_threads_end_but_for_the_one_that_init_ran_on() {
 
 #[test]
 fn limits_may_come_before_the_worker_is_ready() {
-    let (stage, init) = Stage::before_ready(1);
+    let (stage, init) = Stage::before_ready(1, None);
     for limit in [9, 0, 3] {
         stage.limit(limit);
     }
@@ -352,21 +372,64 @@ fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
     assert_eq!(stage.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
 }
 
+/// A journal, and the numbers in it as the supervisor has them.
+fn journal() -> (Journal, Claims) {
+    let file = rustix::fs::memfd_create("journal", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, bulkhead_shared::journal::JOURNAL_BYTES as u64).unwrap();
+    let theirs = Journal::map(file.try_clone().unwrap()).unwrap();
+    (Journal::map(file).unwrap(), theirs.claims())
+}
+
+/// Jobs come and are taken back at any moment: each runs once or is the supervisor's again, never both and never neither.
 #[test]
-fn jobs_are_given_back_before_what_came_behind_them_is_answered() {
-    const RECALLED: std::ops::Range<u64> = 2..20_000;
-    let stage = Stage::new(1);
-    stage.give([1].into_iter().chain(RECALLED).chain([QUICK]));
-    assert_eq!(stage.next_begun(1), [1]);
-    stage.wait_for("all jobs are there", |state| state.arrived == RECALLED.end);
-    stage.send(|outbox| {
-        for number in RECALLED {
-            outbox.push(kind::RECALL, number, &Empty, &[], Payload::NONE).unwrap();
+fn each_job_runs_or_is_taken_back() {
+    for max_in_flight in [1, 3] {
+        let (journal, numbers) = journal();
+        let stage = Stage::with_journal(max_in_flight, journal);
+        // Number and arrival are the same here.
+        let (mut sent, mut taken) = (0, 0);
+        let (mut ran, mut returned) = (Vec::new(), Vec::new());
+        for round in 0..3000 {
+            let count = 1 + round % 40;
+            stage.give((sent + 1..=sent + count).map(|number| number + RETURNS));
+            sent += count;
+            (0..round % 700).for_each(|_| std::hint::spin_loop());
+            let begun = numbers.take_back(sent);
+            let runs: Vec<u64> = (taken + 1..=begun).collect();
+            while ran.len() + returned.iter().filter(|number| runs.contains(number)).count() < runs.len() {
+                match stage.told.recv_timeout(PATIENCE).expect("it runs or comes back") {
+                    (kind::RESULT, number) => ran.push(number - RETURNS),
+                    (kind::RETURNED, number) => returned.push(number - RETURNS),
+                    _ => {}
+                }
+            }
+            ran.sort_unstable();
+            let last = returned.iter().copied().find(|number| runs.contains(number));
+            let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
+            assert_eq!(ran, expected, "of {runs:?}; given back: {returned:?}");
+            assert!(last.is_none_or(|last| last == begun), "only the last can come back");
+            // What came back though it had been taken was the one behind.
+            assert!(returned.iter().all(|number| *number <= begun + 1));
+            (ran, returned) = (Vec::new(), Vec::new());
+            taken = sent;
         }
-        outbox.push(kind::CANCEL_JOB, 1, &Empty, &[], Payload::NONE).unwrap();
-    });
-    let told: Vec<u64> = stage.answered.iter().take(RECALLED.end as usize).collect();
-    let mut left = told.iter().copied().filter(|number| *number != 1);
-    assert!(left.by_ref().take_while(|number| *number != QUICK).eq(RECALLED));
-    assert_eq!(left.count(), 0);
+        stage.wait_for("what was taken back is forgotten", |state| state.live.is_empty());
+    }
+}
+
+#[test]
+fn what_was_taken_back_is_forgotten_with_one_word() {
+    let (journal, numbers) = journal();
+    let stage = Stage::with_journal(1, journal);
+    stage.give([1, 2, 3, RETURNS]);
+    assert_eq!(stage.next_begun(1), [1]);
+    stage.wait_for("all jobs are there", |state| state.arrived == 4);
+    assert_eq!(numbers.take_back(4), 1);
+    // The same number again is another job.
+    stage.give([3]);
+    stage.wait_for("only that is left", |state| state.pending.len() == 1 && state.live.len() == 2);
+    stage.release([3, 1]);
+    assert_eq!(stage.next_begun(1), [3]);
+    let told: Vec<_> = stage.told.iter().take(3).collect();
+    assert_eq!(told, [(kind::HEARTBEAT, 0), (kind::RESULT, 1), (kind::RESULT, 3)]);
 }

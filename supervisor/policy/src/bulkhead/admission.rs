@@ -112,9 +112,8 @@ impl<T> Bulkhead<T> {
             }
             None => {
                 self.enqueue(index);
-                self.recall_lower(submission.priority, out);
-                self.look_ahead(now, out);
-                self.note_pressure(out);
+                self.take_back_lower(now, submission.priority, out);
+                self.pump(now, out);
             }
         }
         Some(id)
@@ -268,7 +267,7 @@ impl<T> Bulkhead<T> {
 
     /// Finds a place in the queue for a job of this priority, if need be at another's cost.
     fn make_room(&mut self, now: Time, priority: Priority, out: &mut Vec<Action<T>>) -> Result<(), Refusal> {
-        let (queued, most) = (self.queue.len() + self.ahead - self.leaving, self.waiting_max());
+        let (queued, most) = (self.queue.len() + self.ahead, self.waiting_max());
         if queued < most {
             let is_pressed = queued as f64 > self.limits.pressure.reject * most as f64;
             if is_pressed && priority != Priority::Critical {
@@ -277,11 +276,13 @@ impl<T> Bulkhead<T> {
             }
             return Ok(());
         }
-        let Some((victim, reason)) = self.victim(priority) else {
-            if let Some(victim) = self.victim_ahead(priority) {
-                self.leave_ahead(victim, RejectReason::Shed, out);
-                return Ok(());
-            }
+        let mut found = self.victim(priority);
+        if found.is_none() && self.ahead > 0 && priority > Priority::BestEffort {
+            self.take_back_lower(now, priority, out);
+            found = self.victim(priority);
+        }
+        let Some((victim, reason)) = found else {
+            self.pump(now, out);
             let message = match self.limits.max_queue {
                 0 => "no worker is free, and no queue is configured: set `max_queue` to let jobs wait"
                     .to_owned(),
@@ -442,22 +443,33 @@ impl<T> Bulkhead<T> {
             self.place_suspects(now, out);
         }
         if self.ahead > 0 {
-            self.recall_noted(out);
+            self.take_back_noted(now, out);
         }
-        if self.queue.len() == 0 && !self.is_pressed {
+        if !self.to_send_again.is_empty() {
+            self.send_again(now, out);
+        }
+        if self.queue.len() == 0 && !self.is_pressed && self.lagging.is_empty() {
             return;
         }
-        while let Some(worker) = self.next_worker()
-            && let Some(index) = self.queue.pop(self.lowest_admitted())
-        {
-            self.jobs.get(index).place = Place::Entered;
-            self.job_timers.clear(index);
-            if self.jobs.get(index).deadline_at <= now {
-                self.answer(now, index, Verdict::DeadlineQueued, out);
-                self.forget(index);
-                continue;
+        loop {
+            while let Some(worker) = self.next_worker()
+                && let Some(index) = self.queue.pop(self.lowest_admitted())
+            {
+                self.jobs.get(index).place = Place::Entered;
+                self.job_timers.clear(index);
+                if self.jobs.get(index).deadline_at <= now {
+                    self.answer(now, index, Verdict::DeadlineQueued, out);
+                    self.forget(index);
+                    continue;
+                }
+                self.give(now, index, worker, out);
             }
-            self.give(now, index, worker, out);
+            if !self.take_from_lagging(now, out) {
+                break;
+            }
+            if !self.suspects.is_empty() {
+                self.place_suspects(now, out);
+            }
         }
         self.look_ahead(now, out);
         self.note_pressure(out);
@@ -482,11 +494,12 @@ impl<T> Bulkhead<T> {
         message: &str,
         out: &mut Vec<Action<T>>,
     ) {
+        self.take_back_all(now, out);
+        self.send_again(now, out);
         for index in self.jobs.queued() {
             let verdict = Verdict::Rejected { reason, message: message.to_owned() };
             self.leave_queue(now, index, verdict, out);
         }
-        self.recall_all(out);
     }
 
     /// A job has left: its number may be another's from now on.

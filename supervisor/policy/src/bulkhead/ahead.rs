@@ -4,8 +4,12 @@
 //!
 //! A worker begins what it was sent in order, and a job only when it has told how the one before ended. So each of its
 //! answers lets the oldest job ahead begin, whatever the worker says, and what is still ahead when a worker dies was
-//! never begun. What changes its mind about a job ahead asks for it back by [`Action::Recall`]; until the worker has
-//! said that it gives it back ([`Event::Returned`](crate::Event::Returned)) or answered it, the job may have begun.
+//! never begun.
+//!
+//! Whatever a worker has not begun is taken back without asking it ([`Claims`](crate::Claims)), be it ahead or with a
+//! permit: at once if it is to end, and after `lookahead` if another worker can begin it now.
+
+use std::time::Duration;
 
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
@@ -15,7 +19,7 @@ use crate::jobs::Place;
 use crate::limits::Overflow;
 use crate::messages::{Action, KillReason, WorkerId, rejection};
 use crate::time::Time;
-use crate::workers::{Apart, Worker};
+use crate::workers::{Apart, Phase, Silence, Worker};
 
 /// Jobs ahead of one worker.
 const JOBS_MAX: usize = 64;
@@ -23,11 +27,20 @@ const JOBS_MAX: usize = 64;
 /// Their bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
-/// A job that came back so often waits for its turn here.
+/// Returns after which a job is sent to a worker only with a permit.
 const RETURNS_MAX: u8 = 3;
 
 /// A job whose time is up sooner than so many times `lookahead` waits here.
 const TIME_LEFT: u32 = 2;
+
+/// The time that a worker has to begin a job where `lookahead` is 0.
+const PATIENCE: Duration = Duration::from_millis(1);
+
+/// Doublings of the time between two checks, and of the time to begin a job that came back.
+const DOUBLINGS_MAX: u8 = 10;
+
+/// A job to be taken back for its own sake, by its index, and the outcome that it then has.
+pub(super) type Ending = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
     /// Sends jobs ahead of the workers that have all they may have, as long as those that wait are of the one tenant
@@ -48,8 +61,7 @@ impl<T> Bulkhead<T> {
             let lookahead = self.limits.lookahead;
             let Some(worker) = self.workers[place as usize].as_mut() else { return };
             if worker.turned_at + lookahead <= now {
-                worker.is_slow = true;
-                self.mind_room(place);
+                self.note_lag(place);
                 continue;
             }
             let fits = worker.ahead_bytes.saturating_add(bytes) <= BYTES_MAX;
@@ -57,17 +69,47 @@ impl<T> Bulkhead<T> {
             if !is_fit || is_kept_out || !fits || !is_alone || worker.tenant != Some(tenant) {
                 return;
             }
-            let id = worker.id;
             worker.ahead.push_back(index);
             worker.ahead_bytes += bytes;
             self.queue.pop(Priority::BestEffort);
-            self.jobs.get(index).place = Place::Ahead { worker: place, is_recalled: false, leaves: None };
+            self.jobs.get(index).place = Place::Ahead { worker: place };
             self.tenants.get(tenant).ahead += 1;
             self.ahead += 1;
-            let remaining = deadline_at.since(now);
-            out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining, is_ahead: true });
+            self.send(now, index, place, (deadline_at.since(now), true), out);
             self.mind_room(place);
-            self.arm(place);
+        }
+    }
+
+    /// Sends a job to a worker, as the next of those that it was sent.
+    pub(super) fn send(
+        &mut self,
+        now: Time,
+        index: u32,
+        place: u32,
+        (remaining, is_ahead): (Duration, bool),
+        out: &mut Vec<Action<T>>,
+    ) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        worker.sent += 1;
+        let job = self.jobs.get(index);
+        job.arrival = worker.sent;
+        out.push(Action::Dispatch { worker: worker.id, job: self.jobs.id(index), remaining, is_ahead });
+        // Where there is one worker, nothing can be given to another.
+        if self.live_slots > 1 {
+            self.expect_begin(now, place);
+        }
+    }
+
+    /// Has it checked soon whether a worker has begun what it was sent.
+    pub(super) fn expect_begin(&mut self, now: Time, place: u32) {
+        let at = now + patience(self.limits.lookahead, 0);
+        if let Some(worker) = self.workers[place as usize].as_mut()
+            && worker.claims.is_some()
+            && worker.check_at.is_none()
+            && worker.may_have_unbegun()
+        {
+            worker.check_at = Some(at);
+            self.worker_timers.set_at_latest(place, at);
         }
     }
 
@@ -90,11 +132,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let level = worker.ahead.len();
         let left = worker.jobs_left(&self.limits);
-        let has_room = level < most
-            && (level as u64) < left
-            && worker.served > 0
-            && worker.recalled == 0
-            && !worker.is_slow;
+        let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.lag == 0;
         let room = (worker.takes_ahead() && has_room).then_some(level as u32);
         if worker.room != room {
             if let Some(level) = std::mem::replace(&mut worker.room, room) {
@@ -112,107 +150,235 @@ impl<T> Bulkhead<T> {
         usize::try_from(worth / self.service_ns.max(1)).unwrap_or(JOBS_MAX).min(JOBS_MAX)
     }
 
-    /// When it is seen that the worker takes longer than the jobs ahead of it may wait.
-    pub(super) fn ahead_due(&self, worker: &Worker) -> Option<Time> {
-        let may_wait = !worker.ahead.is_empty() && worker.recalled < worker.ahead.len();
-        may_wait.then(|| worker.turned_at + self.limits.lookahead)
-    }
+    // Workers that do not begin what they were sent.
 
-    /// What is ahead of a worker that takes longer than was expected is asked back: others may have it.
-    pub(super) fn mind_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.workers[place as usize].as_ref() else { return };
-        if self.ahead_due(worker).is_some_and(|at| at <= now) {
-            self.recall(place, out);
-        }
-    }
-
-    // Asking for them back.
-
-    /// Asks for all back that is ahead of a worker, the newest first: so the oldest is the first to wait again.
-    pub(super) fn recall(&mut self, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.workers[place as usize].as_ref() else { return };
-        let ahead: Vec<u32> = worker.ahead.iter().rev().copied().collect();
-        ahead.into_iter().for_each(|index| self.recall_one(index, out));
-    }
-
-    pub(super) fn recall_all(&mut self, out: &mut Vec<Action<T>>) {
-        for place in 0..self.workers.len() as u32 {
-            self.recall(place, out);
-        }
-    }
-
-    /// Those of workers that take no more for now.
-    pub(super) fn recall_noted(&mut self, out: &mut Vec<Action<T>>) {
-        while let Some(place) = self.to_recall.pop() {
-            let takes = |worker: &Worker| worker.is_available() && worker.apart == Apart::No;
-            if !self.workers[place as usize].as_ref().is_some_and(takes) {
-                self.recall(place, out);
-            }
-        }
-        let recalls_all = std::mem::take(&mut self.recalls_all);
-        if self.ahead > 0 && (recalls_all || !self.may_look_ahead()) {
-            self.recall_all(out);
-        }
-    }
-
-    pub(super) fn recall_one(&mut self, index: u32, out: &mut Vec<Action<T>>) {
-        let Place::Ahead { worker: place, is_recalled, .. } = &mut self.jobs.get(index).place else { return };
-        let place = *place;
-        if std::mem::replace(is_recalled, true) {
+    /// Looks whether a worker has begun what it was sent, when that is due.
+    pub(super) fn check_begun(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        if worker.check_at.is_none_or(|at| at > now) {
             return;
         }
-        let job = self.jobs.id(index);
+        worker.check_at = None;
+        let Some(begun) = self.begun(place, out) else { return };
+        let lookahead = self.limits.lookahead;
+        let Some(worker) = self.workers[place as usize].as_ref() else { return };
+        let ahead = worker.ahead.back().filter(|&&last| self.jobs.get(last).arrival > begun);
+        let ahead_due = ahead.map(|_| worker.turned_at + lookahead);
+        let mut held_due = None;
+        for &index in &worker.jobs {
+            let job = self.jobs.get(index);
+            if let Place::InFlight { since, .. } = job.place
+                && job.arrival > begun
+            {
+                held_due = super::earlier(held_due, Some(since + patience(lookahead, job.returned)));
+            }
+        }
+        let is_stuck = held_due.is_some_and(|at| at <= now);
+        let is_stalled = is_stuck || worker.is_stalled && begun <= worker.taken;
+        let is_late = is_stuck || ahead_due.is_some_and(|at| at <= now);
+        if is_late {
+            self.note_lag(place);
+        }
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.recalled += 1;
-        out.push(Action::Recall { worker: worker.id, job });
+        worker.check_at = match super::earlier(held_due, ahead_due) {
+            Some(_) if is_late => Some(now + patience(lookahead, worker.lag)),
+            due => due,
+        };
+        if std::mem::replace(&mut worker.is_stalled, is_stalled) != is_stalled {
+            self.refresh(place);
+        }
+    }
+
+    /// A worker takes longer than what it was sent may wait: others may have that.
+    fn note_lag(&mut self, place: u32) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        worker.lag = (worker.lag + 1).min(DOUBLINGS_MAX);
+        if !self.lagging.contains(&place) {
+            self.lagging.push(place);
+        }
         self.mind_room(place);
     }
 
+    /// Takes back what one worker does not begin if nothing else waits and another worker has a permit for it.
+    pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
+        while self.mode == Mode::Open
+            && self.queue.len() == 0
+            && let Some(worker) = self.next_worker()
+            && let Some(place) = self.lagging.pop_if(|place| *place != worker)
+        {
+            let lags = |worker: &Worker| worker.lag > 0;
+            if self.workers[place as usize].as_ref().is_some_and(lags)
+                && self.take_back(now, place, None, out)
+            {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// A worker shows that it is alive, so that it may have new jobs again.
+    pub(super) fn no_longer_stalled(&mut self, place: u32) {
+        if let Some(worker) = self.workers[place as usize].as_mut()
+            && std::mem::replace(&mut worker.is_stalled, false)
+        {
+            self.refresh(place);
+        }
+    }
+
+    // Taking jobs back.
+
+    /// The last job that a worker says to have begun; `None` if it can say nothing, or nothing that makes sense.
+    fn begun(&mut self, place: u32, out: &mut Vec<Action<T>>) -> Option<u64> {
+        let claims = self.workers[place as usize].as_ref()?.claims.as_ref()?;
+        let begun = claims.begun();
+        self.note_begun(place, begun, out)
+    }
+
+    fn note_begun(&mut self, place: u32, begun: u64, out: &mut Vec<Action<T>>) -> Option<u64> {
+        let worker = self.workers[place as usize].as_mut()?;
+        if (worker.begun_last..=worker.sent).contains(&begun) {
+            worker.begun_last = begun;
+            return Some(begun);
+        }
+        let message = format!(
+            "its journal says that it has begun {begun} jobs, of {} that it was sent and {} that it had begun",
+            worker.sent, worker.begun_last
+        );
+        worker.claims = None;
+        self.kill(place, KillReason::Protocol(message), out);
+        None
+    }
+
+    /// Takes back all jobs that a worker was sent and has not begun. They wait again, before all others of their
+    /// classes, unless they are to end. Returns whether there were any.
+    pub(super) fn take_back(
+        &mut self,
+        now: Time,
+        place: u32,
+        ending: Option<Ending>,
+        out: &mut Vec<Action<T>>,
+    ) -> bool {
+        let Some(worker) = self.workers[place as usize].as_ref().filter(|worker| !worker.is_dead()) else {
+            return false;
+        };
+        if !worker.may_have_unbegun() && self.to_send_again.is_empty() {
+            return false;
+        }
+        let Some(begun) = self.begun(place, out) else { return false };
+        let (id, sent, held) = match self.workers[place as usize].as_ref() {
+            Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
+            _ => return false,
+        };
+        // Nobody keeps what it takes to give it to another.
+        let is_fixed = |job: &crate::jobs::Job<T>| job.arrival > begun && !job.is_repeatable;
+        let end_of = ending.as_ref().map(|(index, _)| *index);
+        if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
+            return false;
+        }
+        let claims = self.workers[place as usize].as_ref().and_then(|worker| worker.claims.as_ref());
+        let Some(begun) = claims.map(|claims| claims.take_back(sent)) else { return false };
+        let Some(begun) = self.note_begun(place, begun, out) else { return false };
+        if let Some(worker) = self.workers[place as usize].as_mut() {
+            worker.taken = sent;
+        }
+        let (mut ending, mut is_any) = (ending, false);
+        let is_ready =
+            self.workers[place as usize].as_ref().is_some_and(|worker| worker.phase == Phase::Ready);
+        let is_let_in = is_ready && self.mode != Mode::Open;
+        while let Some(worker) = self.workers[place as usize].as_ref()
+            && let Some(&index) = worker.ahead.back()
+            && self.jobs.get(index).arrival > begun
+        {
+            self.take_out(index, place);
+            self.settle_unbegun(now, (index, id), &mut ending, out);
+            is_any = true;
+        }
+        let mut held: Vec<_> = held.iter().map(|&index| (self.jobs.get(index).arrival, index)).collect();
+        held.sort_unstable();
+        for (_, index) in held.into_iter().rev().take_while(|(arrival, _)| *arrival > begun) {
+            let is_wanted = self.jobs.get(index).cargo.is_some();
+            if is_let_in && is_wanted && end_of != Some(index) {
+                // It had been let in to its end.
+                self.to_send_again.push(index);
+                continue;
+            }
+            self.withdraw_unbegun(now, index, place);
+            self.settle_unbegun(now, (index, id), &mut ending, out);
+            if let Some(worker) = self.workers[place as usize].as_mut() {
+                worker.is_stalled = true;
+            }
+            is_any = true;
+        }
+        self.review(now, place);
+        self.after_job(now, place);
+        is_any
+    }
+
+    /// Takes a job back from its worker unless it has begun. It then has this outcome, or waits again.
+    pub(super) fn take_back_one(
+        &mut self,
+        now: Time,
+        index: u32,
+        verdict: Option<Verdict>,
+        out: &mut Vec<Action<T>>,
+    ) -> bool {
+        let job = self.jobs.get(index);
+        let (Place::Ahead { worker } | Place::InFlight { worker, .. }) = job.place else { return false };
+        let arrival = job.arrival;
+        let begun_last = self.workers[worker as usize].as_ref().map_or(u64::MAX, |worker| worker.begun_last);
+        if arrival <= begun_last {
+            return false;
+        }
+        let id = self.jobs.id(index);
+        self.take_back(now, worker, Some((index, verdict)), out);
+        // Another number stands for another job.
+        self.jobs.find(id).is_none_or(|index| {
+            let job = self.jobs.get(index);
+            !matches!(job.place, Place::Ahead { .. } | Place::InFlight { .. })
+        })
+    }
+
+    pub(super) fn take_back_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        for place in 0..self.workers.len() as u32 {
+            self.take_back_ahead(now, place, out);
+        }
+    }
+
+    fn take_back_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        if self.workers[place as usize].as_ref().is_some_and(|worker| !worker.ahead.is_empty()) {
+            self.take_back(now, place, None, out);
+        }
+    }
+
+    /// Takes back what is ahead of workers that take no more for now.
+    pub(super) fn take_back_noted(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(place) = self.to_take_back.pop() {
+            let takes = |worker: &Worker| worker.is_available() && worker.apart == Apart::No;
+            if !self.workers[place as usize].as_ref().is_some_and(takes) {
+                self.take_back_ahead(now, place, out);
+            }
+        }
+        let takes_all_back = std::mem::take(&mut self.takes_all_back);
+        if self.ahead > 0 && (takes_all_back || !self.may_look_ahead()) {
+            self.take_back_all(now, out);
+        }
+    }
+
     /// A job of this class waits: those of lower classes that are ahead are not to go before it.
-    pub(super) fn recall_lower(&mut self, class: Priority, out: &mut Vec<Action<T>>) {
+    pub(super) fn take_back_lower(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
         if self.ahead == 0 || class == Priority::BestEffort {
             return;
         }
-        for place in 0..self.workers.len() {
-            let Some(worker) = self.workers[place].as_ref() else { continue };
-            let ahead: Vec<u32> = worker.ahead.iter().rev().copied().collect();
-            let lower = ahead.into_iter().filter(|&index| self.jobs.get(index).priority < class);
-            let lower: Vec<u32> = lower.collect();
-            lower.into_iter().for_each(|index| self.recall_one(index, out));
-        }
-    }
-
-    /// A job ahead that makes room for one of a higher class, as soon as it is back: the newest of the lowest class.
-    pub(super) fn victim_ahead(&mut self, priority: Priority) -> Option<u32> {
-        let mut victim: Option<(Priority, std::cmp::Reverse<JobId>, u32)> = None;
-        for place in 0..self.workers.len() {
-            let count = self.workers[place].as_ref().map_or(0, |worker| worker.ahead.len());
-            for at in 0..count {
-                let Some(worker) = self.workers[place].as_ref() else { break };
-                let index = worker.ahead[at];
-                let id = self.jobs.id(index);
-                let job = self.jobs.get(index);
-                let stays = job.cargo.is_some() && matches!(job.place, Place::Ahead { leaves: None, .. });
-                let entry = (job.priority, std::cmp::Reverse(id), index);
-                if stays && job.priority < priority && victim.is_none_or(|found| entry < found) {
-                    victim = Some(entry);
-                }
+        for place in 0..self.workers.len() as u32 {
+            let ahead = self.workers[place as usize].as_ref().map(|worker| worker.ahead.iter());
+            let ahead: Vec<u32> = ahead.into_iter().flatten().copied().collect();
+            if ahead.into_iter().any(|index| self.jobs.get(index).priority < class) {
+                self.take_back(now, place, None, out);
             }
         }
-        victim.map(|(_, _, index)| index)
     }
 
-    /// A job ahead is to leave for this reason unless it has begun.
-    pub(super) fn leave_ahead(&mut self, index: u32, reason: RejectReason, out: &mut Vec<Action<T>>) {
-        if let Place::Ahead { leaves, .. } = &mut self.jobs.get(index).place
-            && leaves.replace(reason).is_none()
-        {
-            self.leaving += 1;
-        }
-        self.recall_one(index, out);
-    }
-
-    /// A client is told of a job ahead before it is known whether that has begun.
+    /// A client is told of a job ahead that its worker has begun, as nobody knew yet.
     pub(super) fn abandon_ahead(
         &mut self,
         now: Time,
@@ -220,7 +386,6 @@ impl<T> Bulkhead<T> {
         verdict: Verdict,
         out: &mut Vec<Action<T>>,
     ) {
-        self.recall_one(index, out);
         self.answer(now, index, verdict, out);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
@@ -228,13 +393,8 @@ impl<T> Bulkhead<T> {
 
     /// A job ahead does not wait any more; its client was told just now, or its worker begins it.
     fn uncount_waiting(&mut self, index: u32) {
-        let job = self.jobs.get(index);
-        let (tenant, is_leaving) = (job.tenant, matches!(job.place, Place::Ahead { leaves: Some(_), .. }));
-        if let Place::Ahead { leaves, .. } = &mut job.place {
-            *leaves = None;
-        }
+        let tenant = self.jobs.get(index).tenant;
         self.ahead -= 1;
-        self.leaving -= usize::from(is_leaving);
         self.tenants.get(tenant).ahead -= 1;
     }
 
@@ -243,13 +403,11 @@ impl<T> Bulkhead<T> {
     /// A worker has answered for a job: it begins the oldest that is ahead, or has.
     pub(super) fn begin_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        (worker.turned_at, worker.is_slow) = (now, false);
+        (worker.turned_at, worker.lag) = (now, 0);
         let Some(index) = worker.ahead.pop_front() else { return };
         let job = self.jobs.get(index);
-        let (is_wanted, was_recalled) =
-            (job.cargo.is_some(), matches!(job.place, Place::Ahead { is_recalled: true, .. }));
+        let is_wanted = job.cargo.is_some();
         worker.ahead_bytes -= job.bytes;
-        worker.recalled -= usize::from(was_recalled);
         if is_wanted {
             self.uncount_waiting(index);
         }
@@ -264,7 +422,6 @@ impl<T> Bulkhead<T> {
         self.hand_over(now, index, place);
         if !is_wanted && let Some(worker) = self.workers[place as usize].as_mut() {
             worker.wanted -= 1;
-            // Asked back it was, which means nothing to a worker that has begun it.
             out.push(Action::Cancel { worker: worker.id, job: self.jobs.id(index) });
         }
         if self.limits.recycle.jobs.is_some() {
@@ -272,90 +429,108 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker gives a job back that it has not begun.
-    pub(super) fn returned(&mut self, now: Time, id: WorkerId, job: JobId, out: &mut Vec<Action<T>>) {
+    /// A worker gives a job back that it was about to begin as it was taken back. Which of both came first, only the
+    /// worker knows: if it was we, the job is not the worker's any more.
+    pub(super) fn returned(
+        &mut self,
+        now: Time,
+        id: WorkerId,
+        (job, arrival): (JobId, u64),
+        out: &mut Vec<Action<T>>,
+    ) {
         self.heard(now, id);
-        let found = self.jobs.find(job).filter(|_| self.worker(id).is_some_and(|w| w.can_look_ahead));
-        let place = found.map(|index| self.jobs.get(index).place);
-        match (found, place) {
-            (Some(index), Some(Place::Ahead { worker, .. })) if worker == id.place => {
+        let Some(worker) = self.worker(id) else { return };
+        if arrival > worker.taken {
+            let message = format!("it gave the job {job} back, which was not taken back");
+            return self.kill(id.place, KillReason::Protocol(message), out);
+        }
+        let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).arrival == arrival) else {
+            return;
+        };
+        match self.jobs.get(index).place {
+            Place::Ahead { worker } if worker == id.place => {
                 self.take_out(index, id.place);
                 self.mind_room(id.place);
-                self.settle_returned(now, index, out);
+                self.settle_unbegun(now, (index, id), &mut None, out);
             }
-            (Some(index), Some(Place::InFlight { worker, since, is_oversized: false, .. }))
-                if worker == id.place =>
-            {
-                // It had its turn by our count, and that came to nothing.
-                let entry = self.jobs.get(index);
-                let (is_wanted, is_due) = (entry.cargo.is_some(), entry.answer_by(since) <= now);
-                if is_due {
-                    // As it is to: its time to run was over, be it since a client gave it too little.
-                    entry.returned = entry.returned.saturating_sub(1);
-                } else if is_wanted && entry.returned >= RETURNS_MAX {
-                    // It was sent ahead less often.
-                    let message = format!("it gave the job {job} back again and again");
-                    return self.kill(id.place, KillReason::Protocol(message), out);
-                }
-                self.withdraw(index);
-                let entry = self.jobs.get(index);
-                entry.attempts -= 1;
-                let claim = entry.claim.take();
-                if let Some(claim) = claim {
-                    self.breaker.give_back(claim);
-                }
-                if let Some(worker) = self.worker_mut(id) {
-                    worker.wanted -= u32::from(is_wanted);
-                }
-                self.settle_returned(now, index, out);
+            Place::InFlight { worker, is_oversized: false, .. } if worker == id.place => {
+                self.withdraw_unbegun(now, index, id.place);
+                self.settle_unbegun(now, (index, id), &mut None, out);
                 self.begin_ahead(now, id.place, out);
                 self.review(now, id.place);
                 self.after_job(now, id.place);
             }
-            _ => self.counters.late_replies += 1,
+            _ => {}
         }
+    }
+
+    /// Takes a job with a permit out of the hands of a worker that has not begun it: that was no attempt.
+    fn withdraw_unbegun(&mut self, now: Time, index: u32, place: u32) {
+        self.withdraw(index);
+        let job = self.jobs.get(index);
+        job.attempts -= 1;
+        // It had its turn, and is not asked to be quick as well.
+        job.patience_until = None;
+        let is_wanted = job.cargo.is_some();
+        if let Some(claim) = job.claim.take() {
+            self.breaker.give_back(claim);
+        }
+        if let Some(worker) = self.workers[place as usize].as_mut() {
+            worker.wanted -= u32::from(is_wanted);
+            worker.begun -= 1;
+            // While it had jobs it may not have had to be heard.
+            if !worker.has_dispatch_thread {
+                (worker.last_heard, worker.silence) = (now, Silence::None);
+            }
+        }
+        self.refresh(place);
     }
 
     /// Takes a job ahead out of its worker's hands.
     fn take_out(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
         let (bytes, is_wanted) = (job.bytes, job.cargo.is_some());
-        let was_recalled = matches!(job.place, Place::Ahead { is_recalled: true, .. });
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if let Some(at) = worker.ahead.iter().rposition(|&ahead| ahead == index) {
             worker.ahead.remove(at);
             worker.ahead_bytes -= bytes;
-            worker.recalled -= usize::from(was_recalled);
         }
         // It may have as many more.
         self.refresh(place);
-        let leaves = match self.jobs.get(index).place {
-            Place::Ahead { leaves, .. } => leaves,
-            _ => None,
-        };
         if is_wanted {
             self.uncount_waiting(index);
         }
-        self.jobs.get(index).leaves = leaves;
     }
 
     /// A job that was sent and has not begun is here again. Its run limit begins anew.
-    fn settle_returned(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
+    fn settle_unbegun(
+        &mut self,
+        now: Time,
+        (index, worker): (u32, WorkerId),
+        ending: &mut Option<Ending>,
+        out: &mut Vec<Action<T>>,
+    ) {
+        out.push(Action::TookBack { worker, job: self.jobs.id(index) });
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
         job.place = Place::Entered;
         job.returned = job.returned.saturating_add(1);
-        let leaves = job.leaves.take();
+        job.taken_from = Some(worker);
+        let end = ending.take_if(|(ending, _)| *ending == index).and_then(|(_, verdict)| verdict);
         let verdict = if job.cargo.is_none() {
             return self.forget(index);
+        } else if let Some(verdict) = end {
+            verdict
         } else if job.deadline_at <= now {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             rejection(RejectReason::Draining)
+        } else if !job.is_repeatable {
+            let message =
+                "its worker gave it back, and its payload is not here any more: send it again".to_owned();
+            Verdict::Rejected { reason: RejectReason::Unavailable, message }
         } else if self.live_slots == 0 {
             Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker() }
-        } else if let Some(reason) = leaves {
-            rejection(reason)
         } else {
             return self.wait_again(index);
         };
@@ -363,44 +538,85 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// A worker is gone: what was ahead of it was not begun.
-    pub(super) fn take_ahead_back(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        while let Some(index) = self.workers[place as usize].as_ref().and_then(|w| w.ahead.back().copied()) {
-            self.take_out(index, place);
-            self.settle_returned(now, index, out);
+    /// Sends jobs again that were taken back together with others, and go on where they are.
+    pub(super) fn send_again(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let mut again = std::mem::take(&mut self.to_send_again);
+        again.sort_unstable_by_key(|&index| self.jobs.id(index));
+        again.dedup();
+        for index in again {
+            if let Some((Place::InFlight { worker, since, .. }, true)) = self.jobs.place_and_wanted(index) {
+                let remaining = self.jobs.get(index).answer_by(since).since(now);
+                self.send(now, index, worker, (remaining, false), out);
+            }
         }
     }
 
-    /// A worker has answered for a job that it was not to begin yet. It ran, and is not given to another.
-    pub(super) fn begun_too_soon(
+    /// A worker is gone: what was ahead of it was not begun.
+    pub(super) fn take_ahead_back(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+        while let Some(worker) = self.workers[id.place as usize].as_ref()
+            && let Some(&index) = worker.ahead.back()
+        {
+            self.take_out(index, id.place);
+            self.settle_unbegun(now, (index, id), &mut None, out);
+        }
+    }
+
+    /// A worker has answered for a job that it was not to begin yet, or not any more. It ran, and is not given to
+    /// another, unless that has it already.
+    pub(super) fn answered_without_right(
         &mut self,
         now: Time,
         worker: WorkerId,
         job: JobId,
         out: &mut Vec<Action<T>>,
     ) {
-        let message =
-            format!("it answered the job {job}, which it was not to begin before another had ended");
-        if let Some(index) = self.jobs.find(job) {
-            self.take_out(index, worker.place);
-            self.job_timers.clear(index);
-            let entry = self.jobs.get(index);
-            (entry.place, entry.leaves) = (Place::Entered, None);
-            entry.attempts += 1;
-            let reason = KillReason::Protocol(message.clone());
-            let (reason, message) = (CrashReason::Protocol, reason.describe());
-            self.answer(now, index, Verdict::Crashed { reason, status: None, message }, out);
-            self.forget(index);
+        let message = format!("it answered the job {job}, which it was not to begin yet, or not any more");
+        let reason = KillReason::Protocol(message);
+        let crash =
+            Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };
+        let place = self.jobs.find(job).map(|index| (index, self.jobs.get(index).place));
+        match place {
+            Some((index, Place::Ahead { .. })) => {
+                self.take_out(index, worker.place);
+                self.job_timers.clear(index);
+                let entry = self.jobs.get(index);
+                (entry.place, entry.attempts) = (Place::Entered, entry.attempts + 1);
+                self.answer(now, index, crash, out);
+                self.forget(index);
+            }
+            Some((index, Place::Queued | Place::Apart)) => {
+                self.jobs.get(index).attempts += 1;
+                self.leave_queue(now, index, crash, out);
+            }
+            _ => {}
         }
-        self.kill(worker.place, KillReason::Protocol(message), out);
+        self.kill(worker.place, reason, out);
+    }
+
+    /// Whether a job was taken back from this worker, and is not its again.
+    pub(super) fn was_taken_from(&mut self, worker: WorkerId, job: JobId) -> bool {
+        let found = self.jobs.find(job).filter(|_| self.worker(worker).is_some());
+        found.is_some_and(|index| self.jobs.get(index).taken_from == Some(worker))
     }
 }
 
+/// The time that a worker has to begin a job: the longer, the more often it came back, so that on a machine where no
+/// worker gets a processor jobs do not move for ever.
+fn patience(lookahead: Duration, returned: u8) -> Duration {
+    let patience = if lookahead.is_zero() { PATIENCE } else { lookahead };
+    patience.saturating_mul(1 << returned.min(DOUBLINGS_MAX))
+}
+
 impl Worker {
+    /// Whether it was sent something that it had not begun when that was read last.
+    fn may_have_unbegun(&self) -> bool {
+        self.begun_last.max(self.taken) < self.sent
+    }
+
     /// Whether it has all jobs that it may have, and may have more ahead of them: not if it has even more, since then
     /// an answer lets none begin.
     fn takes_ahead(&self) -> bool {
-        self.can_look_ahead
+        self.claims.is_some()
             && self.is_available()
             && self.apart == Apart::No
             && !self.jobs.is_empty()

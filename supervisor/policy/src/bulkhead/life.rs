@@ -8,7 +8,7 @@ use super::recovery::Loss;
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::limits::RestartPolicy;
 use crate::messages::{
-    Abilities, Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId,
+    Abilities, Action, Claims, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId,
 };
 use crate::restart::{Next, PROVEN_AFTER, Spacing};
 use crate::room::reserve_few;
@@ -105,7 +105,7 @@ impl<T> Bulkhead<T> {
         self.remove_and_replace(now, id.place, End { is_unwanted, ..End::NOT_STARTED }, out);
     }
 
-    pub(super) fn hello(&mut self, now: Time, id: WorkerId, can: Abilities) {
+    pub(super) fn hello(&mut self, now: Time, id: WorkerId, can: Abilities, claims: Option<Box<dyn Claims>>) {
         let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
         self.heard(now, id);
@@ -114,7 +114,7 @@ impl<T> Bulkhead<T> {
             worker.phase = Phase::Initializing { until: now + ready };
             worker.has_dispatch_thread = can.has_dispatch_thread;
             worker.can_resize = can.can_resize;
-            worker.can_look_ahead = can.can_look_ahead;
+            worker.claims = claims;
             worker.promised = most;
             worker.heartbeat = heartbeat;
             self.arm(id.place);
@@ -160,6 +160,8 @@ impl<T> Bulkhead<T> {
         }
         self.refresh(id.place);
         self.arm(id.place);
+        // There is another that could begin what others were sent.
+        (0..self.workers.len() as u32).for_each(|place| self.expect_begin(now, place));
         self.roll_on(now, out);
     }
 
@@ -228,10 +230,14 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.worker_mut(id) else { return };
         worker.last_heard = now;
         worker.forgiven = 0;
+        let is_stalled = worker.is_stalled;
         if worker.silence != Silence::None {
             worker.silence = Silence::None;
             self.is_reserve_concerned |= worker.is_spare;
             self.arm(id.place);
+        }
+        if is_stalled {
+            self.no_longer_stalled(id.place);
         }
     }
 
@@ -247,6 +253,7 @@ impl<T> Bulkhead<T> {
             self.is_reserve_concerned |= worker.is_spare;
             self.arm(id.place);
         }
+        self.no_longer_stalled(id.place);
     }
 
     pub(super) fn held_up(&mut self, now: Time) {
@@ -485,10 +492,9 @@ impl<T> Bulkhead<T> {
                     _ => None,
                 };
                 let again = worker.replaced_again_at().filter(|_| worker.silence == Silence::None);
-                let ahead = self.ahead_due(worker);
                 let follower = self.follower_due(worker).filter(|_| worker.silence == Silence::None);
-                let ahead_or_killed = earlier(ahead, worker.kill_at);
-                earlier(earlier(silence, again), earlier(earlier(age, follower), ahead_or_killed))
+                let begun_or_killed = earlier(worker.check_at, worker.kill_at);
+                earlier(earlier(silence, again), earlier(earlier(age, follower), begun_or_killed))
             }
             Phase::Killing(_) | Phase::Dead(_) => None,
         };
@@ -517,7 +523,7 @@ impl<T> Bulkhead<T> {
                 self.silent(now, place, out);
             }
             Phase::Ready | Phase::Draining => {
-                self.mind_ahead(now, place, out);
+                self.check_begun(now, place, out);
                 let Some(worker) = self.workers[place as usize].as_mut() else { return };
                 if worker.kill_at.is_some_and(|at| at <= now) {
                     let reason =
@@ -662,7 +668,7 @@ impl<T> Bulkhead<T> {
         for index in unread {
             self.job_lost(now, index, &verdict, Loss::Innocent, out);
         }
-        self.take_ahead_back(now, id.place, out);
+        self.take_ahead_back(now, id, out);
         let is_unwanted = killed == Some(KillReason::Unwanted);
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted, is_spent });

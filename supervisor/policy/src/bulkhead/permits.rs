@@ -14,7 +14,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Those ahead of it may begin before they are given back.
+        // Those ahead of it may have begun.
         let left = worker.jobs_left(&self.limits).saturating_sub(worker.ahead.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = self.limits.max_in_flight.min(worker.promised).min(level.saturating_add(left));
@@ -22,7 +22,7 @@ impl<T> Bulkhead<T> {
             worker.apart = Apart::No;
             self.reserved = None;
         }
-        let takes_jobs = is_available && worker.apart == Apart::No;
+        let takes_jobs = is_available && worker.apart == Apart::No && !worker.is_stalled;
         let listed = (takes_jobs && level < capacity).then_some(level);
         if worker.listed != listed {
             if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
@@ -52,8 +52,8 @@ impl<T> Bulkhead<T> {
         }
         self.mind_room(place);
         let has_ahead = self.workers[place as usize].as_ref().is_some_and(|worker| !worker.ahead.is_empty());
-        if has_ahead && !(takes_jobs && is_available) {
-            self.to_recall.push(place);
+        if has_ahead && !takes_jobs {
+            self.to_take_back.push(place);
         }
     }
 
@@ -124,7 +124,11 @@ impl<T> Bulkhead<T> {
 
     /// A worker without a job, and a permit for it: the one that is kept for a suspect has its own.
     pub(super) fn idle_worker(&self) -> Option<u32> {
-        let idle = |place: u32| self.workers[place as usize].as_ref().filter(|worker| worker.jobs.is_empty());
+        let idle = |place: u32| {
+            self.workers[place as usize]
+                .as_ref()
+                .filter(|worker| worker.jobs.is_empty() && !worker.is_stalled)
+        };
         let next = self.next_worker().filter(|&place| idle(place).is_some());
         next.or_else(|| {
             let place = self.reserved?;

@@ -110,7 +110,7 @@ impl<T> Bulkhead<T> {
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.late_notes.push(Note::JobQuarantined { job: self.jobs.id(index), digest });
             // Copies of it may be ahead.
-            self.recalls_all = self.ahead > 0;
+            self.takes_all_back = self.ahead > 0;
         }
     }
 
@@ -160,13 +160,13 @@ impl<T> Bulkhead<T> {
         });
         if self.mode == Mode::Open && self.live_slots > 0 {
             unread.sort_unstable_by_key(|&index| std::cmp::Reverse(self.jobs.id(index)));
-            unread.retain(|&index| !self.take_back(index));
+            unread.retain(|&index| !self.give_again(index));
         }
         (unread, begun)
     }
 
     /// Whether a job can be given again: not if its client has been told already.
-    fn take_back(&mut self, index: u32) -> bool {
+    fn give_again(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.cargo.is_none() || !job.is_repeatable || job.taken_back >= UNREAD_ATTEMPTS_MAX {
             return false;

@@ -56,7 +56,7 @@ impl<T> Bulkhead<T> {
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
             // Before they hear of another number.
-            self.recall_all(out);
+            self.take_back_all(now, out);
             self.limits.max_in_flight = most;
             self.tell_workers(out);
         }
@@ -79,7 +79,7 @@ impl<T> Bulkhead<T> {
         self.retries.reconfigure(self.limits.retry.clone());
         self.poison.reconfigure(now, self.limits.poison.clone());
         self.reconfigure_adaptive(now);
-        self.recall_all(out);
+        self.take_back_all(now, out);
         self.tell_workers(out);
         self.fit_slots(now, out);
         if before.restart.policy != self.limits.restart.policy {
@@ -323,7 +323,7 @@ impl<T> Bulkhead<T> {
         numbers: OwnNumbers,
         out: &mut Vec<Action<T>>,
     ) {
-        self.recall_all(out);
+        self.take_back_all(now, out);
         let general = self.limits.rate_limit;
         if let Some(id) = self.tenants.set_own(now, name, numbers, general.as_ref()) {
             self.block_by_share(id);

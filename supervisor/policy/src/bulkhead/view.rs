@@ -127,6 +127,8 @@ pub struct WorkerView {
     pub is_current: bool,
     /// Whether it takes no jobs but one that is to be alone.
     pub is_apart: bool,
+    /// Whether it takes no jobs until it is heard, since it did not begin one that it may.
+    pub is_stalled: bool,
     /// Whether it is ready to take over a slot, or will be.
     pub is_spare: bool,
 }
@@ -414,6 +416,7 @@ impl<T> Bulkhead<T> {
                     last_exit: slot.last_exit.clone(),
                     is_current: worker.role == Role::Current,
                     is_apart: worker.apart != Apart::No,
+                    is_stalled: worker.is_stalled,
                     is_spare: worker.is_kept_spare(),
                 }
             })

@@ -2,16 +2,53 @@
 
 #![allow(dead_code, reason = "each file of tests needs another part of it")]
 
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Abilities, Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, RestartCause,
+    Abilities, Action, Answer, Bulkhead, Claims, Death, Event, KillReason, Limits, Note, Reply, RestartCause,
     Submission, Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
+
+/// What a worker says of the jobs that it begins.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Begun(pub(crate) Arc<AtomicU64>);
+
+impl Claims for Begun {
+    fn begun(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn take_back(&self, _: u64) -> u64 {
+        self.begun()
+    }
+}
+
+/// What a worker has: how many jobs it was sent, and those that it has not begun.
+#[derive(Default)]
+pub(crate) struct Sent {
+    pub(crate) begun: Begun,
+    pub(crate) count: u64,
+    pub(crate) waiting: VecDeque<(JobId, u64)>,
+    /// It begins nothing any more.
+    pub(crate) is_stuck: bool,
+}
+
+impl Sent {
+    fn begin(&mut self) {
+        if !self.is_stuck
+            && let Some((_, arrival)) = self.waiting.pop_front()
+        {
+            self.begun.0.store(arrival, Ordering::Relaxed);
+        }
+    }
+}
 
 /// A bulkhead, its clock, and everything it has asked for so far.
 pub(crate) struct Stage {
@@ -24,9 +61,11 @@ pub(crate) struct Stage {
     pub(crate) dispatched: Vec<(WorkerId, JobId)>,
     /// All that were sent, in their turn or ahead.
     pub(crate) sent: Vec<(WorkerId, JobId)>,
-    /// Jobs that were sent ahead, and those that were asked back.
+    /// Jobs that were sent ahead, and those that were taken back.
     pub(crate) ahead: Vec<(WorkerId, JobId)>,
-    pub(crate) recalled: Vec<JobId>,
+    pub(crate) taken_back: Vec<JobId>,
+    /// What each worker has that says which jobs it begins: it begins what has a permit at once.
+    pub(crate) claims: BTreeMap<WorkerId, Sent>,
     pub(crate) cancelled: Vec<JobId>,
     pub(crate) drained: Vec<WorkerId>,
     pub(crate) limited: Vec<(WorkerId, u32)>,
@@ -47,7 +86,8 @@ impl Stage {
             dispatched: Vec::new(),
             sent: Vec::new(),
             ahead: Vec::new(),
-            recalled: Vec::new(),
+            taken_back: Vec::new(),
+            claims: BTreeMap::new(),
             cancelled: Vec::new(),
             drained: Vec::new(),
             limited: Vec::new(),
@@ -72,8 +112,15 @@ impl Stage {
         let mut actions = Vec::new();
         let job = self.bulkhead.apply(self.now, event, &mut actions);
         for action in actions {
-            if let Action::Dispatch { worker, job, .. } = action {
+            if let Action::Dispatch { worker, job, is_ahead, .. } = action {
                 self.sent.push((worker, job));
+                if let Some(sent) = self.claims.get_mut(&worker) {
+                    sent.count += 1;
+                    sent.waiting.push_back((job, sent.count));
+                    if !is_ahead {
+                        sent.begin();
+                    }
+                }
             }
             match action {
                 Action::Spawn { worker, again, .. } => {
@@ -81,7 +128,12 @@ impl Stage {
                     self.causes.push(again);
                 }
                 Action::Dispatch { worker, job, is_ahead: true, .. } => self.ahead.push((worker, job)),
-                Action::Recall { job, .. } => self.recalled.push(job),
+                Action::TookBack { worker, job } => {
+                    self.taken_back.push(job);
+                    if let Some(sent) = self.claims.get_mut(&worker) {
+                        sent.waiting.retain(|(waiting, _)| *waiting != job);
+                    }
+                }
                 Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
                 Action::Cancel { job, .. } => self.cancelled.push(job),
                 Action::Drain { worker } => self.drained.push(worker),
@@ -102,8 +154,24 @@ impl Stage {
 
     pub(crate) fn bring_up_as(&mut self, worker: WorkerId, can: Abilities) {
         self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
-        self.apply(Event::Hello { worker, can });
+        self.apply(Event::Hello { worker, can, claims: None });
         self.apply(Event::Ready { worker });
+    }
+
+    /// The same for one that says which jobs it begins.
+    pub(crate) fn bring_up_with_claims(&mut self, worker: WorkerId, can: Abilities) {
+        let sent = Sent::default();
+        let claims: Box<dyn Claims> = Box::new(sent.begun.clone());
+        self.claims.insert(worker, sent);
+        self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
+        self.apply(Event::Hello { worker, can, claims: Some(claims) });
+        self.apply(Event::Ready { worker });
+    }
+
+    /// A worker begins nothing from here on, or goes on.
+    pub(crate) fn stick(&mut self, worker: WorkerId, is_stuck: bool) {
+        let sent = self.claims.entry(worker).or_default();
+        sent.is_stuck = is_stuck;
     }
 
     /// Time passes; workers that owe heartbeats send them.
@@ -183,6 +251,10 @@ impl Stage {
 
     pub(crate) fn reply(&mut self, job: JobId) {
         let worker = self.holder(job);
+        // It begins the next one when its answer is on its way.
+        if let Some(sent) = self.claims.get_mut(&worker) {
+            sent.begin();
+        }
         self.apply(Event::Replied { worker, job, reply: Reply::Ok });
     }
 

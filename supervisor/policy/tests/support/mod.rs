@@ -1,6 +1,7 @@
 //! The parts of the simulation: numbers from a seed, a world that does what the shell and the workers
 //! would do, and a model of the rules that judges every step.
 
+pub(crate) mod claims;
 pub(crate) mod coverage;
 pub(crate) mod model;
 pub(crate) mod random;

@@ -21,6 +21,7 @@ use bulkhead_policy::{
 use bulkhead_shared::{JobId, Priority, Verdict};
 
 use super::Tag;
+use super::claims::Registry;
 use super::coverage::Coverage;
 use slots::{Slot, SlotState};
 
@@ -31,6 +32,7 @@ const SLOW_END_PATIENCE: std::time::Duration = std::time::Duration::from_secs(5)
 
 pub(crate) struct Model {
     limits: Limits,
+    registry: Registry,
     adaptive: Option<adaptive::Adaptive>,
     /// The permits that were taken before this event.
     in_use_before: usize,
@@ -107,7 +109,11 @@ struct Job {
     /// When it has waited for too long.
     patience_until: Option<Time>,
     worker: Option<u32>,
-    ahead: ahead::Ahead,
+    /// The worker that it is ahead of.
+    ahead: Option<u32>,
+    /// The how many-th job it is that its worker was sent.
+    arrival: u64,
+    taken_from: Option<WorkerId>,
 }
 
 struct Worker {
@@ -121,11 +127,13 @@ struct Worker {
     heard_at: Time,
     has_dispatch_thread: bool,
     can_resize: bool,
-    can_look_ahead: bool,
+    has_claims: bool,
+    /// Jobs that it was sent.
+    sent: u64,
     /// Jobs ahead of it, oldest first.
     ahead: Vec<JobId>,
-    /// When it was last given a job, or answered for one.
-    turned_at: Time,
+    /// As the policy says: whether it gets no job, since it did not begin another.
+    is_stalled: bool,
     /// How often it was told to be heard.
     heartbeat: Duration,
     /// When it should have said hello.
@@ -206,10 +214,10 @@ struct Step {
     to_quarantine: Vec<Digest>,
     /// A worker that answered for a job that it cannot have begun.
     lied: Option<WorkerId>,
-    /// A job ahead that may make room in place of those that may be evicted.
-    may_leave: Option<JobId>,
-    /// One that does.
-    to_leave: Option<JobId>,
+    /// A job that its worker gives back.
+    returned: Option<(WorkerId, JobId)>,
+    /// Those owed an answer that may have another, or none, since one beside them is looked at first.
+    either: BTreeSet<JobId>,
     /// Workers that are to be told how many jobs to expect.
     to_limit: BTreeMap<WorkerId, u32>,
     /// Workers that are to be asked to stop work on a job.
@@ -255,7 +263,7 @@ struct Submitted {
 }
 
 impl Model {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: Limits, registry: Registry) -> Self {
         let in_all = limits.processes + limits.start.spares;
         let slots = (0..in_all).map(|slot| Slot::new(slot >= limits.processes)).collect();
         let adaptive = limits.adaptive.clone().map(|numbers| adaptive::Adaptive::new(numbers, Time::ZERO));
@@ -266,6 +274,7 @@ impl Model {
             max_queue_ever: limits.max_queue,
             permits_ever: limits.processes * limits.max_in_flight,
             limits,
+            registry,
             mode: Mode::Open,
             activity: Activity::Resting,
             idle_since: None,
@@ -306,11 +315,6 @@ impl Model {
         for action in actions {
             self.action(action);
         }
-        if let Some(leaving) = self.step.may_leave.take()
-            && !std::mem::take(&mut self.step.evictable).is_empty()
-        {
-            self.leave_ahead(leaving, bulkhead_shared::RejectReason::Shed);
-        }
         self.settle_slots();
         self.settle_workers();
         let is_tick = self.step.cause == Cause::Tick;
@@ -340,6 +344,8 @@ impl Model {
     // What is true between two events.
 
     fn check_promises(&mut self) {
+        let either = std::mem::take(&mut self.step.either);
+        self.step.owed.retain(|id, _| !either.contains(id));
         let step = &self.step;
         assert!(step.lied.is_none(), "{:?} lied and lives", step.lied);
         assert!(step.submission.is_none(), "a submission was neither taken nor refused");
@@ -373,7 +379,7 @@ impl Model {
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
-        let able = available.iter().filter(|w| !w.is_apart);
+        let able = available.iter().filter(|w| !w.is_apart && !w.is_stalled);
         let free: usize = able.map(|w| self.capacity(w).saturating_sub(w.jobs.len())).sum();
         assert_eq!(bulkhead.limit(), self.adapted(limit) as u64);
         let (in_use, limit_in_all) = self.permits();
@@ -474,7 +480,9 @@ impl Model {
 
     /// The workers that may have another job.
     fn able(&self) -> impl Iterator<Item = &Worker> {
-        let has_room = |w: &&Worker| !w.is_apart && w.jobs.len() < self.capacity(w) && self.is_available(w);
+        let has_room = |w: &&Worker| {
+            !w.is_apart && !w.is_stalled && w.jobs.len() < self.capacity(w) && self.is_available(w)
+        };
         let (in_use, limit) = self.permits();
         self.workers.values().filter(has_room).filter(move |_| in_use < limit)
     }

@@ -10,6 +10,7 @@ use bulkhead_policy::{Abilities, Action, Change, Death, Event, Limits, Reply, Su
 use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
 
 use super::Tag;
+use super::claims::Registry;
 use super::random::Random;
 use super::settings::{self, RSS_LIMIT_BYTES, Temper};
 
@@ -38,8 +39,10 @@ enum Sign {
     Ready,
     Beat,
     Reply(JobId),
-    /// It was asked for a job ahead.
-    Recalled(JobId),
+    /// It begins its jobs up to this one.
+    Begins(u64),
+    /// It gives the job back that came as this one, as it was taken back.
+    GivesBack(u64),
     /// So many parts more come of a result that is too large.
     Part(JobId, u64),
     Stopping,
@@ -54,7 +57,12 @@ enum Sign {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
-    can_look_ahead: bool,
+    /// Whether it says which jobs it begins.
+    has_claims: bool,
+    /// All that it was ever sent.
+    sent: Vec<JobId>,
+    /// What was taken back from it lately.
+    taken: Vec<JobId>,
     /// Jobs ahead of the one it runs.
     ahead: VecDeque<JobId>,
     /// How often it was told to be heard.
@@ -72,10 +80,18 @@ struct Process {
     oversized: Vec<JobId>,
 }
 
+impl Process {
+    /// The how many-th job it was, as it was sent last.
+    fn arrival(&self, job: JobId) -> u64 {
+        self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
+    }
+}
+
 pub(crate) struct World {
     random: Random,
     temper: Temper,
     limits: Limits,
+    registry: Registry,
     agenda: BTreeMap<(Time, u64), Happening>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
@@ -88,12 +104,13 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(mut random: Random, limits: Limits) -> Self {
+    pub(crate) fn new(mut random: Random, limits: Limits, registry: Registry) -> Self {
         let temper = Temper::draw(&mut random);
         let mut world = Self {
             random,
             temper,
             limits,
+            registry,
             agenda: BTreeMap::new(),
             sequence: 0,
             processes: HashMap::new(),
@@ -279,7 +296,8 @@ impl World {
             1 => Event::SpawnFailed { worker, message },
             2 => Event::Hello {
                 worker,
-                can: Abilities { has_dispatch_thread: true, can_resize: true, can_look_ahead: true },
+                can: Abilities { has_dispatch_thread: true, can_resize: true },
+                claims: None,
             },
             3 => Event::Ready { worker },
             4 => Event::Heard { worker },
@@ -332,11 +350,12 @@ impl World {
             }
             _ if process.is_leaving => return None,
             Sign::Hello => {
-                let Process { has_dispatch_thread, can_resize, can_look_ahead, .. } = *process;
-                let can = Abilities { has_dispatch_thread, can_resize, can_look_ahead };
+                let Process { has_dispatch_thread, can_resize, has_claims, .. } = *process;
+                let can = Abilities { has_dispatch_thread, can_resize };
+                let claims = has_claims.then(|| self.registry.claims(worker));
                 process.heartbeat = self.limits.health.heartbeat;
                 self.plan_sign(now + self.limits.health.heartbeat / 2, worker, Sign::Beat);
-                Event::Hello { worker, can }
+                Event::Hello { worker, can, claims }
             }
             Sign::Extend => Event::ExtendStart { worker, more: self.random.millis(0, 3000) },
             Sign::Said => Event::Said { worker, text: "half way".into() },
@@ -349,23 +368,11 @@ impl World {
             }
             Sign::Beat => return self.beat(now, worker),
             Sign::Reply(job) => return self.reply(now, worker, job),
-            Sign::Recalled(job) => {
-                match process.ahead.iter().position(|&ahead| ahead == job) {
-                    Some(at) => drop(process.ahead.remove(at)),
-                    // It runs by our count, and has not begun.
-                    None => {
-                        let is_odd = process.oversized.contains(&job) || !self.random.percent(60);
-                        let at = process.jobs.iter().position(|&held| held == job).filter(|_| !is_odd)?;
-                        process.jobs.swap_remove(at);
-                        self.begin_ahead(now, worker);
-                        let process = self.processes.get_mut(&worker)?;
-                        if process.is_draining && process.jobs.is_empty() {
-                            self.go(now, worker);
-                        }
-                    }
-                }
-                Event::Returned { worker, job }
+            Sign::Begins(arrival) => {
+                self.begin(now, worker, arrival);
+                return None;
             }
+            Sign::GivesBack(arrival) => return self.give_back(now, worker, arrival),
             Sign::Part(job, left) => return self.part(now, worker, job, left),
             Sign::Stopping => {
                 self.go(now, worker);
@@ -389,7 +396,26 @@ impl World {
         self.plan(now + after, Happening::Swept(worker));
     }
 
+    /// What was begun just as it was taken back does not run. Whose it is then, the policy knows.
+    fn give_back(&mut self, now: Time, worker: WorkerId, arrival: u64) -> Option<Event<Tag>> {
+        let process = self.processes.get_mut(&worker)?;
+        let job = *process.sent.get(arrival as usize - 1)?;
+        let is_its = process.arrival(job) == arrival && !process.oversized.contains(&job);
+        if let Some(at) = process.ahead.iter().position(|&ahead| is_its && ahead == job) {
+            process.ahead.remove(at);
+        } else if let Some(at) = process.jobs.iter().position(|&held| is_its && held == job) {
+            process.jobs.swap_remove(at);
+            self.begin_ahead(now, worker);
+            let process = self.processes.get_mut(&worker)?;
+            if process.is_draining && process.jobs.is_empty() {
+                self.go(now, worker);
+            }
+        }
+        Some(Event::Returned { worker, job, arrival })
+    }
+
     fn retire(&mut self, worker: WorkerId) {
+        self.registry.forget(worker);
         self.processes.remove(&worker);
         self.gone.push(worker);
         if self.gone.len() > 20 {
@@ -426,6 +452,20 @@ impl World {
         {
             return Some(Event::Replied { worker, job: ahead, reply: Reply::Ok });
         }
+        if self.random.percent(1)
+            && let Some(taken) = process.taken.pop()
+        {
+            return Some(Event::Replied { worker, job: taken, reply: Reply::Ok });
+        }
+        if self.random.percent(1) && process.has_claims && self.random.percent(20) {
+            let arrival = process.arrival(job) + 1;
+            return Some(Event::Returned { worker, job, arrival });
+        }
+        let arrival = process.arrival(job);
+        if known.is_some() {
+            self.begin(now, worker, arrival);
+        }
+        let process = self.processes.get_mut(&worker)?;
         if process.oversized.contains(&job) {
             // Its end comes behind its last part.
             return None;
@@ -537,18 +577,22 @@ impl World {
     pub(crate) fn perform(&mut self, now: Time, action: &Action<Tag>) {
         match action {
             Action::Spawn { worker, .. } => self.spawn(now, *worker),
-            Action::Dispatch { worker, job, is_ahead: true, .. } => {
-                self.handed_out.push(*job);
+            Action::Dispatch { worker, job, is_ahead, .. } => {
+                let will_race = self.random.percent(20);
+                self.registry.with(*worker, |numbers| numbers.will_race = will_race);
                 if let Some(process) = self.processes.get_mut(worker) {
-                    process.ahead.push_back(*job);
+                    process.sent.push(*job);
+                    process.jobs.retain(|held| held != job);
+                    if *is_ahead {
+                        process.ahead.push_back(*job);
+                    }
+                }
+                match is_ahead {
+                    true => self.handed_out.push(*job),
+                    false => self.dispatch(now, *worker, *job),
                 }
             }
-            Action::Dispatch { worker, job, .. } => self.dispatch(now, *worker, *job),
-            Action::Recall { worker, job } => {
-                let within_ms = self.random.pick(&[0, 0, 5, 500]);
-                let after = self.random.millis(0, within_ms);
-                self.plan_sign(now + after, *worker, Sign::Recalled(*job));
-            }
+            Action::TookBack { worker, job } => self.take_back(now, *worker, *job),
             Action::Cancel { worker, job } => {
                 if !self.random.percent(self.temper.ignores_cancel) {
                     let after = self.random.millis(0, 400);
@@ -577,7 +621,9 @@ impl World {
         let process = Process {
             has_dispatch_thread: self.random.percent(self.temper.has_dispatch_thread),
             can_resize: self.random.percent(70),
-            can_look_ahead: self.random.percent(70),
+            has_claims: self.random.percent(70),
+            sent: Vec::new(),
+            taken: Vec::new(),
             ahead: VecDeque::new(),
             heartbeat: self.limits.health.heartbeat,
             is_ready: false,
@@ -619,27 +665,77 @@ impl World {
         if self.handed_out.len() > 20 {
             self.handed_out.remove(0);
         }
-        let after = self.random.millis(0, 2 * self.temper.job_ms);
-        let roll = self.random.range(0, 99);
         let reads_nothing = self.random.percent(self.temper.reads_nothing);
+        let late_ms = self.random.pick(&[0, 0, 0, 5, 500, 5000]);
+        let late = self.random.millis(0, late_ms);
         let Some(process) = self.processes.get_mut(&worker) else { return };
         assert!(process.is_ready, "a job for a process that never said it was ready");
         process.jobs.push(job);
+        let arrival = process.arrival(job);
         if process.is_leaving || reads_nothing {
             process.unread.push(job);
+            if reads_nothing && !process.is_leaving {
+                self.plan_death(now + late, worker, 5);
+            }
+        } else if process.has_claims && late_ms > 0 {
+            self.plan_sign(now + late, worker, Sign::Begins(arrival));
+        } else {
+            self.begin(now, worker, arrival);
         }
+    }
+
+    /// A process begins its jobs up to this one, unless that was taken back.
+    fn begin(&mut self, now: Time, worker: WorkerId, arrival: u64) {
+        let Some(process) = self.processes.get_mut(&worker) else { return };
+        let begun = self.registry.begun(worker);
+        let taken = self.registry.with(worker, |numbers| numbers.taken);
+        if arrival <= begun.max(taken) {
+            return;
+        }
+        let is_next = |job: &JobId| (begun + 1..=arrival).contains(&process.arrival(*job));
+        let jobs: Vec<JobId> = process.jobs.iter().copied().filter(is_next).collect();
+        self.registry.with(worker, |numbers| numbers.begun = arrival);
+        jobs.into_iter().for_each(|job| self.run(now, worker, job));
+    }
+
+    /// What becomes of a job that a process has begun.
+    fn run(&mut self, now: Time, worker: WorkerId, job: JobId) {
+        let after = self.random.millis(0, 2 * self.temper.job_ms);
+        let roll = self.random.range(0, 99);
+        let Some(process) = self.processes.get_mut(&worker) else { return };
         let crashes = self.temper.job_crashes;
         let breaks = crashes + self.temper.job_breaks_protocol;
         let hangs = breaks + self.temper.job_hangs;
         let at = now + after;
         if process.is_leaving {
             // Its exit is planned already.
-        } else if roll < crashes || reads_nothing {
+        } else if roll < crashes {
             self.plan_death(at, worker, 5);
         } else if roll < breaks {
             self.plan_sign(at, worker, Sign::Broke);
         } else if roll >= hangs {
             self.plan_sign(at, worker, Sign::Reply(job));
+        }
+    }
+
+    /// A job is the policy's again.
+    fn take_back(&mut self, now: Time, worker: WorkerId, job: JobId) {
+        let raced = self.registry.with(worker, |numbers| numbers.raced.take());
+        let begun = self.registry.begun(worker);
+        let Some(process) = self.processes.get_mut(&worker) else { return };
+        process.ahead.retain(|&ahead| ahead != job);
+        process.jobs.retain(|&held| held != job);
+        process.unread.retain(|&unread| unread != job);
+        process.taken.push(job);
+        if process.is_draining && process.jobs.is_empty() {
+            self.go(now, worker);
+        }
+        // That job, or the one that was begun just before.
+        let is_given_back = raced.is_none() && begun > 0 && self.random.percent(10);
+        if let Some(arrival) = raced.or(is_given_back.then_some(begun)) {
+            let within_ms = self.random.pick(&[0, 5, 50]);
+            let after = self.random.millis(0, within_ms);
+            self.plan_sign(now + after, worker, Sign::GivesBack(arrival));
         }
     }
 

@@ -27,9 +27,10 @@ impl Worker {
             heard_at: now,
             has_dispatch_thread: false,
             can_resize: false,
-            can_look_ahead: false,
+            has_claims: false,
+            sent: 0,
             ahead: Vec::new(),
-            turned_at: now,
+            is_stalled: false,
             heartbeat: limits.health.heartbeat,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_old: false,
@@ -63,7 +64,7 @@ impl Model {
                 self.send_ahead(*worker, *job);
             }
             Action::Dispatch { worker, job, remaining, .. } => self.dispatch(*worker, *job, *remaining),
-            Action::Recall { worker, job } => self.recall(*worker, *job),
+            Action::TookBack { worker, job } => self.took_back(*worker, *job),
             Action::Cancel { worker, job } => {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
             }
@@ -81,6 +82,9 @@ impl Model {
     }
 
     fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
+        if self.live(id).is_some_and(|worker| worker.jobs.contains(&job_id)) {
+            return self.send_again(id, job_id, remaining);
+        }
         assert!(self.mode == Mode::Open, "a job is given out while draining");
         self.give_back_withheld();
         if self.next_suspect() == Some(job_id) {
@@ -104,13 +108,21 @@ impl Model {
         job.since = self.now;
         job.attempts += 1;
         job.worker = Some(id.place);
-        let now = self.now;
-        self.workers.entry(id.place).and_modify(|worker| {
-            worker.jobs.push(job_id);
-            worker.turned_at = now;
-        });
+        self.workers.entry(id.place).and_modify(|worker| worker.jobs.push(job_id));
         self.step.dispatched.push((id, job_id));
+        self.sent(id, job_id);
         self.begin(id);
+    }
+
+    /// A job that was taken back together with others goes on where it is.
+    fn send_again(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
+        self.coverage.see("sent again");
+        let job = &self.jobs[&job_id];
+        assert!(self.mode != Mode::Open && !job.is_answered && job.arrival > self.registry.seen(id));
+        let ends_at =
+            job.run_limits[0].map_or(job.deadline_at, |limit| job.deadline_at.min(job.since + limit));
+        assert_eq!(remaining, ends_at.since(self.now));
+        self.sent(id, job_id);
     }
 
     fn drain_worker(&mut self, id: WorkerId) {
@@ -256,7 +268,13 @@ impl Model {
         assert!(!job.is_answered, "{id:?} is answered twice");
         assert_eq!(answer.cargo.0, job.tag, "the answer for another job");
         let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
+        let is_either = self.step.either.contains(&id)
+            && matches!(
+                answer.verdict,
+                Verdict::DeadlineQueued | Verdict::DeadlineRunning | Verdict::Crashed { .. }
+            );
         match self.step.owed.remove(&id) {
+            _ if is_either => {}
             Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
             // One that had run before is told of that, whatever it leaves for.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
@@ -266,7 +284,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} is evicted, and others come first"),
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
-        // One that is ahead may have begun: that counts.
+        // One that is ahead has begun: that counts.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_ahead()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
@@ -281,7 +299,6 @@ impl Model {
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
         let is_sent = self.jobs[&id].is_oversized;
         if self.jobs[&id].is_ahead() {
-            // Asked back, as is checked in the end.
             return;
         }
         match place.and_then(|place| self.workers.get(&place)) {

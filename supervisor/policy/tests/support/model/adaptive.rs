@@ -1,10 +1,10 @@
 //! The adaptive limit, told from the list of all runs of a window.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bulkhead_policy::{Action, AdaptiveLimits, AdaptiveMode, Bulkhead, TenantId, Time};
-use bulkhead_shared::Verdict;
+use bulkhead_shared::{JobId, Verdict};
 
 use super::Model;
 use crate::support::Tag;
@@ -113,15 +113,40 @@ impl Model {
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
+    /// The jobs that came back before the limit was looked at: with one that was to end, and not since others could begin
+    /// them.
+    fn taken_back_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
+        let is_due = |id: &JobId| {
+            let job = &self.jobs[id];
+            let has_run = job.run_limits[0].is_some_and(|limit| job.since + limit <= self.now);
+            let is_impatient = job.is_ahead() && job.patience_until.is_some_and(|at| at <= self.now);
+            job.deadline_at <= self.now || has_run || is_impatient || self.step.owed.contains_key(id)
+        };
+        let back = actions.iter().filter_map(|action| match action {
+            Action::TookBack { worker, job } => Some((*worker, *job)),
+            _ => None,
+        });
+        let back: Vec<_> = back.collect();
+        let early: BTreeSet<_> =
+            back.iter().filter(|(_, job)| is_due(job)).map(|(worker, _)| *worker).collect();
+        back.into_iter().filter(|(worker, _)| early.contains(worker)).map(|(_, job)| job).collect()
+    }
+
     pub(super) fn adapt(&mut self, actions: &[Action<Tag>]) {
         let now = self.now;
         let reserve = self.reserve_before;
         let Some(mut adaptive) = self.adaptive.take() else { return };
+        let unbegun = self.taken_back_early(actions);
         let mut ended = Vec::new();
         let mut has_news = false;
         for action in actions {
             let Action::Answer(answer) = action else { continue };
             let Some((id, job)) = answer.job.and_then(|id| Some((id, self.jobs.get(&id)?))) else { continue };
+            let came_back =
+                |action: &Action<Tag>| matches!(action, Action::TookBack { job, .. } if *job == id);
+            if actions.iter().any(came_back) {
+                continue;
+            }
             ended.push(id);
             let ran = now.since(job.since);
             let is_telling = match answer.verdict {
@@ -145,6 +170,7 @@ impl Model {
                 job.worker.is_some()
                     && !job.is_answered
                     && !ended.contains(id)
+                    && !unbegun.contains(id)
                     && job.since >= adaptive.fell_at
             });
             let (since, target) = (adaptive.since, adaptive.numbers.target);

@@ -1,37 +1,23 @@
-//! Jobs ahead of their worker: which may be sent, when they are asked back, and what becomes of them.
+//! Jobs ahead of their worker: which may be sent, and what becomes of them and of all others that a worker has not begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
-use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
-use super::{Job, Mode, Model, Worker};
+use super::{Job, Mode, Model, Phase, Worker};
 
 /// Jobs ahead of one worker.
 const JOBS_MAX: usize = 64;
 
-/// Where a job ahead is.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Ahead {
-    pub(super) worker: Option<u32>,
-    is_recalled: bool,
-    /// Why it leaves when it is back.
-    leaves: Option<RejectReason>,
-}
-
 impl Job {
     pub(super) fn is_ahead(&self) -> bool {
-        self.ahead.worker.is_some()
-    }
-
-    /// Whether it has a place among those that wait.
-    pub(super) fn has_place_ahead(&self) -> bool {
-        self.is_ahead() && !self.is_answered && self.ahead.leaves.is_none()
+        self.ahead.is_some()
     }
 }
 
 impl Model {
     /// Jobs that have places in the queue.
     pub(super) fn places_taken(&self) -> usize {
-        self.queue.len() + self.jobs.values().filter(|job| job.has_place_ahead()).count()
+        self.queue.len() + self.ahead_waiting()
     }
 
     pub(super) fn ahead_waiting(&self) -> usize {
@@ -47,7 +33,7 @@ impl Model {
         assert!(in_use <= limit, "{in_use} run, of {limit} that may");
         let worker = self.live(id).expect("only what lives is sent something");
         let is_full = worker.jobs.len() >= self.capacity(worker);
-        assert!(worker.can_look_ahead && !worker.is_apart && self.is_available(worker) && is_full);
+        assert!(worker.has_claims && !worker.is_apart && self.is_available(worker) && is_full);
         assert!(worker.ahead.len() < JOBS_MAX.min(self.jobs_left(worker)), "too many are ahead");
         let tenant = self.jobs[&job].tenant;
         let is_of_same = |other: &JobId| self.jobs[other].tenant == tenant;
@@ -61,30 +47,30 @@ impl Model {
         self.queue.retain(|&waiting| waiting != job);
         let entry = self.jobs.get_mut(&job).expect("a job that waits is known");
         assert!(!entry.is_answered && entry.deadline_at > self.now && entry.before.is_none());
-        entry.ahead = Ahead { worker: Some(id.place), ..Ahead::default() };
+        entry.ahead = Some(id.place);
         self.live_mut(id).expect("it is live").ahead.push(job);
+        self.sent(id, job);
     }
 
-    pub(super) fn recall(&mut self, id: WorkerId, job: JobId) {
-        self.coverage.see("recalled");
-        let worker = self.live(id).expect("only what lives is asked");
-        assert!(worker.ahead.contains(&job), "{job:?} is asked back, and is not ahead");
-        let entry = self.jobs.get_mut(&job).expect("it is known");
-        assert!(!std::mem::replace(&mut entry.ahead.is_recalled, true), "{job:?} is asked back twice");
+    /// A job is the next that its worker was sent.
+    pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
+        let worker = self.live_mut(id).expect("only what lives is sent something");
+        worker.sent += 1;
+        let sent = worker.sent;
+        self.jobs.get_mut(&job).expect("it is known").arrival = sent;
     }
 
     /// A worker has answered for one: the oldest ahead of it runs, by our count.
     pub(super) fn begin_ahead(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
-        worker.turned_at = now;
         if worker.ahead.is_empty() {
             return;
         }
         let job = worker.ahead.remove(0);
         worker.jobs.push(job);
         let entry = self.jobs.get_mut(&job).expect("it is known");
-        entry.ahead = Ahead::default();
+        entry.ahead = None;
         entry.attempts += 1;
         entry.worker = Some(id.place);
         entry.since = now;
@@ -96,59 +82,110 @@ impl Model {
         self.begin(id);
     }
 
-    pub(super) fn returned(&mut self, id: WorkerId, job: JobId) {
-        let Some(worker) = self.live_mut(id).filter(|worker| worker.can_look_ahead) else {
-            self.counters.late_replies += 1;
-            return;
-        };
-        if let Some(at) = worker.ahead.iter().position(|&ahead| ahead == job) {
-            self.coverage.see("returned");
-            self.live_mut(id).expect("it is live").ahead.remove(at);
-            self.settle_returned(job);
-        } else if let Some(at) = worker.jobs.iter().position(|&running| running == job)
-            && !self.jobs[&job].is_oversized
+    // What was sent and has not begun.
+
+    /// The jobs that a worker has not begun, in the order in which they come back: the newest first.
+    fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
+        let begun = self.registry.seen(worker.id);
+        let is_unbegun = |job: &JobId| worker.has_claims && self.jobs[job].arrival > begun;
+        let mut jobs: Vec<JobId> =
+            worker.jobs.iter().chain(&worker.ahead).copied().filter(is_unbegun).collect();
+        jobs.sort_by_key(|job| std::cmp::Reverse(self.jobs[job].arrival));
+        jobs
+    }
+
+    /// Whether something that a worker has not begun, other than this, is kept nowhere else.
+    fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
+        let unbegun = self.unbegun(worker);
+        unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_repeatable)
+    }
+
+    /// Whether a job is with a worker that has not begun it, so that it can end as if it waited; and whether it depends on
+    /// the order in which several such are looked at.
+    pub(super) fn can_be_taken(&self, id: JobId) -> (bool, bool) {
+        let job = &self.jobs[&id];
+        let worker = job.worker.or(job.ahead).and_then(|place| self.workers.get(&place));
+        let Some(worker) = worker.filter(|worker| worker.dead.is_none()) else { return (false, false) };
+        let is_unbegun = self.unbegun(worker).contains(&id);
+        let is_fixed = self.is_fixed(worker, Some(id));
+        (is_unbegun && !is_fixed, is_unbegun && is_fixed)
+    }
+
+    pub(super) fn took_back(&mut self, id: WorkerId, job: JobId) {
+        let seen = self.registry.seen(id);
+        // What was ahead of one that died is settled.
+        let Some(worker) = self.live(id) else { return };
+        let is_given_back = self.step.returned == Some((id, job));
+        assert!(is_given_back || self.jobs[&job].arrival > seen, "{job:?} has begun, and is taken back");
+        assert!(worker.ahead.contains(&job) || worker.jobs.contains(&job), "{job:?} is not there");
+        let now = self.now;
+        let worker = self.live_mut(id).expect("it is live");
+        let had_permit = worker.jobs.contains(&job);
+        worker.ahead.retain(|&ahead| ahead != job);
+        worker.jobs.retain(|&held| held != job);
+        worker.begun -= u64::from(had_permit);
+        if had_permit && !worker.has_dispatch_thread {
+            (worker.heard_at, worker.watched_at, worker.was_looked_at) = (now, None, false);
+        }
+        if let Phase::Draining { idle_since } = &mut worker.phase
+            && worker.jobs.is_empty()
+            && worker.ahead.is_empty()
         {
-            self.coverage.see("returned by one that runs it");
-            let now = self.now;
-            let worker = self.live_mut(id).expect("it is live");
-            worker.jobs.swap_remove(at);
-            if let super::Phase::Draining { idle_since } = &mut worker.phase
-                && worker.jobs.is_empty()
-                && worker.ahead.is_empty()
-            {
-                *idle_since = Some(now);
-            }
-            let entry = self.jobs.get_mut(&job).expect("it is known");
-            entry.attempts -= 1;
-            entry.worker = None;
-            self.settle_returned(job);
+            *idle_since = Some(now);
+        }
+        self.coverage.see(match (is_given_back, had_permit) {
+            (true, _) => "given back",
+            (false, true) => "taken back with a permit",
+            (false, false) => "taken back ahead",
+        });
+        let entry = self.jobs.get_mut(&job).expect("it is known");
+        entry.attempts -= u32::from(had_permit);
+        entry.patience_until = entry.patience_until.filter(|_| !had_permit);
+        (entry.worker, entry.ahead, entry.is_overdue) = (None, None, false);
+        entry.taken_from = Some(id);
+        self.settle_unbegun(job);
+        if is_given_back && had_permit {
             self.begin_ahead(id);
-        } else {
-            self.counters.late_replies += 1;
         }
     }
 
-    fn settle_returned(&mut self, id: JobId) {
-        let job = self.jobs.get_mut(&id).expect("it is known");
-        let leaves = std::mem::take(&mut job.ahead).leaves;
-        job.is_overdue = false;
-        let is_late = job.deadline_at <= self.now;
+    pub(super) fn returned(&mut self, id: WorkerId, job: JobId, arrival: u64) {
+        let taken = self.registry.with(id, |numbers| numbers.taken);
+        let Some(worker) = self.live(id) else { return };
+        let lives = worker.killed.is_none();
+        if arrival > taken {
+            self.coverage.see("given back and not taken");
+            self.step.lied = lives.then_some(id);
+            return;
+        }
+        let worker = self.live(id).expect("it is live");
+        let has_it = worker.jobs.contains(&job) || worker.ahead.contains(&job);
+        if has_it && self.jobs[&job].arrival == arrival && !self.jobs[&job].is_oversized {
+            self.step.returned = Some((id, job));
+        } else {
+            self.coverage.see("given back too late");
+        }
+    }
+
+    fn settle_unbegun(&mut self, id: JobId) {
+        let job = &self.jobs[&id];
         if job.is_answered {
             self.jobs.remove(&id);
             return;
         }
-        let verdict = if is_late {
+        if self.step.owed.contains_key(&id) {
+            return;
+        }
+        let verdict = if job.deadline_at <= self.now {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             Verdict::rejected(RejectReason::Draining)
-        } else if self.live_slots() == 0 {
+        } else if !job.is_repeatable || self.live_slots() == 0 {
             Verdict::rejected(RejectReason::Unavailable)
-        } else if let Some(reason) = leaves {
-            Verdict::rejected(reason)
         } else {
             return self.wait_again(id);
         };
-        let verdict = self.told(id, verdict);
+        let verdict = self.told_waiting(id, verdict);
         self.step.owed.insert(id, verdict);
     }
 
@@ -157,70 +194,72 @@ impl Model {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.ahead).into_iter().rev() {
             self.coverage.see("ahead of one that died");
-            self.settle_returned(job);
+            let entry = self.jobs.get_mut(&job).expect("it is known");
+            (entry.ahead, entry.is_overdue) = (None, false);
+            self.settle_unbegun(job);
         }
     }
 
-    /// A client is told of a job ahead, before it is known whether it has begun.
-    pub(super) fn cancelled_ahead() -> Verdict {
-        Verdict::Cancelled { executed: Executed::Yes }
+    /// The job that leaves a full queue for one of this class, of those that come back for it.
+    pub(super) fn shed_ahead(&self, priority: Priority) -> Option<JobId> {
+        let has_lower = |worker: &&Worker| worker.ahead.iter().any(|id| self.jobs[id].priority < priority);
+        let workers = self.workers.values().filter(|worker| worker.dead.is_none()).filter(has_lower);
+        let back = workers.filter(|worker| !self.is_fixed(worker, None)).flat_map(|w| self.unbegun(w));
+        let may_leave = |id: &JobId| !self.jobs[id].is_answered && self.jobs[id].priority < priority;
+        let leaves = back.filter(may_leave).filter(|id| self.jobs[id].deadline_at > self.now);
+        leaves.min_by_key(|id| self.jobs[id].priority)
     }
 
-    /// The newest of the lowest class ahead, if that is below this: it leaves as soon as it is back.
-    pub(super) fn may_leave_for(&self, priority: Priority) -> Option<JobId> {
-        let stays = self.jobs.iter().filter(|(_, job)| job.has_place_ahead() && job.priority < priority);
-        stays.map(|(&id, job)| (job.priority, std::cmp::Reverse(id))).min().map(|(_, id)| id.0)
-    }
-
-    pub(super) fn leave_ahead(&mut self, id: JobId, reason: RejectReason) {
-        self.coverage.see("leaves when it is back");
-        let job = self.jobs.get_mut(&id).expect("it is known");
-        job.ahead.leaves.get_or_insert(reason);
-    }
-
-    /// What is ahead is asked back as soon as it is not to be there.
+    /// What is ahead is taken back as soon as it is not to be there.
     pub(super) fn check_ahead(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
         for worker in self.workers.values().filter(|worker| worker.lives_on()) {
-            let kept = |id: &&JobId| !self.jobs[*id].ahead.is_recalled;
-            let Some(&first) = worker.ahead.iter().find(kept) else { continue };
-            assert!(self.is_available(worker) && !worker.is_apart, "{first:?} is ahead of {:?}", worker.id);
-            assert!(is_open || !is_tick, "{first:?} is ahead, and nothing may be");
-            let is_slow = worker.turned_at + self.limits.lookahead <= self.now;
-            assert!(!is_tick || !is_slow, "{first:?} waits for long");
-            for job in worker.ahead.iter().map(|id| &self.jobs[id]) {
-                assert!(job.ahead.is_recalled || !job.is_answered && job.ahead.leaves.is_none());
+            let begun = self.registry.begun(worker.id);
+            let unbegun = worker.ahead.iter().find(|id| self.jobs[*id].arrival > begun);
+            if let Some(first) = unbegun.filter(|_| !self.is_fixed(worker, None)) {
+                assert!(
+                    self.is_available(worker) && !worker.is_apart,
+                    "{first:?} is ahead of {:?}",
+                    worker.id
+                );
+                assert!(is_open || !is_tick, "{first:?} is ahead, and nothing may be");
+                assert!(!self.jobs[first].is_answered, "{first:?} has ended, and may begin");
             }
         }
         for worker in self.workers.values() {
-            assert!(
-                worker.ahead.is_empty() || !worker.jobs.is_empty(),
-                "{:?} has nothing to wait for",
-                worker.id
-            );
+            let is_alone = worker.jobs.is_empty();
+            assert!(worker.ahead.is_empty() || !is_alone, "{:?} has nothing to wait for", worker.id);
         }
     }
 
-    /// An answer for a job that is ahead is a lie.
-    pub(super) fn is_too_soon(&mut self, id: WorkerId, job: JobId) -> bool {
-        let is_too_soon = self.live(id).is_some_and(|worker| worker.ahead.contains(&job));
-        if is_too_soon {
-            self.coverage.see("answered too soon");
-            self.step.lied = Some(id);
-            // It ran, and does not run again.
-            self.live_mut(id).expect("it is live").ahead.retain(|&ahead| ahead != job);
-            let entry = self.jobs.get_mut(&job).expect("it is known");
-            entry.ahead = Ahead::default();
-            entry.attempts += 1;
-            let reason = CrashReason::Protocol;
-            let crash = Verdict::Crashed { reason, status: None, message: String::new() };
-            if entry.is_answered {
-                self.jobs.remove(&job);
-            } else {
-                self.step.owed.insert(job, crash);
-            }
+    /// An answer for a job that is ahead, or was taken back, is a lie.
+    pub(super) fn answers_without_right(&mut self, id: WorkerId, job: JobId) {
+        let Some(worker) = self.live(id) else { return };
+        let is_too_soon = worker.ahead.contains(&job);
+        let lives = worker.killed.is_none();
+        let was_taken = self.jobs.get(&job).is_some_and(|entry| entry.taken_from == Some(id));
+        if !is_too_soon && !was_taken {
+            return;
         }
-        is_too_soon
+        self.coverage.see(if is_too_soon { "answered too soon" } else { "answered and taken back" });
+        self.step.lied = lives.then_some(id);
+        // It ran, and does not run again, unless it does already.
+        let reason = CrashReason::Protocol;
+        let crash = Verdict::Crashed { reason, status: None, message: String::new() };
+        if is_too_soon {
+            self.live_mut(id).expect("it is live").ahead.retain(|&ahead| ahead != job);
+        } else if !self.queue.contains(&job) && !self.suspects.contains(&job) {
+            return;
+        }
+        let crash = self.told_waiting(job, crash);
+        let entry = self.jobs.get_mut(&job).expect("it is known");
+        entry.ahead = None;
+        entry.attempts += 1;
+        if entry.is_answered {
+            self.jobs.remove(&job);
+        } else {
+            self.step.owed.insert(job, crash);
+        }
     }
 
     pub(super) fn may_kill_liar(&self, worker: &Worker, reason: &KillReason) -> bool {

@@ -30,6 +30,7 @@ impl Model {
     /// Notes an event, before the policy is told of it.
     pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
+        self.registry.next_step();
         self.in_use_before = self.permits().0;
         self.reserve_before = self.reserve();
         self.step = Step { cause: cause(event), ..Step::default() };
@@ -78,8 +79,8 @@ impl Model {
                     self.worker_gone(*worker, dead);
                 }
             }
-            Event::Hello { worker, can } => self.hello(*worker, *can),
-            Event::Returned { worker, job } => self.returned(*worker, *job),
+            Event::Hello { worker, can, claims } => self.hello(*worker, *can, claims.is_some()),
+            Event::Returned { worker, job, arrival } => self.returned(*worker, *job, *arrival),
             Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
@@ -230,14 +231,8 @@ impl Model {
             self.step.owed.extend(verdict);
             return None;
         }
-        let leaving = self.may_leave_for(priority);
-        let full = match leaving {
-            Some(_) => None,
-            None => Some(Verdict::rejected(RejectReason::QueueFull)),
-        };
         if self.limits.overflow == Overflow::Reject {
-            self.step.to_leave = leaving;
-            return full;
+            return self.make_room_ahead(priority);
         }
         let mut held: BTreeMap<TenantId, Vec<JobId>> = BTreeMap::new();
         for &id in &self.queue {
@@ -247,12 +242,22 @@ impl Model {
         let oldest = held.values().filter(|jobs| Some(jobs.len()) == most).map(|jobs| jobs[0]);
         let (evictable, others): (Vec<_>, Vec<_>) = oldest.partition(|id| self.jobs[id].priority <= priority);
         if evictable.is_empty() {
-            self.step.to_leave = leaving;
-            return full;
+            return self.make_room_ahead(priority);
         }
-        self.step.may_be_full = !others.is_empty() && leaving.is_none();
-        self.step.may_leave = leaving.filter(|_| !others.is_empty());
+        self.step.may_be_full = !others.is_empty();
         self.step.evictable = evictable.into_iter().collect();
+        None
+    }
+
+    /// The same where only those that are ahead can leave.
+    fn make_room_ahead(&mut self, priority: Priority) -> Option<Verdict> {
+        let Some(leaving) = self.shed_ahead(priority) else {
+            return Some(Verdict::rejected(RejectReason::QueueFull));
+        };
+        self.coverage.see("shed ahead");
+        self.step.shed = Some(leaving);
+        let verdict = self.told_waiting(leaving, Verdict::rejected(RejectReason::Shed));
+        self.step.owed.insert(leaving, verdict);
         None
     }
 
@@ -298,27 +303,25 @@ impl Model {
             is_oversized: false,
             patience_until: self.limits.queue_timeout.map(|patience| self.now + patience),
             worker: None,
-            ahead: Default::default(),
+            ahead: None,
+            arrival: 0,
+            taken_from: None,
         };
         self.jobs.insert(id, job);
         self.queue.push_back(id);
-        if let Some(leaving) = self.step.to_leave.take() {
-            self.leave_ahead(leaving, RejectReason::Shed);
-        }
     }
 
     fn cancel(&mut self, id: JobId, unless_begun: bool) {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
-        if unless_begun && (job.worker.is_some() || job.is_ahead()) {
+        let (has_worker, has_run) = (job.worker.is_some() || job.is_ahead(), job.before.is_some());
+        let (can_be_taken, _) = self.can_be_taken(id);
+        if unless_begun && has_worker && !can_be_taken {
             return self.coverage.see("goes on since it has begun");
         }
-        let has_run = job.worker.is_some() || job.before.is_some();
-        let executed = if has_run { Executed::Yes } else { Executed::No };
-        if job.is_ahead() {
+        if can_be_taken {
             self.coverage.see("cancelled ahead");
-            self.step.owed.insert(id, Self::cancelled_ahead());
-            return;
         }
+        let executed = if has_run || has_worker && !can_be_taken { Executed::Yes } else { Executed::No };
         self.step.owed.insert(id, Verdict::Cancelled { executed });
     }
 
@@ -341,7 +344,9 @@ impl Model {
         let is_in_time = |worker: &Worker| !worker.jobs.iter().any(|job| self.jobs[job].is_overdue);
         let were_in_time =
             self.workers.iter().filter(|(_, w)| is_in_time(w)).map(|(&place, _)| place).collect();
-        let mut late = Vec::new();
+        let ids: Vec<JobId> = self.jobs.keys().copied().collect();
+        let takeable: BTreeMap<JobId, (bool, bool)> =
+            ids.into_iter().map(|id| (id, self.can_be_taken(id))).collect();
         for (id, job) in &mut self.jobs {
             let has_run_for = |limit: Option<Duration>| limit.is_some_and(|limit| job.since + limit <= now);
             let [is_late, is_overdue] = job.run_limits.map(has_run_for);
@@ -349,26 +354,28 @@ impl Model {
             if job.is_answered {
                 continue;
             }
-            let is_waiting = job.worker.is_none();
+            let (can_be_taken, is_either) = takeable[id];
+            if is_either {
+                self.step.either.insert(*id);
+            }
+            let is_waiting = job.worker.is_none() && !job.is_ahead() || can_be_taken;
+            // Its run limit begins anew when it is given out once more.
+            let is_late = is_late && (!can_be_taken || !job.is_repeatable);
             let patience_until = job.patience_until.filter(|_| job.before.is_none());
-            let verdict = if job.deadline_at <= now || (!is_waiting && is_late) {
+            let has_permit = job.worker.is_some();
+            let verdict = if job.deadline_at <= now || (has_permit && is_late) {
                 match (is_waiting, &job.before) {
-                    _ if job.is_ahead() => Verdict::DeadlineRunning,
                     (false, _) => Verdict::DeadlineRunning,
                     (true, Some(crash)) => crash.clone(),
                     (true, None) => Verdict::DeadlineQueued,
                 }
-            } else if job.is_ahead() && patience_until.is_some_and(|at| at <= now) {
-                late.push(*id);
-                continue;
-            } else if is_waiting && patience_until.is_some_and(|at| at <= now) {
+            } else if is_waiting && !has_permit && patience_until.is_some_and(|at| at <= now) {
                 Verdict::rejected(RejectReason::QueueTimeout)
             } else {
                 continue;
             };
             self.step.owed.insert(*id, verdict);
         }
-        late.into_iter().for_each(|id| self.leave_ahead(id, RejectReason::QueueTimeout));
         self.hurry(&were_in_time);
     }
 
@@ -385,7 +392,7 @@ impl Model {
         }
     }
 
-    fn hello(&mut self, id: WorkerId, can: Abilities) {
+    fn hello(&mut self, id: WorkerId, can: Abilities, has_claims: bool) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
         if let Some(worker) = self.live_mut(id)
@@ -395,7 +402,7 @@ impl Model {
             worker.phase = Phase::Initializing { until };
             worker.has_dispatch_thread = can.has_dispatch_thread;
             worker.can_resize = can.can_resize;
-            worker.can_look_ahead = can.can_look_ahead;
+            worker.has_claims = has_claims;
             worker.promised = most;
             worker.heartbeat = heartbeat;
         }
@@ -439,7 +446,7 @@ impl Model {
     fn replied(&mut self, id: WorkerId, job: JobId, reply: &Reply) {
         let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
         let Some(at) = held else {
-            self.is_too_soon(id, job);
+            self.answers_without_right(id, job);
             self.coverage.see("reply for nothing");
             self.counters.late_replies += 1;
             return;

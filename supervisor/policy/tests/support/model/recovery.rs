@@ -92,9 +92,15 @@ impl Model {
 
     /// What the client of a waiting job hears: if it ran before, that is what counts.
     pub(super) fn told(&self, id: JobId, verdict: Verdict) -> Verdict {
-        let job = &self.jobs[&id];
-        match (&job.before, &verdict) {
-            (Some(_), _) if job.worker.is_some() => verdict,
+        match self.jobs[&id].worker {
+            Some(_) => verdict,
+            None => self.told_waiting(id, verdict),
+        }
+    }
+
+    /// The same of a job that waits, or is about to.
+    pub(super) fn told_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
+        match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
             (Some(crash), _) => crash.clone(),
             (None, _) => verdict,
@@ -107,6 +113,11 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_apart = view.is_apart;
+                worker.is_stalled = view.is_stalled;
+                assert!(!view.is_stalled || worker.has_claims);
+                if view.is_stalled {
+                    self.coverage.see("stalled");
+                }
             }
         }
     }
@@ -134,7 +145,7 @@ impl Model {
         let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
         if self.next_suspect().is_some() {
             assert!(
-                available().all(|worker| !worker.jobs.is_empty() || !self.has_permit(worker)),
+                available().all(|w| !w.jobs.is_empty() || w.is_stalled || !self.has_permit(w)),
                 "a suspect waits beside an idle worker"
             );
             let has_one = available().any(|worker| worker.is_apart);
