@@ -903,3 +903,21 @@ fn a_worker_ends_when_its_link_is_lost() {
         supervisor.log().contains("closed or replaced the worker's link").then_some(())
     });
 }
+
+const HANGS_AT_EXIT: &str = "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEAD_LIBRARY\n\
+    __attribute__((destructor)) static void hang(void) { for (;;) pause(); }\n\
+    int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n";
+
+#[test]
+fn no_job_waits_for_a_destructor_that_hangs() {
+    let (_folder, path) = compile(HANGS_AT_EXIT, &[]);
+    let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
+    let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
+    let mut workers = Vec::new();
+    // A busy machine may start workers more slowly than hanging ones are ended.
+    wait_for("a worker serves while the one two before it hangs", || {
+        workers.push(client.job("x", "").send().unwrap().outcome().worker_pid.unwrap());
+        let two_before = workers.len().checked_sub(3).map(|at| workers[at]);
+        two_before.filter(|&pid| is_alive(pid))
+    });
+}

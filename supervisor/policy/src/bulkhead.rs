@@ -82,6 +82,10 @@ pub struct Bulkhead<T> {
     lagging: Vec<u32>,
     /// Jobs that were taken back and are to be sent to the same worker once more.
     to_send_again: Vec<u32>,
+    /// Replaced workers that have answered all their jobs since the last event.
+    to_leave: Vec<u32>,
+    /// Replaced workers whose slots no longer wait for them, oldest first.
+    exiting: VecDeque<u32>,
     /// Workers that count towards the limit.
     ready: u32,
     /// The permits of those workers.
@@ -160,6 +164,8 @@ impl<T> Bulkhead<T> {
             takes_all_back: false,
             lagging: Vec::new(),
             to_send_again: Vec::new(),
+            to_leave: Vec::new(),
+            exiting: VecDeque::new(),
             ready: 0,
             permits: 0,
             in_use: 0,
@@ -242,6 +248,9 @@ impl<T> Bulkhead<T> {
             Event::Stop { by } => self.stop(now, by, out),
         }
         self.fill_from_reserve(now, out);
+        while self.leave_slots(now, out) {
+            self.fill_from_reserve(now, out);
+        }
         self.give_back_withheld(now);
         self.adapt(now, out);
         out.extend(self.late_notes.drain(..).map(Action::Note));

@@ -90,6 +90,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
+    /// Whether its slot no longer waits for its exit: it was replaced and has answered all its jobs.
+    pub(crate) has_left: bool,
     /// Whether it had been sent SIGKILL when another took its slot: what it has is no debt.
     pub(crate) is_written_off: bool,
     /// Permits that it adds to the limit.
@@ -227,11 +229,17 @@ impl Worker {
             age_after: Time::ZERO,
             listed: None,
             counted: false,
+            has_left: false,
             is_written_off: false,
             permits: 0,
             debt: 0,
             last_words: None,
         }
+    }
+
+    /// Whether it has no job and none is ahead of it.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.ahead.is_empty()
     }
 
     /// Whether its process is gone.
@@ -319,7 +327,7 @@ pub(crate) struct Slot {
     /// Whether its worker is a spare.
     pub(crate) is_reserve: bool,
     pub(crate) successor: Option<u32>,
-    /// How many workers it has replaced that are not gone yet.
+    /// Number of replaced workers that are neither gone nor [without jobs](Worker::has_left).
     pub(crate) retired: u32,
     /// Jobs that those still run.
     pub(crate) debt: u32,

@@ -12,6 +12,42 @@ use bulkhead_policy::{
 use bulkhead_shared::JobId;
 use stage::{MS, SECOND, Stage, limits};
 
+// Exits that hang.
+
+/// One job for each worker, none of which exits. Returns the stage when all jobs are answered.
+fn served_by_workers_that_hang_at_exit(count: u32) -> Stage {
+    let mut limits = limits(1, 1, count);
+    limits.recycle.jobs = Some(1);
+    let mut stage = Stage::ready(limits);
+    let jobs: Vec<_> = (0..count).map(|_| stage.job()).collect();
+    for (nth, &job) in jobs.iter().enumerate() {
+        if nth > 0 {
+            stage.bring_up(stage.newest_worker());
+        }
+        assert!(stage.was_given_out(job), "job {nth} waits for an exit");
+        stage.reply(job);
+    }
+    stage
+}
+
+#[test]
+fn no_job_waits_for_an_exit_that_hangs() {
+    let stage = served_by_workers_that_hang_at_exit(10);
+    assert!(stage.killed.is_empty(), "{:?}", stage.killed);
+}
+
+#[test]
+fn of_many_exits_that_hang_the_oldest_end() {
+    let mut stage = served_by_workers_that_hang_at_exit(20);
+    let all = stage.spawned.clone();
+    let killed: Vec<_> = stage.killed.iter().map(|(worker, _)| *worker).collect();
+    // Of twenty workers the last holds the slot, and sixteen may exit beside it.
+    assert_eq!(killed, all[..3]);
+    stage.bring_up(stage.newest_worker());
+    assert_eq!(stage.killed.len(), 4);
+    assert!(stage.killed.iter().all(|(_, reason)| *reason == KillReason::Overdue));
+}
+
 // The bound across generations.
 
 /// Every worker of this stage has a job, and one after the other is replaced. As many jobs wait.

@@ -463,6 +463,7 @@ impl<T> Bulkhead<T> {
         worker.kill_at = None;
         self.is_reserve_concerned = true;
         let (id, pid) = (worker.id, worker.pid);
+        self.exiting.retain(|&exiting| exiting != place);
         self.worker_timers.clear(place);
         self.refresh(place);
         out.push(Action::Kill { worker: id, reason: reason.clone() });
@@ -670,6 +671,7 @@ impl<T> Bulkhead<T> {
         }
         self.take_ahead_back(now, id, out);
         let is_unwanted = killed == Some(KillReason::Unwanted);
+        self.exiting.retain(|&exiting| exiting != id.place);
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted, is_spent });
             (worker.wanted, worker.overdue, worker.kill_at) = (0, 0, None);
@@ -694,6 +696,7 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].has_settled = true;
         }
         match worker.role {
+            Role::Retired if worker.has_left => {}
             Role::Retired => self.retired_gone(now, slot, out),
             Role::Successor(_) if is_unwanted => {
                 self.slots[slot as usize].successor = None;

@@ -6,7 +6,7 @@
 
 use super::Bulkhead;
 use crate::messages::WorkerId;
-use crate::workers::{Apart, Role, SlotState};
+use crate::workers::{Apart, Phase, Role, SlotState};
 
 impl<T> Bulkhead<T> {
     /// Brings the table of those that may take a job, and the limit, up to date with a worker.
@@ -40,6 +40,13 @@ impl<T> Bulkhead<T> {
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
         }
         let debt = if worker.role == Role::Retired && !worker.is_written_off { level } else { 0 };
+        if worker.role == Role::Retired
+            && worker.phase == Phase::Draining
+            && !worker.has_left
+            && worker.is_idle()
+        {
+            self.to_leave.push(place);
+        }
         let (slot, owes) = (worker.slot, worker.owes);
         let before = std::mem::replace(&mut worker.debt, debt);
         self.slots[owes as usize].debt = self.slots[owes as usize].debt + debt - before;

@@ -3,9 +3,12 @@
 
 use super::{Bulkhead, Mode};
 use crate::limits::{Limits, OwnNumbers, RestartPolicy};
-use crate::messages::{Action, Change, RecycleReason};
+use crate::messages::{Action, Change, KillReason, RecycleReason};
 use crate::time::Time;
 use crate::workers::{Phase, Role, Silence, SlotState};
+
+/// Replaced workers of a bulkhead that may exit beside the workers of all slots. The oldest is killed for another.
+const EXITING_MAX: usize = 16;
 
 /// Whether workers are wanted at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -248,6 +251,30 @@ impl<T> Bulkhead<T> {
         }
         self.roll_on(now, out);
         self.follow_spent(now, slot, out);
+    }
+
+    /// Takes replaced workers without jobs out of their slots, so that no slot waits for an exit: a destructor may hang.
+    /// Returns false if there was none.
+    pub(super) fn leave_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
+        let Some(place) = self.to_leave.pop() else { return false };
+        if let Some(worker) = self.workers[place as usize].as_mut()
+            && worker.role == Role::Retired
+            && worker.phase == Phase::Draining
+            && !worker.has_left
+            && worker.is_idle()
+        {
+            worker.has_left = true;
+            let slot = worker.slot;
+            self.exiting.push_back(place);
+            if self.exiting.len() > EXITING_MAX
+                && let Some(oldest) = self.exiting.pop_front()
+            {
+                self.kill(oldest, KillReason::Overdue, out);
+            }
+            self.is_reserve_concerned = true;
+            self.retired_gone(now, slot, out);
+        }
+        true
     }
 
     // Rest.

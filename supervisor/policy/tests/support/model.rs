@@ -63,6 +63,8 @@ pub(crate) struct Model {
     rolling: BTreeSet<u32>,
     counters: Counters,
     newest_generation: u32,
+    /// How often workers have left their slots.
+    lefts: u64,
     newest_job: JobId,
     step: Step,
     /// Whether the breaker kept jobs out before this event, or does after it.
@@ -162,6 +164,8 @@ struct Worker {
     killed: Option<KillReason>,
     /// What its death said of it; it is not swept up yet.
     dead: Option<Dead>,
+    /// Whether its slot does not wait for its exit any more, and the how many-th of those it is.
+    left: Option<u64>,
     /// When it may be killed for its jobs, if it deserves that since before.
     killed_at: Option<Time>,
     no_successor_before: Time,
@@ -291,6 +295,7 @@ impl Model {
             rolling: BTreeSet::new(),
             counters: Counters::default(),
             newest_generation: 0,
+            lefts: 0,
             newest_job: JobId(0),
             step: Step::default(),
             is_breaking: false,
@@ -315,6 +320,7 @@ impl Model {
         for action in actions {
             self.action(action);
         }
+        self.leave_slots();
         self.settle_slots();
         self.settle_workers();
         let is_tick = self.step.cause == Cause::Tick;

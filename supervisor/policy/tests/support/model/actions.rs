@@ -12,6 +12,9 @@ use crate::support::Tag;
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
+/// So many that were replaced and have no jobs may exit beside the others; the oldest is killed for one more.
+const LEAVING_MAX: usize = 16;
+
 /// How long it may take until an ordered process runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -49,6 +52,7 @@ impl Worker {
             waits_its_turn: false,
             killed: None,
             dead: None,
+            left: None,
             killed_at: None,
             no_successor_before: Time::ZERO,
         }
@@ -201,7 +205,12 @@ impl Model {
     fn is_overdue(&self, worker: &Worker) -> bool {
         match (self.mode, worker.phase) {
             (Mode::Stopping { by }, _) if by <= self.now => true,
-            (_, Phase::Draining { idle_since: Some(since) }) => since + EXIT_PATIENCE <= self.now,
+            (_, Phase::Draining { idle_since: Some(since) }) if since + EXIT_PATIENCE <= self.now => true,
+            _ if worker.left.is_some() => {
+                let is_later =
+                    |other: &&Worker| other.id != worker.id && other.left >= worker.left && other.lives_on();
+                self.workers.values().filter(is_later).count() >= LEAVING_MAX
+            }
             _ => false,
         }
     }

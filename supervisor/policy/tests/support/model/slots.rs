@@ -88,7 +88,33 @@ impl Model {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_reserve).count()
     }
 
+    /// Whether a worker stands in a slot, which others then wait for.
+    pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
+        worker.slot == slot && worker.left.is_none()
+    }
+
+    /// What was replaced and has answered all its jobs is not waited for, however long its exit takes.
+    pub(super) fn leave_slots(&mut self) {
+        let leaves = |worker: &&Worker| {
+            let is_done = worker.jobs.is_empty() && worker.ahead.is_empty() && worker.lives_on();
+            let is_draining = matches!(worker.phase, Phase::Draining { .. });
+            is_done && is_draining && worker.left.is_none() && !self.is_wanted(worker)
+        };
+        let leaving: Vec<(u32, u32)> =
+            self.workers.values().filter(leaves).map(|worker| (worker.id.place, worker.slot)).collect();
+        self.lefts += 1;
+        for (place, slot) in leaving {
+            self.coverage.see("left its slot");
+            let left = Some(self.lefts);
+            self.workers.entry(place).and_modify(|worker| worker.left = left);
+            if self.slots[slot as usize].state == SlotState::Awaiting && self.activity == Activity::Started {
+                self.open(slot as usize);
+            }
+        }
+    }
+
     pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, again: Option<RestartCause>) {
+        self.leave_slots();
         assert!(!self.is_stopping(), "a worker is started while all are being stopped");
         assert!(id.generation > self.newest_generation, "a generation was used twice");
         assert!(!self.workers.contains_key(&id.place), "two workers in one place");
@@ -122,7 +148,7 @@ impl Model {
         let waits_its_turn = successor_to.is_some() && again == Some(RestartCause::Jobs);
         self.workers.insert(id.place, Worker { waits_its_turn, ..worker });
         // One slot has its worker, and either one that follows it or one that leaves.
-        let of_slot = self.workers.values().filter(|worker| worker.slot == slot).count();
+        let of_slot = self.workers.values().filter(|worker| Self::is_in(worker, slot)).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
     }
 
@@ -330,7 +356,7 @@ impl Model {
         if self.activity != Activity::Resting && self.take_up(slot) {
             return;
         }
-        let is_free = self.workers.values().all(|worker| worker.slot as usize != slot);
+        let is_free = self.workers.values().all(|worker| !Self::is_in(worker, slot as u32));
         self.slots[slot].state = match self.activity {
             Activity::Resting => SlotState::Empty,
             Activity::Started if is_free => SlotState::Vacated(Next::Now),

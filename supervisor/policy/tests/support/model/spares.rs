@@ -13,8 +13,8 @@ impl Model {
 
     /// Whether it could take over at this moment. One that is silent may hang.
     fn can_take_over(&self, worker: &Worker) -> bool {
-        let others = self.workers.values().filter(|other| other.slot == worker.slot).count() - 1;
-        self.is_ready_spare(worker) && others == 0 && worker.watched_at.is_none()
+        let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
+        self.is_ready_spare(worker) && others <= 1 && worker.watched_at.is_none()
     }
 
     /// Whether it has waited for longer than a worker may live.
