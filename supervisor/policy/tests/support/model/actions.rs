@@ -145,6 +145,7 @@ impl Model {
 
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
+        self.leave_slots();
         let worker = self.live(id).expect("only what lives is killed");
         assert_eq!(worker.killed, None, "{id:?} is killed twice");
         assert!(self.may_kill(worker, reason), "{id:?} is killed against the rules: {reason:?}");
