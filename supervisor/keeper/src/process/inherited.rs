@@ -3,136 +3,118 @@
 #![expect(unsafe_code, reason = "attributes of another process are read and set by raw system calls")]
 
 use std::fs;
+use std::io::Read;
 
-use bulkhead_linux::errno;
-use bulkhead_linux::process_tree::read_small;
-use rustix::io::Errno;
+/// Size of a value in bytes. The largest is a set of 8,192 processors.
+const BYTES: usize = 1024;
 
-/// Size of the largest attribute in bytes: a set of 8,192 processors.
-const BYTES_MAX: usize = 1024;
+type Value = [u8; BYTES];
 
-/// Number of limits that Linux has.
+/// Number of limits that Linux has, and the size of each in bytes.
 const LIMITS: usize = 16;
+const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
 const OF_A_PROCESS: usize = 1;
 
-struct Attribute {
-    name: &'static str,
-    /// `None`: the kernel does not have it, or does not tell.
-    get: fn(u32) -> Option<Vec<u8>>,
-    set: fn(u32, &[u8]) -> Result<(), Errno>,
-}
+/// How an attribute is called, read (`false`: the kernel does not have it, or does not tell) and set.
+type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value));
 
 const ATTRIBUTES: [Attribute; 6] = [
-    Attribute {
-        name: "processors",
-        get: |pid| told(libc::SYS_sched_getaffinity, |to| [pid as usize, BYTES_MAX, to, 0]),
-        set: |pid, mask| call(libc::SYS_sched_setaffinity, [pid as usize, mask.len(), at(mask), 0]).map(drop),
-    },
-    // Policy, priority and slice; behind the processors, since some policies depend on these.
-    Attribute {
-        name: "scheduling",
-        get: |pid| {
+    (
+        "processors",
+        |pid, to| call(libc::SYS_sched_getaffinity, [pid, BYTES, to.as_mut_ptr() as usize, 0]) > 0,
+        |pid, mask| {
+            call(libc::SYS_sched_setaffinity, [pid, BYTES, mask.as_ptr() as usize, 0]);
+        },
+    ),
+    // Policy, priority and slice.
+    (
+        "scheduling",
+        |pid, to| {
             let size = size_of::<libc::sched_attr>();
-            let mut bytes = vec![0; size];
-            call(libc::SYS_sched_getattr, [pid as usize, bytes.as_mut_ptr() as usize, size, 0]).ok()?;
-            Some(bytes)
+            call(libc::SYS_sched_getattr, [pid, to.as_mut_ptr() as usize, size, 0]) == 0
         },
-        set: |pid, bytes| call(libc::SYS_sched_setattr, [pid as usize, at(bytes), 0, 0]).map(drop),
-    },
-    Attribute {
-        name: "I/O priority",
-        get: |pid| {
-            let value = call(libc::SYS_ioprio_get, [OF_A_PROCESS, pid as usize, 0, 0]).ok()?;
-            Some(value.to_ne_bytes().to_vec())
+        |pid, value| {
+            call(libc::SYS_sched_setattr, [pid, value.as_ptr() as usize, 0, 0]);
         },
-        set: |pid, bytes| {
-            let value = usize::from_ne_bytes(bytes.try_into().unwrap_or_default());
-            call(libc::SYS_ioprio_set, [OF_A_PROCESS, pid as usize, value, 0]).map(drop)
+    ),
+    (
+        "I/O priority",
+        |pid, to| {
+            let priority = call(libc::SYS_ioprio_get, [OF_A_PROCESS, pid, 0, 0]);
+            to[..2].copy_from_slice(&(priority as u16).to_ne_bytes());
+            priority >= 0
         },
-    },
-    Attribute {
-        name: "limits",
-        get: |pid| {
-            let mut all = vec![0; LIMITS * size_of::<libc::rlimit64>()];
-            for (number, limit) in all.chunks_mut(size_of::<libc::rlimit64>()).enumerate() {
-                call(libc::SYS_prlimit64, [pid as usize, number, 0, limit.as_mut_ptr() as usize]).ok()?;
+        |pid, value| {
+            let priority = u16::from_ne_bytes([value[0], value[1]]);
+            call(libc::SYS_ioprio_set, [OF_A_PROCESS, pid, priority.into(), 0]);
+        },
+    ),
+    (
+        "limits",
+        |pid, to| {
+            let mut limits = to.chunks_mut(LIMIT_BYTES).take(LIMITS).enumerate();
+            limits.all(|(at, to)| call(libc::SYS_prlimit64, [pid, at, 0, to.as_mut_ptr() as usize]) == 0)
+        },
+        |pid, value| {
+            for (at, limit) in value.chunks(LIMIT_BYTES).take(LIMITS).enumerate() {
+                call(libc::SYS_prlimit64, [pid, at, limit.as_ptr() as usize, 0]);
             }
-            Some(all)
         },
-        set: |pid, all| {
-            let mut limits = all.chunks(size_of::<libc::rlimit64>()).enumerate();
-            limits.try_for_each(|(number, limit)| {
-                call(libc::SYS_prlimit64, [pid as usize, number, at(limit), 0]).map(drop)
-            })
-        },
-    },
-    Attribute {
-        name: "out-of-memory score",
-        get: |pid| read(pid, "oom_score_adj"),
-        set: |pid, text| write(pid, "oom_score_adj", text),
-    },
-    Attribute {
-        name: "timer slack",
-        get: |pid| read(pid, "timerslack_ns"),
-        set: |pid, text| write(pid, "timerslack_ns", text),
-    },
+    ),
+    (
+        "out-of-memory score",
+        |pid, to| read(&format!("/proc/{pid}/oom_score_adj"), to),
+        |pid, text| write(&format!("/proc/{pid}/oom_score_adj"), text),
+    ),
+    (
+        "timer slack",
+        |pid, to| read(&format!("/proc/{pid}/timerslack_ns"), to),
+        |pid, text| write(&format!("/proc/{pid}/timerslack_ns"), text),
+    ),
 ];
 
 /// Values of all [`ATTRIBUTES`].
-pub(super) struct Inherited([Option<Vec<u8>>; ATTRIBUTES.len()]);
+pub(super) struct Inherited([Option<Box<Value>>; ATTRIBUTES.len()]);
 
 impl Inherited {
     pub(super) fn of(pid: u32) -> Self {
-        Self(ATTRIBUTES.map(|attribute| (attribute.get)(pid)))
+        Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
     /// Restores what has changed since. `is_template` is asked before anything is set, because a process that has ended
-    /// can have given its number to another one. Errors: the name of what could not be restored, and the reason.
-    pub(super) fn restore(
-        &self,
-        pid: u32,
-        is_template: impl Fn() -> bool,
-    ) -> Result<(), (&'static str, Errno)> {
-        for (Attribute { name, get, set }, recorded) in ATTRIBUTES.iter().zip(&self.0) {
+    /// can have given its number to another one. Errors: the name of what could not be restored.
+    pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
+        for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };
-            if get(pid).as_ref() == Some(recorded) || !is_template() {
-                continue;
-            }
-            set(pid, recorded).map_err(|errno| (*name, errno))?;
-            if get(pid).as_ref() != Some(recorded) {
-                return Err((name, Errno::PERM));
+            if value(attribute, pid).as_ref() != Some(recorded) && is_template() {
+                let (name, _, set) = attribute;
+                set(pid as usize, recorded);
+                if value(attribute, pid).as_ref() != Some(recorded) {
+                    return Err(name);
+                }
             }
         }
         Ok(())
     }
 }
 
-/// Address of bytes that a system call reads.
-fn at(bytes: &[u8]) -> usize {
-    bytes.as_ptr() as usize
+fn value((_, get, _): Attribute, pid: u32) -> Option<Box<Value>> {
+    let mut value = Box::new([0; BYTES]);
+    get(pid as usize, &mut value).then_some(value)
 }
 
-/// What a call that returns a size writes to the buffer whose address it gets.
-fn told(number: libc::c_long, arguments: impl Fn(usize) -> [usize; 4]) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; BYTES_MAX];
-    let length = call(number, arguments(bytes.as_mut_ptr() as usize)).ok()?;
-    bytes.truncate(length);
-    Some(bytes)
+fn call(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> libc::c_long {
+    // SAFETY: the calls above touch no memory but a value that is borrowed for them, which is as large as they are told.
+    unsafe { libc::syscall(number, a, b, c, d) }
 }
 
-fn call(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> Result<usize, Errno> {
-    // SAFETY: the calls above read and write so many bytes of buffers that outlive them, and touch no other memory.
-    let result = unsafe { libc::syscall(number, a, b, c, d) };
-    errno::check(result).map(|()| result as usize)
+fn read(path: &str, to: &mut Value) -> bool {
+    fs::File::open(path).and_then(|mut file| file.read(to)).is_ok()
 }
 
-fn read(pid: u32, file: &str) -> Option<Vec<u8>> {
-    Some(read_small(&format!("/proc/{pid}/{file}")).ok()?.into_bytes())
-}
-
-fn write(pid: u32, file: &str, text: &[u8]) -> Result<(), Errno> {
-    fs::write(format!("/proc/{pid}/{file}"), text).map_err(|error| errno::of(&error, Errno::IO))
+fn write(path: &str, text: &Value) {
+    let _ = fs::write(path, text.split(|byte| *byte == 0).next().unwrap_or_default());
 }
 
 #[cfg(test)]
@@ -145,14 +127,16 @@ mod tests {
         let pid = child.id();
         let before = Inherited::of(pid);
         assert!(before.0.iter().all(Option::is_some));
-        for (attribute, recorded) in ATTRIBUTES.iter().zip(&before.0) {
-            let mut other = recorded.clone().unwrap();
-            match attribute.name {
-                // The soft limit of open files, which is the one number 7.
+        for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&before.0) {
+            let (name, _, set) = attribute;
+            let recorded = recorded.as_ref().unwrap();
+            let mut other = recorded.clone();
+            match name {
+                // The soft limit of open files, which any process may lower and raise again.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
-                "out-of-memory score" => other = b"900\n".to_vec(),
-                "timer slack" => other = b"77000\n".to_vec(),
-                "I/O priority" => other = (3_usize << 13).to_ne_bytes().to_vec(),
+                "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
+                "timer slack" => other[..6].copy_from_slice(b"77000\0"),
+                "I/O priority" => other[..2].copy_from_slice(&(3_u16 << 13).to_ne_bytes()),
                 // Batch processing.
                 "scheduling" => other[4..8].copy_from_slice(&3_u32.to_ne_bytes()),
                 _ => {
@@ -162,15 +146,12 @@ mod tests {
                     other[first] = lowest;
                 }
             }
-            // To lower the score again, or to set the slack, takes privileges.
-            if (attribute.set)(pid, &other).is_err() {
+            set(pid as usize, &other);
+            // To lower the score again takes a privilege.
+            if before.restore(pid, || true) == Err("out-of-memory score") {
                 continue;
             }
-            let is_restored = before.restore(pid, || true);
-            if attribute.name != "out-of-memory score" || rustix::process::geteuid().is_root() {
-                assert_eq!(is_restored, Ok(()), "{}", attribute.name);
-                assert_eq!((attribute.get)(pid), *recorded, "{}", attribute.name);
-            }
+            assert_eq!(value(attribute, pid).as_ref(), Some(recorded), "{name}");
         }
         child.kill().unwrap();
         child.wait().unwrap();

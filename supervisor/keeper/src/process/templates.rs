@@ -145,11 +145,10 @@ impl Process {
             None => bulkhead_linux::wait::is_child(pid),
         };
         let inherited = child.template.as_ref().and_then(|template| template.inherited.as_ref());
-        let restored = inherited.map_or(Ok(()), |it| it.restore(child.process, is_template));
-        if let Err((name, errno)) = restored {
+        if let Some(Err(name)) = inherited.map(|it| it.restore(child.process, is_template)) {
             // Its workers would inherit that; the next template does not have it.
             self.kill(pid);
-            return Err(Refusal::new(&format!("fork: restore its template's {name}"), errno));
+            return Err(Refusal::new(&format!("fork: restore its template's {name}"), Errno::PERM));
         }
         let Held { worker, descriptors, .. } = held;
         let mut secret = [0; 16];
