@@ -149,9 +149,9 @@ def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervi
 
 def test_as_many_run_at_once_as_may(client: Client) -> None:
     began = time.monotonic()
-    jobs = [client.submit("many", b"0.5", operation="sleep") for _ in range(8)]
+    jobs = [client.submit("many", b"2", operation="sleep") for _ in range(8)]
     wait_for("all run", lambda: all(job.done() for job in jobs))
-    assert time.monotonic() - began < 8 * 0.5
+    assert time.monotonic() - began < 8 * 2
     assert int(client.call("many", operation="threads").payload) >= 8
 
 
@@ -242,7 +242,7 @@ def test_a_death_costs_the_job_that_ran_and_no_other() -> None:
 
 
 def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
-    blocking = client.submit("plain", b"0.5", operation="sleep")
+    blocking = client.submit("plain", b"3", operation="sleep")
     late = [client.submit("plain", deadline=0.1) for _ in range(5)]
     for job in late:
         error = job.exception(LONG)

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Priority, Reply};
-use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, outcome, run, tally, wait_for};
 use serde_json::Value;
 
 fn message(result: &Result<Reply, JobError>) -> String {
@@ -48,11 +48,10 @@ fn a_tenant_that_floods_does_not_delay_another() {
     run(async {
         let client = connect(&supervisor).await;
         let flood: Vec<_> =
-            (0..100).map(|_| start(client.job("b", "1000").operation("sleep").tenant("a"))).collect();
+            (0..100).map(|_| start(client.job("b", "").operation("steps:wait end").tenant("a"))).collect();
         wait_for("the flood is there", || (supervisor.number("b", "queued") == 97).then_some(()));
-        let reply = client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
-        // Its own 50 ms, and no turn of anybody else's second.
-        assert!(reply.outcome().queued < Duration::from_millis(500), "{:?}", reply.outcome());
+        // None of the flood ends before it.
+        client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
         assert_eq!(tenants[0]["name"], "a", "{tenants}");
         assert_eq!(tenants[0]["in_flight"], 3, "{tenants}");
@@ -167,23 +166,27 @@ fn evictions_are_spread_over_the_tenants() {
 fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 64\nmax_queue = 1000\n\
-         rate_limit = { per_second = 200, burst = 50, per = \"tenant\" }\n",
+         rate_limit = { per_second = 20, burst = 50, per = \"tenant\" }\n",
     );
     supervisor.wait_number("b", "limit", 64);
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        while began.elapsed() < Duration::from_millis(500) {
-            let result = client.job("b", "").tenant("greedy").send().await;
-            match outcome(&result).as_str() {
-                "ok" => passed += 1,
-                "rejected/rate_limited" => waits.extend(result.unwrap_err().retry_after()),
-                other => panic!("{other}"),
+        // However slow the machine is, many at once are over the rate at some time.
+        while waits.is_empty() {
+            assert!(began.elapsed() < PATIENCE, "{passed} passed, and none was refused");
+            for job in (0..200).map(|_| start(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
+                let result = job.await.unwrap();
+                match outcome(&result).as_str() {
+                    "ok" => passed += 1,
+                    "rejected/rate_limited" => waits.extend(result.unwrap_err().retry_after()),
+                    other => panic!("{other}"),
+                }
             }
         }
-        let most = 200.0 * began.elapsed().as_secs_f64() + 50.0;
+        let most = 20.0 * began.elapsed().as_secs_f64() + 50.0;
         assert!(f64::from(passed) <= most + 1.0, "{passed} passed, and at most {most}");
-        assert!(passed >= 50 && !waits.is_empty(), "{passed} passed");
+        assert!(passed >= 50, "{passed} passed");
         for _ in 0..50 {
             assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
         }

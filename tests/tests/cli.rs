@@ -260,7 +260,7 @@ fn each_end_of_a_job_has_its_object_and_its_exit_code() {
     let late = |more: &[&str]| {
         // One that has to wait for a worker might not begin in time.
         supervisor.wait_number("b", "available", 1);
-        submit(&[&["b", "hang", "--deadline", "50ms"], more].concat(), "")
+        submit(&[&["b", "hang", "--deadline", "2s"], more].concat(), "")
     };
     let late_once = check_end(late(&[]), 124, "deadline_exceeded", "running", "yes", false);
     assert!(late_once["ran_ms"].as_f64() >= Some(40.0), "{late_once}");
@@ -334,7 +334,7 @@ fn a_stop_that_outruns_a_job_and_a_neighbour_that_hangs() {
     let mut supervisor = Supervisor::start(
         "[defaults]\ngrace = \"20ms\"\ndeadline_max = \"60s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
-         [bulkhead.pair]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\ndeadline = \"500ms\"\n",
+         [bulkhead.pair]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\ndeadline = \"3s\"\n",
     );
     let innocent = blocker(&supervisor, &["submit", "pair", "hang", "--json", "--deadline", "60s"]);
     let guilty = bulkhead(&supervisor, &["submit", "pair", "hang", "--json"]);

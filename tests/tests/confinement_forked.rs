@@ -419,8 +419,7 @@ fn a_template_that_hangs_holds_up_no_other_bulkhead() {
 #[test]
 fn a_forked_worker_that_hangs_is_killed_at_its_deadline() {
     for profile in profiles() {
-        let place =
-            start(&bulkhead("pair", profile, "processes = 2\ngrace = \"10ms\"").replace("60s", "200ms"));
+        let place = start(&bulkhead("pair", profile, "processes = 2\ngrace = \"10ms\"").replace("60s", "3s"));
         let client = place.client();
         let before = pair(&place);
         let nest = parent(before[0]);

@@ -102,7 +102,7 @@ fn a_death_on_the_way_of_a_large_answer_is_a_crash() {
 fn hanging_and_spinning_end_at_the_deadline() {
     for operation in ["hang", "spin", "leak"] {
         let supervisor = Supervisor::start(
-            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"200ms\"\ngrace = \"20ms\"\n\
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"1s\"\ngrace = \"20ms\"\n\
              [bulkhead.b.rlimits]\nas = \"2GiB\"\n",
         );
         run(async {
@@ -216,9 +216,9 @@ fn starts_that_fail_stop_the_bulkhead_and_say_why() {
         })
         .collect();
     let supervisor = Supervisor::start(&format!(
-        "[defaults]\nstart = {{ handshake = \"300ms\", ready = \"300ms\" }}\nmax_queue = 10\n\
+        "[defaults]\nstart = {{ handshake = \"2s\", ready = \"2s\" }}\nmax_queue = 10\n\
          restart = {{ backoff = \"10ms\", backoff_max = \"20s\", max = 2 }}\n{bulkheads}\
-         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n"
+         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\nstart = {{ handshake = \"30s\", ready = \"30s\" }}\n"
     ));
     for (i, (arguments, why)) in cases.iter().enumerate() {
         let name = format!("b{i}");

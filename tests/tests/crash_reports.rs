@@ -216,7 +216,7 @@ fn failed_starts_and_deaths_while_idle_are_reported_and_have_nothing_to_replay()
 fn what_is_no_crash_makes_no_report() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
-         [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"100ms\"\ngrace = \"10ms\"\n",
+         [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
     assert_eq!(outcome(&client.job("late", "").operation("hang").send()), "deadline_exceeded/running");
@@ -417,7 +417,7 @@ fn a_replay_counts_nowhere_and_leaves_nothing_behind() {
 #[test]
 fn a_replay_works_whatever_has_become_of_the_bulkhead() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nstart = { ready = \"300ms\" }\n\
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nstart = { ready = \"2s\" }\n\
          restart = { backoff = \"10ms\", backoff_max = \"1h\", max = 1 }\n",
     );
     assert_eq!(send(&supervisor, "steps:die", "x"), "crashed/signal");

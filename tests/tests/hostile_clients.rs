@@ -1245,7 +1245,7 @@ fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
 #[test]
 fn half_a_frame_from_a_worker_holds_no_other_up() {
     let notes = tempfile::tempdir().unwrap();
-    let keys = "max_queue = 10\ndeadline = \"500ms\"\ndeadline_max = \"60s\"\ngrace = \"20ms\"\n\
+    let keys = "max_queue = 10\ndeadline = \"2s\"\ndeadline_max = \"60s\"\ngrace = \"20ms\"\n\
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
     let supervisor = Supervisor::start(&by_hand(notes.path(), keys));
     let client = Client::connect(supervisor.socket()).unwrap();

@@ -323,8 +323,7 @@ fn a_late_worker_writes_into_no_other_jobs_result() {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
         for round in 0..5 {
-            let slow =
-                client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_millis(20));
+            let slow = client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_secs(1));
             assert_eq!(outcome(&slow.send().await), "deadline_exceeded/running");
             let payload = pattern(round, MIB);
             assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);

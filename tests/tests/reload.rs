@@ -159,7 +159,7 @@ fn a_tighter_deadline_is_for_jobs_that_come_after() {
         let client = connect(&supervisor).await;
         let before = holders(&client, "b", 1);
         wait_ran(&supervisor, 1);
-        reload(&supervisor, &format!("{B}max_in_flight = 2\ndeadline = \"50ms\"\n"));
+        reload(&supervisor, &format!("{B}max_in_flight = 2\ndeadline = \"2s\"\n"));
         let after = steps(&client, "b", "wait end").send().await;
         assert_eq!(outcome(&after), "deadline_exceeded/running");
         supervisor.touch("end");

@@ -10,13 +10,13 @@ use bulkhead_tests::http::Place;
 use serde_json::Value;
 
 const LIMITED: &str = "[defaults]\ndeadline = \"60s\"\n\
-    [bulkhead.own]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 5\nrun_limit = \"300ms\"\n\
+    [bulkhead.own]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 5\nrun_limit = \"3s\"\n\
     grace = \"50ms\"\n\
     [bulkhead.asked]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\ngrace = \"50ms\"\n\
     [bulkhead.single]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n\
     [bulkhead.program]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_DEADLINE_MS; exec sleep $BULKHEAD_OPERATION\"]\n";
 
-const LIMIT: Duration = Duration::from_millis(200);
+const LIMIT: Duration = Duration::from_secs(2);
 
 fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
     let error = result.expect_err("it runs for longer than it may");
@@ -30,32 +30,32 @@ fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
-    assert!(error.to_string().contains("it ran for 300 ms, its run limit"), "{error}");
+    assert!(error.to_string().contains("it ran for 3000 ms, its run limit"), "{error}");
     let outcome = late(Err(error));
     assert_eq!(
         (outcome.run_limit, outcome.deadline),
-        (Some(Duration::from_millis(300)), Duration::from_secs(60))
+        (Some(Duration::from_secs(3)), Duration::from_secs(60))
     );
-    assert!(outcome.ran >= Duration::from_millis(300), "{outcome:?}");
+    assert!(outcome.ran >= Duration::from_secs(3), "{outcome:?}");
     // A client may ask for less, and not for more.
-    let limits = [(LIMIT, LIMIT), (Duration::from_secs(30), Duration::from_millis(300))];
+    let limits = [(LIMIT, LIMIT), (Duration::from_secs(30), Duration::from_secs(3))];
     for (asked, told) in limits {
         let outcome = late(client.job("own", "").operation("yield").run_limit(asked).send());
         assert_eq!(outcome.run_limit, Some(told));
     }
     let quick = client.job("own", "x").operation("echo").send().unwrap();
-    assert_eq!(quick.outcome().run_limit, Some(Duration::from_millis(300)));
+    assert_eq!(quick.outcome().run_limit, Some(Duration::from_secs(3)));
     let unlimited = client.job("single", "x").operation("echo").send().unwrap();
     assert_eq!(unlimited.outcome().run_limit, None);
     let events = supervisor.wait_events("job_timeout", 3);
-    assert_eq!((&events[0]["run_limit_ms"], &events[0]["timeout_ms"]), (&300.0.into(), &60000.0.into()));
+    assert_eq!((&events[0]["run_limit_ms"], &events[0]["timeout_ms"]), (&3000.0.into(), &60000.0.into()));
 }
 
 #[test]
 fn the_wait_for_a_permit_does_not_count() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
-    let blocker = client.job("single", "600").operation("sleep").start().unwrap();
+    let blocker = client.job("single", "3000").operation("sleep").start().unwrap();
     supervisor.wait_number("single", "in_flight", 1);
     let waited = client.job("single", "x").operation("echo").run_limit(LIMIT).send().unwrap();
     assert!(waited.outcome().queued > LIMIT, "{:?}", waited.outcome());
@@ -68,7 +68,7 @@ fn the_wait_for_a_permit_does_not_count() {
 fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
-    let neighbour = client.job("asked", "1500").operation("sleep").start().unwrap();
+    let neighbour = client.job("asked", "5000").operation("sleep").start().unwrap();
     supervisor.wait_number("asked", "in_flight", 1);
     late(client.job("asked", "").operation("hang").run_limit(LIMIT).send());
     assert_eq!(neighbour.wait().unwrap().payload(), b"done");
@@ -77,7 +77,7 @@ fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
         client.job("own", "100000").operation("sleep").run_limit(Duration::from_secs(50)).start().unwrap();
     supervisor.wait_number("own", "in_flight", 1);
     let outcome = late(neighbour.wait());
-    assert_eq!(outcome.run_limit, Some(Duration::from_millis(300)));
+    assert_eq!(outcome.run_limit, Some(Duration::from_secs(3)));
     supervisor.wait_number("own", "restarts", 1);
 }
 
@@ -96,14 +96,14 @@ fn a_program_knows_what_remains_of_its_run() {
 fn it_can_be_asked_for_over_http_and_by_the_command() {
     let supervisor = Supervisor::start(LIMITED);
     let place = Place::of(&supervisor);
-    let answer = place.job("asked", "yield", &["Bulkhead-Run-Limit-Ms: 200"], b"");
+    let answer = place.job("asked", "yield", &["Bulkhead-Run-Limit-Ms: 2000"], b"");
     let problem = answer.problem(504);
     assert_eq!(
         (&problem["reason"], &problem["run_limit_ms"]),
-        (&"running".into(), &200.0.into()),
+        (&"running".into(), &2000.0.into()),
         "{problem}"
     );
-    assert_eq!(answer.header("bulkhead-run-limit-ms"), "200.0");
+    assert_eq!(answer.header("bulkhead-run-limit-ms"), "2000.0");
     for wrong in ["0", "-1", "200ms", "99999999999999999999"] {
         let answer = place.job("asked", "echo", &[&format!("Bulkhead-Run-Limit-Ms: {wrong}")], b"");
         assert!(answer.problem(400)["detail"].as_str().unwrap().contains("bulkhead-run-limit-ms"), "{wrong}");
@@ -112,11 +112,11 @@ fn it_can_be_asked_for_over_http_and_by_the_command() {
         let mut command = supervisor.command();
         command.args(["submit", "asked", "yield", "--json", "-n", "--run-limit", limit]).output().unwrap()
     };
-    let told = submit("200ms");
+    let told = submit("2s");
     assert_eq!(told.status.code(), Some(124), "{told:?}");
     let object: Value = serde_json::from_slice(&told.stdout).unwrap();
-    assert_eq!((&object["reason"], &object["run_limit_ms"]), (&"running".into(), &200.0.into()), "{object}");
-    assert_eq!(submit("200").status.code(), Some(2), "a duration has a unit");
+    assert_eq!((&object["reason"], &object["run_limit_ms"]), (&"running".into(), &2000.0.into()), "{object}");
+    assert_eq!(submit("2000").status.code(), Some(2), "a duration has a unit");
     let negative = submit("-1s");
     let said = String::from_utf8_lossy(&negative.stderr);
     assert!(negative.status.code() == Some(2) && said.contains("must be more than nothing"), "{said}");

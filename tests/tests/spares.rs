@@ -54,7 +54,7 @@ fn a_spare_takes_the_slot_of_a_worker_that_dies() {
 /// The spare does not wait for the end of the one that is killed.
 #[test]
 fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
-    let keys = "deadline = \"200ms\"\ngrace = \"20ms\"\nstart = { spares = 1 }";
+    let keys = "deadline = \"2s\"\ngrace = \"20ms\"\nstart = { spares = 1 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     let spare = wait_spares(&supervisor, 1)[0];
     let client = Client::connect(supervisor.socket()).unwrap();

@@ -71,7 +71,7 @@ fn a_stop_lets_jobs_finish_and_refuses_new_ones() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let slow = client.clone();
-        let slow = tokio::spawn(async move { slow.job("b", "700").operation("sleep").send().await });
+        let slow = tokio::spawn(async move { slow.job("b", "5000").operation("sleep").send().await });
         tokio::task::yield_now().await;
         wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         supervisor.signal(Signal::SIGTERM);
@@ -160,7 +160,7 @@ fn operators_can_drain_resume_restart_and_reset() {
 #[test]
 fn a_keeper_that_is_stopped_is_killed_and_replaced() {
     let mut supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"200ms\"\ngrace = \"10ms\"\n\
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n\
          [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
     );
     supervisor.wait_number("b", "limit", 1);

@@ -124,7 +124,7 @@ fn a_tenant_that_crashes_or_hangs_does_not_disturb_another() {
     run(async {
         let client = connect(&supervisor).await;
         let quiet = pid_of(&client, "quiet").await;
-        let long = start(client.job("b", "1500").operation("sleep").tenant("quiet"));
+        let long = start(client.job("b", "5000").operation("sleep").tenant("quiet"));
         wait_part(&supervisor, "quiet", "in_flight", 1);
         for (operation, expected) in
             [("segv", "crashed/signal"), ("exit", "crashed/exit"), ("abort", "crashed/signal")]
@@ -329,7 +329,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&client.job("b", "").tenant("resting").send().await), "ok");
         wait_for_rest(&supervisor);
-        let running = start(client.job("b", "1500").operation("sleep").tenant("busy"));
+        let running = start(client.job("b", "").operation("steps:wait end").tenant("busy"));
         wait_part(&supervisor, "busy", "in_flight", 1);
         let waiting = start(client.job("b", "").tenant("busy"));
         wait_part(&supervisor, "busy", "queued", 1);
@@ -340,6 +340,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         }
         assert_eq!(supervisor.snapshot("b")["state"], "draining");
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
+        supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
         // No tenant needs a worker now.
         wait_for_rest(&supervisor);

@@ -297,7 +297,7 @@ fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
         let client = connect(&supervisor).await;
         ok(&client, "leaving").await;
         ok(&client, "idle").await;
-        let busy = start(client.job("b", "3000").operation("sleep").tenant("busy"));
+        let busy = start(client.job("b", "").operation("steps:wait end").tenant("busy"));
         wait_part(&supervisor, "busy", "in_flight", 1);
         let behind = start(client.job("b", "").tenant("busy"));
         wait_part(&supervisor, "busy", "queued", 1);
@@ -311,6 +311,7 @@ fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
         for tenant in ["new", "idle", "leaving", "waiting"] {
             assert_eq!(outcome(&client.job("b", "").tenant(tenant).send().await), "rejected/draining");
         }
+        supervisor.touch("end");
         assert_eq!(outcome(&busy.await.unwrap()), "ok");
         workers
     });

@@ -190,7 +190,7 @@ fn a_job_has_one_span_whatever_becomes_of_it() {
     operation("b", "abort").send().unwrap_err();
     // The time of the next one is to pass while it runs, and not while its worker starts.
     supervisor.wait_number("b", "available", 1);
-    operation("b", "hang").deadline(Duration::from_millis(100)).send().unwrap_err();
+    operation("b", "hang").deadline(Duration::from_secs(2)).send().unwrap_err();
     operation("b", "fail").send().unwrap_err();
     operation("full", "echo").send().unwrap();
     operation("missing", "echo").send().unwrap_err();
