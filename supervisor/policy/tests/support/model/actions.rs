@@ -336,7 +336,8 @@ impl Model {
             }
             return;
         }
-        if self.step.may_be_full && answer.verdict == Verdict::rejected(RejectReason::QueueFull) {
+        let is_full = matches!(answer.verdict, Verdict::Rejected { reason: RejectReason::QueueFull, .. });
+        if self.step.may_be_full && is_full {
             self.step.evictable.clear();
             return;
         }
