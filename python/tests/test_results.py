@@ -281,9 +281,12 @@ def test_nothing_is_imported_for_a_result() -> None:
         pickle.dumps(_Made(_libraries.make_image, "L", (2, 2), bytes(4), None, {})),
         pickle.dumps(zlib.error("x")),
         b"\x80\x04\x8c\x06pandas\x8c\x09DataFrame\x93)R.",
+        # These modules import what they are asked for.
+        b"\x80\x04\x8c\x08bulkhead\x8c\x06Client\x93)R.",
+        b"\x80\x04\x8c\x12concurrent.futures\x8c\x13ProcessPoolExecutor\x93)R.",
     ]
     code = f"""
-import sys
+import concurrent.futures, sys
 from bulkhead._data import DataOnly, loads
 before = set(sys.modules)
 for pickled in {pickled!r}:

@@ -367,14 +367,14 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
 
 def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
     """What makes a built-in exception, or one of a library."""
-    kind = getattr(sys.modules.get(module), name, None)
+    if module != "builtins" and module not in _libraries.ERROR_MODULES:
+        return None
+    # Not by getattr, with which a module may import another.
+    kind = vars(sys.modules.get(module, object)).get(name)
     if not isinstance(kind, type) or not _may_be_raised(kind) or kind.__module__ != module:
         return None
-    if module in _libraries.ERROR_MODULES:
-        _EXCEPTIONS.add(kind)
-        _HAVING.add(kind)
-    elif module != "builtins":
-        return None
+    for kinds in (_EXCEPTIONS, _HAVING):
+        kinds.add(kind)
 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
