@@ -6,6 +6,7 @@ supervisor stops listening to a client that does not read.
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections import deque
@@ -159,6 +160,12 @@ class Channel:
                 told(together)
                 # Not held until the next ones come.
                 del together
+
+    def has_unread(self) -> bool:
+        """True if the supervisor has sent what was not read yet."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     # The end.
 

@@ -194,13 +194,15 @@ class Leases:
     def _tell(self, kind: int, number: int) -> None:
         self._say((_wire.frame(kind, number),))
 
-    def take(self, submission: bytes, size: int, most: int) -> Lease | None:
+    def take(self, submission: bytes, size: int, most: int, has_unread: Callable[[], bool]) -> Lease | None:
         """A lease for a call of so many bytes. If there is none, asks for one for the calls to come."""
         whose, now = _wire.lessee(submission), time.monotonic()
         for lease in reversed(self._free):
             if lease.whose == whose:
+                if now - lease.used_at > _FRESH_SECONDS and has_unread():
+                    return None
                 self._free.remove(lease)
-                if len(lease.own) >= size and now - lease.used_at < _FRESH_SECONDS:
+                if len(lease.own) >= size:
                     self.used[lease.number] = lease
                     return lease
                 self._tell(_wire.LEASE_RETURNED, lease.number)

@@ -464,7 +464,7 @@ class Pool:
                 channel.flush(may_wait=True)
                 channel.leases.answered.wait(LEASE_SECONDS_MAX)
             with self._lock:
-                call.lease = channel.leases.take(call.metadata, size, self.workers)
+                call.lease = channel.leases.take(call.metadata, size, self.workers, channel.has_unread)
             if call.lease is not None:
                 break
         return call.lease
