@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import io
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
+import textwrap
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 from pools import LONG
 from running import SOURCE, Supervisor, running
 
-from bulkhead import Client, Crashed, DeadlineExceeded, Failed
+from bulkhead import Client, Crashed, DeadlineExceeded, Failed, HandlerError
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -153,3 +156,48 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.iterdir()} - {"__pycache__"} == tested
     page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
     assert all(name in page for name in tested)
+
+
+def block(beginning: str) -> str:
+    """The example of docs/python.md that begins so."""
+    page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
+    found = re.search(rf"^( *)```python\n\1{re.escape(beginning)}.*?^\1```$", page, re.DOTALL | re.MULTILINE)
+    assert found is not None, beginning
+    return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
+
+
+def test_the_worker_of_the_page_serves_all_payloads() -> None:
+    code = block("# thumbs.py").replace("import bulkhead\n", "")
+
+    class Page:
+        def analyse(self) -> None:
+            pass
+
+    told: list[float] = []
+    context = types.SimpleNamespace(cancelled=False, progress=lambda fraction, _text: told.append(fraction))
+    registered = types.SimpleNamespace(
+        initializer=lambda function: function,
+        handler=lambda _operation: lambda function: function,
+        HandlerError=HandlerError,
+    )
+    names: dict[str, Any] = {"bulkhead": registered, "pages": list, "render": lambda page: page}
+    exec(code, names)
+    with pytest.raises(HandlerError, match="there is no page"):
+        names["decode"]([], context)
+    pages = [Page(), Page()]
+    assert names["decode"](pages, context) is pages[0]
+    assert told == [0.5, 1.0]
+
+
+def test_the_joblib_backend_of_the_page(tmp_path: pathlib.Path) -> None:
+    if importlib.util.find_spec("joblib") is None:
+        pytest.skip("NOT RUN: joblib is not installed")
+    code = block("from joblib import").replace("    Parallel()(", "    print(*Parallel()(") + ")"
+    body = "import os\nfrom bulkhead import BulkheadExecutor\nif __name__ == '__main__':\n" + textwrap.indent(
+        code, "    "
+    )
+    (tmp_path / "program.py").write_text(body)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=2 * LONG, check=False
+    )
+    assert ended.stdout.split() == [str(abs(number)) for number in range(-9, 9)], ended.stderr
