@@ -440,6 +440,7 @@ def test_status_and_crashes() -> None:
         with pytest.raises(WorkerCrashed) as raised:
             pool.submit(jobs.segfault).result(LONG)
         assert raised.value.outcome.reason == "signal"
+        assert "in segfault" in str(raised.value.__cause__)
         assert pool.submit(jobs.double, 1).result(LONG) == 2
         status = pool.status()
         assert (status["done"], status["crashed"]) == (1, 1)

@@ -256,6 +256,8 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
+        #: Number of futures for which the stack of a dead worker is awaited.
+        self._stacks = 0
         self._next_look = 0.0
         #: True if Ctrl-C ended the wait for its calls: the end of the interpreter does not wait for them again.
         self.is_given_up = False
@@ -586,7 +588,8 @@ class Pool:
         if metadata[0] or payload[:1] != b"\x80":
             error = self._error(metadata, payload)
             self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == UNFIT)
-            future._settle(None, error)
+            if not self._has_stack_awaited(future, error):
+                future._settle(None, error)
             return
         self._has_answered = True
         try:
@@ -605,6 +608,39 @@ class Pool:
 
         pickled, *buffers = parts
         return loads(bytes(pickled) if isinstance(pickled, memoryview) else pickled, buffers, self._allowed)
+
+    def _has_stack_awaited(self, future: PoolFuture[Any], error: BaseException) -> bool:
+        """Has another thread give a future the error, with the stack of the dead worker that the crash report has."""
+        supervisor = self._supervisor
+        if supervisor is None or not isinstance(error, WorkerCrashed) or error.outcome.report is None:
+            return False
+        awaited = [future]
+        with self._lock:
+            self._ending[id(awaited)] = awaited
+            self._stacks += 1
+        try:
+            threading.Thread(
+                target=self._await_stack, args=(supervisor, awaited, error), name="bulkhead-stack", daemon=True
+            ).start()
+        except RuntimeError:
+            # There is no room for one.
+            with self._lock:
+                del self._ending[id(awaited)]
+                self._stacks -= 1
+            return False
+        return True
+
+    def _await_stack(self, supervisor: PrivateSupervisor, awaited: list[PoolFuture[Any]], error: WorkerCrashed) -> None:
+        try:
+            stack = supervisor.stack_of(error.outcome.report or "")
+            if stack:
+                error.__cause__ = _remote(stack)
+        finally:
+            awaited[0]._settle(None, error)
+            with self._lock:
+                self._ending.pop(id(awaited), None)
+                self._stacks -= 1
+            self._fill(may_wait=False)
 
     def _error(self, metadata: bytes, payload: _wire.Payload) -> BaseException:
         if metadata[0]:
@@ -745,6 +781,7 @@ class Pool:
             and not self._sent
             and not self._pickling
             and not self._waiting
+            and not self._stacks
             and self._channel is not None
         )
 

@@ -36,6 +36,8 @@ START_SECONDS_MAX = 30.0
 #: Seconds that workers without jobs have to exit by themselves.
 STOP_SECONDS_MAX = 10.0
 
+#: Seconds that a crashed call waits for its report.
+REPORT_SECONDS_MAX = 0.5
 #: Total size of the variables that workers get before their interpreters start. The preparation has the others,
 #: because arguments and environment together are limited to 96 KiB.
 PASSED_BYTES_MAX = 24 * 1024
@@ -312,6 +314,23 @@ class PrivateSupervisor:
             if not _has_ended(process, 0.01 if at_once else STOP_SECONDS_MAX):
                 at_once = True
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stack_of(self, report: str) -> str:
+        """The Python stack in a crash report, which is kept a moment after the outcome; empty if it has none."""
+        from ._admin import AdminError
+
+        give_up = time.monotonic() + REPORT_SECONDS_MAX
+        while time.monotonic() < give_up:
+            try:
+                tail = str(self.get(f"/v1/crashes/{report}").get("stderr_tail") or "")
+            except AdminError:
+                time.sleep(0.005)
+            except (OSError, ValueError):
+                break
+            else:
+                _, begins, stack = tail.rpartition("Fatal Python error")
+                return begins + stack if begins else ""
+        return ""
 
     def get(self, path: str) -> Any:
         """What the admin socket answers, as JSON."""
