@@ -452,7 +452,7 @@ class Pool:
         if future._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
             # By a thread that may have been before this one on the wire.
             self._send_cancel([number])
-        elif self._is_cancelling:
+        elif self._is_cancelling and not self.is_among_oldest(number):
             self._cancel_unbegun([number])
         return True
 
@@ -800,7 +800,8 @@ class Pool:
             self._is_cancelling = True
             self._end_all(PoolFuture.cancel)
             with self._lock:
-                sent = list(self._sent)
+                # As with the standard executors, those that say that they run are finished.
+                sent = list(self._sent)[self.workers :]
             self._cancel_unbegun(sent)
         self._fill(may_wait=False)
         if wait:
