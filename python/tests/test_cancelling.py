@@ -94,7 +94,7 @@ def test_shutdown_has_the_supervisor_cancel_what_has_not_begun(
     wait(futures[1:], LONG)
     assert all(future.cancelled() for future in futures[1:])
     assert not futures[0].done()
-    # All but the oldest, which says that it runs. An empty structure, and one extension without bytes that has to be known.
+    # All but the oldest, which says that it runs: an empty structure, and one extension that has to be known.
     assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted[1:]]
     supervisor.finish_the_first()
     assert futures[0].result(LONG) == "finished"

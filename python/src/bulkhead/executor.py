@@ -294,7 +294,7 @@ class BulkheadExecutor(_Calls):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no further calls. Those that were submitted are finished, unless ``cancel_futures``: then those that
-        have not begun and are not ``running()`` are cancelled. With ``wait`` all processes are gone when this returns."""
+        have not begun and are not ``running()`` are cancelled. With ``wait`` all processes are gone at the end."""
         self._pool.shut_down(wait=wait, cancel=cancel_futures)
 
     def terminate_workers(self) -> None:
