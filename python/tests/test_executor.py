@@ -69,6 +69,19 @@ def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
         pool.submit(jobs.leave_by_exception).result(LONG)
 
 
+def test_a_call_that_holds_the_lock_keeps_no_other(pool: BulkheadExecutor) -> None:
+    for _ in range(3):
+        list(pool.map(jobs.double, range(500)))
+    # It ends after all others or not at all.
+    slow = pool.submit(jobs.hold_the_lock, 10**12)
+    calls = [pool.submit(jobs.double, number) for number in range(60)]
+    try:
+        assert [call.result(LONG) for call in calls] == [2 * number for number in range(60)]
+        assert not slow.done()
+    finally:
+        slow.cancel()
+
+
 def test_map(pool: BulkheadExecutor) -> None:
     numbers = list(range(100))
     expected = [number * 2 for number in numbers]

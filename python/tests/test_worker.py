@@ -241,6 +241,28 @@ def test_a_death_costs_the_job_that_ran_and_no_other() -> None:
                 assert error.outcome.reason == ("signal" if word == "segv" else "exit")
 
 
+def test_who_cancels_hears_whether_it_ran(tmp_path: pathlib.Path) -> None:
+    notes = tmp_path / "notes"
+    keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
+    with running(one=keys) as own, Client(own.socket) as client:
+        chance = random.Random(7)
+        executed: dict[str, bool] = {}
+        for _ in range(20):
+            batch = {}
+            for _ in range(100):
+                number = str(len(executed) + len(batch))
+                batch[number] = client.submit("one", f"quick {number}".encode(), operation="once")
+            for job in chance.sample(list(batch.values()), 40):
+                job.cancel()
+            for number, job in batch.items():
+                error = job.exception(LONG)
+                assert error is None or isinstance(error, bulkhead.Cancelled)
+                executed[number] = error is None or error.outcome.executed == "yes"
+        ran = collections.Counter(notes.read_text().split("\n")[:-1])
+        assert set(ran.values()) == {1}
+        assert set(ran) <= {number for number, has_run in executed.items() if has_run}
+
+
 def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
     blocking = client.submit("plain", b"3", operation="sleep")
     late = [client.submit("plain", deadline=0.1) for _ in range(5)]

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use bulkhead_client::{Client, Job, JobError, Priority, Reply};
+use bulkhead_shared::Executed;
 use bulkhead_tests::{Supervisor, kill_pid, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 
@@ -288,5 +289,157 @@ fn a_journal_without_sense_harms_only_its_worker() {
             }
         }
         assert_eq!(supervisor.number("b", "in_flight"), 0);
+    });
+}
+
+// Workers that begin nothing.
+
+/// A worker that does nothing any more, in the middle of a job.
+#[derive(Clone, Copy, PartialEq)]
+enum Blocked {
+    /// Its process is stopped.
+    Stopped,
+    /// It is one by hand, and neither reads nor answers nor beats.
+    Ignores,
+    /// The same, and it had not even begun that job.
+    IgnoresAll,
+}
+
+const BLOCKED: [Blocked; 3] = [Blocked::Stopped, Blocked::Ignores, Blocked::IgnoresAll];
+
+impl Blocked {
+    fn start(self, keys: &str) -> Supervisor {
+        let arguments = if self == Self::Stopped { "" } else { "raw\", \"liar" };
+        start_with(arguments, &format!("health = {{ heartbeat = \"10s\", missed = 10 }}\n{keys}"))
+    }
+
+    /// Blocks a worker, once all are known to be quick.
+    async fn block(self, client: &Client) {
+        for _ in 0..5 {
+            let warm: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
+            for job in warm {
+                assert_eq!(outcome(&job.await.unwrap()), "ok");
+            }
+        }
+        let operation = match self {
+            Self::Stopped => "stop",
+            Self::Ignores => "ignore",
+            Self::IgnoresAll => "ignore all",
+        };
+        // Never waited for: the supervisor ends before it.
+        drop(spawn(client.job("b", "").operation(operation)));
+    }
+
+    fn wait(self, supervisor: &Supervisor) {
+        let is_stopped = |pid: &u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+        };
+        wait_for("a worker is blocked", || {
+            let is_blocked = match self {
+                Self::Stopped => supervisor.worker_pids("b").iter().any(is_stopped),
+                Self::Ignores | Self::IgnoresAll => supervisor.file_bytes("ignores") > 0,
+            };
+            is_blocked.then_some(())
+        });
+    }
+}
+
+#[test]
+fn a_blocked_worker_keeps_no_job_from_another() {
+    for how in BLOCKED {
+        let supervisor = how.start("processes = 2");
+        run(async {
+            let client = connect(&supervisor).await;
+            how.block(&client).await;
+            let quick: Vec<Running> = (0..60).map(|_| spawn(client.job("b", "x"))).collect();
+            for job in quick {
+                assert_eq!(outcome(&job.await.unwrap()), "ok");
+            }
+            how.wait(&supervisor);
+            assert_eq!(supervisor.number("b", "restarts"), 0);
+        });
+    }
+}
+
+#[test]
+fn what_a_blocked_worker_has_not_begun_ends_queued() {
+    for (how, max_in_flight) in BLOCKED.into_iter().flat_map(|how| [(how, 1), (how, 4)]) {
+        let supervisor = how.start(&format!("max_in_flight = {max_in_flight}"));
+        run(async {
+            let client = connect(&supervisor).await;
+            how.block(&client).await;
+            how.wait(&supervisor);
+            let quick = || client.job("b", "x").deadline(Duration::from_secs(1));
+            let quick: Vec<Running> = (0..60).map(|_| spawn(quick())).collect();
+            for job in quick {
+                let result = job.await.unwrap();
+                assert_eq!(outcome(&result), "deadline_exceeded/queued");
+                let error = result.unwrap_err();
+                let attempts = error.outcome().map(|outcome| outcome.attempts);
+                assert_eq!((error.executed(), attempts), (Executed::No, Some(0)));
+            }
+            assert_eq!(supervisor.number("b", "restarts"), 0);
+            let waiting = client.job("b", "x").start().await.unwrap();
+            waiting.cancel_unless_begun();
+            assert_eq!(waiting.await.unwrap_err().executed(), Executed::No);
+        });
+    }
+}
+
+/// One that is stopped while it has nothing to do gets a job, which is done elsewhere, and no other until it goes on.
+#[test]
+fn a_stopped_worker_is_spared_until_it_goes_on() {
+    let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let pids = supervisor.worker_pids("b");
+        kill_pid(pids[0], Signal::SIGSTOP);
+        for _ in 0..50 {
+            let reply = client.job("b", "").operation("pid").send().await.unwrap();
+            assert_eq!(reply.payload(), pids[1].to_string().as_bytes());
+        }
+        kill_pid(pids[0], Signal::SIGCONT);
+        let mut reply = None;
+        while reply.as_deref() != Some(pids[0].to_string().as_bytes()) {
+            let beside = spawn(steps(&client, "sleep 2"));
+            reply = Some(client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec());
+            assert_eq!(outcome(&beside.await.unwrap()), "ok");
+        }
+    });
+}
+
+/// What is said of a job that is cancelled at any moment is true.
+#[test]
+fn who_cancels_hears_whether_it_ran() {
+    let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let mut unbegun = 0;
+        for round in 0..10 {
+            let mut jobs = Vec::new();
+            for n in 0..MANY {
+                let job = steps(&client, &format!("count ran-{round}-{n}")).start().await.unwrap();
+                if n % 3 == 0 {
+                    job.cancel_unless_begun();
+                }
+                jobs.push(job);
+            }
+            for (n, job) in jobs.into_iter().enumerate() {
+                let result = job.await;
+                let ran = supervisor.file_bytes(&format!("ran-{round}-{n}"));
+                match &result {
+                    Ok(_) => assert_eq!(ran, 1),
+                    Err(error) => {
+                        unbegun += 1;
+                        let end = (outcome(&result), error.executed(), ran);
+                        assert_eq!(end, ("cancelled/".to_owned(), Executed::No, 0));
+                    }
+                }
+            }
+        }
+        assert!(unbegun > 0, "none was cancelled before it began");
     });
 }

@@ -575,22 +575,24 @@ fn hoard() -> ExitCode {
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
 
 /// Answers every job at once, but for one with the operation `lie`: then the one behind it in its place. At `ignore` it
-/// begins that job, or with `ignore all` not even that, and neither reads nor answers nor beats from then on.
+/// begins that job, and at the first `ignore all` not even that; from then on it neither reads nor answers nor beats.
 fn liar() -> ExitCode {
-    use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
     let journal = std::fs::File::from(raw.lent().expect("a journal"));
     raw.next();
     raw.send(kind::READY, 0, b"");
-    let mut begun = 0_u64;
+    let mut arrival = 0_u64;
     loop {
         let (mut job, operation) = raw.next_job();
-        begun += 1;
-        if operation != "ignore all" {
-            journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
+        arrival += 1;
+        if operation == "ignore all" && matches!(count_up("ignores"), Ok(1)) {
+            forever();
         }
-        if operation.starts_with("ignore") {
+        if !raw.begin(&journal, job, arrival) {
+            continue;
+        }
+        if operation == "ignore" {
             let _ = count_up("ignores");
             forever();
         }
@@ -662,6 +664,30 @@ fn beater() -> ExitCode {
 }
 
 impl Raw {
+    /// Begins a job as the journal wants it; whether it was not taken back.
+    fn begin(&mut self, journal: &std::fs::File, job: u64, arrival: u64) -> bool {
+        use std::os::unix::fs::FileExt;
+        let is_taken = || {
+            let mut bytes = [0; 8];
+            journal.read_exact_at(&mut bytes, 24).expect("a journal is readable");
+            u64::from_le_bytes(bytes) >= arrival
+        };
+        if is_taken() {
+            self.send(kind::HEARTBEAT, 0, b"");
+            return false;
+        }
+        journal.write_all_at(&arrival.to_le_bytes(), 8).expect("a journal is writable");
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        if is_taken() {
+            let mut outbox = Outbox::default();
+            let extension = (bulkhead_shared::codec::tag::ARRIVAL, &arrival.to_le_bytes()[..]);
+            outbox.push(kind::RETURNED, job, &Empty, &[extension], Payload::NONE).expect("it fits");
+            let _ = outbox.flush(&self.socket, &mut BufferPool::default());
+            return false;
+        }
+        true
+    }
+
     /// The descriptor that comes before the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};

@@ -452,6 +452,11 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
+            // They came before what waits here.
+            let has_taken = !self.lagging.is_empty() && self.take_from_lagging(now, out);
+            if has_taken && !self.suspects.is_empty() {
+                self.place_suspects(now, out);
+            }
             while let Some(worker) = self.next_worker()
                 && let Some(index) = self.queue.pop(self.lowest_admitted())
             {
@@ -464,11 +469,8 @@ impl<T> Bulkhead<T> {
                 }
                 self.give(now, index, worker, out);
             }
-            if !self.take_from_lagging(now, out) {
+            if !has_taken {
                 break;
-            }
-            if !self.suspects.is_empty() {
-                self.place_suspects(now, out);
             }
         }
         self.look_ahead(now, out);

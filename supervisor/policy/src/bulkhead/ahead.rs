@@ -199,14 +199,14 @@ impl<T> Bulkhead<T> {
         self.mind_room(place);
     }
 
-    /// Takes back what one worker does not begin if nothing else waits and another worker has a permit for it.
+    /// Takes back what one worker does not begin if another has a permit for it.
     pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
-        while self.mode == Mode::Open
-            && self.queue.len() == 0
-            && let Some(worker) = self.next_worker()
-            && let Some(place) = self.lagging.pop_if(|place| *place != worker)
-        {
-            let lags = |worker: &Worker| worker.lag > 0;
+        let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
+        while let Some(at) = self.lagging.iter().position(|place| *place != next) {
+            let place = self.lagging.remove(at);
+            // What is to be alone needs one that has nothing.
+            let is_idle = self.idle_worker().is_some();
+            let lags = |worker: &Worker| worker.lag > 0 && (worker.apart != Apart::Taken || is_idle);
             if self.workers[place as usize].as_ref().is_some_and(lags)
                 && self.take_back(now, place, None, out)
             {
@@ -279,7 +279,8 @@ impl<T> Bulkhead<T> {
         let Some(begun) = claims.map(|claims| claims.take_back(sent)) else { return false };
         let Some(begun) = self.note_begun(place, begun, out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.taken = sent;
+            // Nothing is left to be checked, but for what is sent from here on.
+            (worker.taken, worker.check_at) = (sent, None);
         }
         let (mut ending, mut is_any) = (ending, false);
         let is_ready =
@@ -403,7 +404,12 @@ impl<T> Bulkhead<T> {
     /// A worker has answered for a job: it begins the oldest that is ahead, or has.
     pub(super) fn begin_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        (worker.turned_at, worker.lag) = (now, 0);
+        worker.turned_at = now;
+        if std::mem::take(&mut worker.lag) > 0 {
+            worker.check_at = None;
+            self.expect_begin(now, place);
+        }
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let Some(index) = worker.ahead.pop_front() else { return };
         let job = self.jobs.get(index);
         let is_wanted = job.cargo.is_some();

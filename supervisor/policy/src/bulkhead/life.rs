@@ -221,6 +221,8 @@ impl<T> Bulkhead<T> {
             Phase::Draining | Phase::Killing(_) | Phase::Dead(_) => return,
         }
         self.refresh(place);
+        // What follows it can begin what it does not.
+        self.expect_begin(now, place);
         self.arm(place);
     }
 

@@ -173,7 +173,9 @@ impl Model {
             self.jobs.remove(&id);
             return;
         }
-        if self.step.owed.contains_key(&id) {
+        if self.step.either.contains(&id) {
+            self.step.owed.remove(&id);
+        } else if self.step.owed.contains_key(&id) {
             return;
         }
         let verdict = if job.deadline_at <= self.now {

@@ -157,7 +157,7 @@ impl Model {
         let worker = &self.workers[&current];
         if cause == Some(RestartCause::Jobs) {
             assert!(
-                (worker.is_spent || self.limits.recycle.jobs.is_some()) && worker.begun > 0,
+                worker.is_spent || self.limits.recycle.jobs.is_some() && worker.begun > 0,
                 "slot {slot} is recycled for no reason"
             );
             let is_at_it = worker.phase == Phase::Ready || worker.is_spent;
