@@ -295,7 +295,7 @@ fn a_journal_without_sense_harms_only_its_worker() {
 // Workers that begin nothing.
 
 /// A worker that does nothing any more, in the middle of a job.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Blocked {
     /// Its process is stopped.
     Stopped,
@@ -374,7 +374,7 @@ fn what_a_blocked_worker_has_not_begun_ends_queued() {
             let quick: Vec<Running> = (0..60).map(|_| spawn(quick())).collect();
             for job in quick {
                 let result = job.await.unwrap();
-                assert_eq!(outcome(&result), "deadline_exceeded/queued");
+                assert_eq!(outcome(&result), "deadline_exceeded/queued", "{how:?} {max_in_flight}");
                 let error = result.unwrap_err();
                 let attempts = error.outcome().map(|outcome| outcome.attempts);
                 assert_eq!((error.executed(), attempts), (Executed::No, Some(0)));

@@ -136,6 +136,8 @@ struct Worker {
     ahead: Vec<JobId>,
     /// As the policy says: whether it gets no job, since it did not begin another.
     is_stalled: bool,
+    /// The same in the end of this step.
+    stalls: bool,
     /// How often it was told to be heard.
     heartbeat: Duration,
     /// When it should have said hello.
@@ -315,7 +317,7 @@ impl Model {
         self.is_breaking = is_breaking || std::mem::replace(&mut self.was_breaking, is_breaking);
         self.coverage.see(&format!("breaker {}", bulkhead.breaker().name()));
         self.submitted(taken);
-        self.note_who_is_apart(bulkhead);
+        self.note_who_is_apart(bulkhead, actions);
         self.adapt(actions);
         for action in actions {
             self.action(action);

@@ -34,6 +34,7 @@ impl Worker {
             sent: 0,
             ahead: Vec::new(),
             is_stalled: false,
+            stalls: false,
             heartbeat: limits.health.heartbeat,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_old: false,

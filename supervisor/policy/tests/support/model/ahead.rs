@@ -124,6 +124,7 @@ impl Model {
         worker.ahead.retain(|&ahead| ahead != job);
         worker.jobs.retain(|&held| held != job);
         worker.begun -= u64::from(had_permit);
+        worker.is_stalled = worker.stalls;
         if had_permit && !worker.has_dispatch_thread {
             (worker.heard_at, worker.watched_at, worker.was_looked_at) = (now, None, false);
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Activity, Bulkhead, Change, Digest, Limits, RestartPolicy, Time, WorkerId};
+use bulkhead_policy::{Action, Activity, Bulkhead, Change, Digest, Limits, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::{Executed, JobId, Verdict};
 
 use super::{Mode, Model, Phase};
@@ -109,11 +109,14 @@ impl Model {
 
     // Workers for one alone.
 
-    pub(super) fn note_who_is_apart(&mut self, bulkhead: &Bulkhead<Tag>) {
+    pub(super) fn note_who_is_apart(&mut self, bulkhead: &Bulkhead<Tag>, actions: &[Action<Tag>]) {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_apart = view.is_apart;
-                worker.is_stalled = view.is_stalled;
+                // One that was given a job is so only since that was taken back.
+                let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_ahead: false, .. } if *worker == view.id);
+                worker.stalls = view.is_stalled;
+                worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
                 assert!(!view.is_stalled || worker.has_claims);
                 if view.is_stalled {
                     self.coverage.see("stalled");
