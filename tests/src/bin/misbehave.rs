@@ -586,7 +586,7 @@ fn liar() -> ExitCode {
     loop {
         let (mut job, operation) = raw.next_job();
         arrival += 1;
-        if operation == "ignore all" && matches!(count_up("ignores"), Ok(1)) {
+        if operation == "ignore all" && matches!(count_up("ignores"), Ok(0)) {
             forever();
         }
         if !raw.begin(&journal, job, arrival) {
