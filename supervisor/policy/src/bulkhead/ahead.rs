@@ -202,8 +202,14 @@ impl<T> Bulkhead<T> {
     /// Takes back what one worker does not begin if another has a permit for it.
     pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        while let Some(at) = self.lagging.iter().position(|place| *place != next) {
-            let place = self.lagging.remove(at);
+        // What was sent just now is not on its way yet.
+        let is_due = |place: &u32| {
+            let worker = self.workers[*place as usize].as_ref();
+            *place != next && worker.is_none_or(|worker| worker.turned_at < now)
+        };
+        let due: Vec<u32> = self.lagging.iter().copied().filter(is_due).collect();
+        for place in due {
+            self.lagging.retain(|lagging| *lagging != place);
             // What is to be alone needs one that has nothing.
             let is_idle = self.idle_worker().is_some();
             let lags = |worker: &Worker| worker.lag > 0 && (worker.apart != Apart::Taken || is_idle);
