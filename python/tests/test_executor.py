@@ -785,7 +785,7 @@ def test_options_of_a_wrong_type_are_named() -> None:
         BulkheadExecutor(1, timeout=0)
     with pytest.raises(TypeError, match="preload must be a list"):
         BulkheadExecutor(1, preload="json")
-    with pytest.raises(TypeError, match="sandbox must be the name of a profile or a table, not bool"):
+    with pytest.raises(TypeError, match="sandbox must be the name of a profile or a dict, not bool"):
         BulkheadExecutor(1, sandbox=True)  # type: ignore[arg-type]
 
 
