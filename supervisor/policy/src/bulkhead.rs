@@ -258,6 +258,13 @@ impl<T> Bulkhead<T> {
         self.note_transition(transition, out);
         // Whatever happened may have freed a permit, or made one less reserved.
         self.pump(now, out);
+        // A job that was taken back can have been the last one of a replaced worker.
+        while self.leave_slots(now, out) {
+            self.fill_from_reserve(now, out);
+            self.give_back_withheld(now);
+            self.pump(now, out);
+        }
+        out.extend(self.late_notes.drain(..).map(Action::Note));
         self.mind_idleness(now);
         None
     }

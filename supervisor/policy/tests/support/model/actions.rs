@@ -146,7 +146,11 @@ impl Model {
 
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
-        self.leave_slots();
+        let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
+        // Of too many that leave, the oldest is killed; what is late by itself is killed before others leave.
+        if *reason == KillReason::Overdue && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
+            self.leave_slots();
+        }
         let worker = self.live(id).expect("only what lives is killed");
         assert_eq!(worker.killed, None, "{id:?} is killed twice");
         assert!(self.may_kill(worker, reason), "{id:?} is killed against the rules: {reason:?}");

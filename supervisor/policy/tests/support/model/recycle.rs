@@ -130,7 +130,8 @@ impl Model {
     /// Whether it has begun its last job, and nothing follows it though it could.
     pub(super) fn is_to_be_followed(&self, worker: &Worker) -> bool {
         let is_leaving = matches!(worker.phase, Phase::Draining { .. }) && worker.lives_on();
-        let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count() - 1;
+        let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);
+        let others = self.workers.values().filter(is_other).count();
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
         // Of one that is silent it is known first why.
         let has_reserve = self.limits.start.spares > 0;
