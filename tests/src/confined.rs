@@ -420,7 +420,7 @@ impl Ended {
             (Expected::Refused(errors, _), Self::Refused(errno, _)) => errors.contains(&errno.as_str()),
             (Expected::Violation(call), Self::Violation(message)) => message.contains(call),
             (Expected::Crashes(reason), Self::Otherwise(how)) => {
-                how.starts_with(&format!("crashed/{reason}"))
+                reason.split(" or ").any(|reason| how.starts_with(&format!("crashed/{reason}")))
             }
             _ => false,
         }

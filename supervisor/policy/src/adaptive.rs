@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use bulkhead_shared::vocabulary;
 
-use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// What the limit may be, and what it follows.
@@ -104,8 +103,8 @@ pub(crate) struct Adaptive {
     numbers: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times of this window by vote; `None` is the vote that tenants beyond [`TENANTS_MAX`] share.
-    runs: BTreeMap<Option<TenantId>, Runs>,
+    /// Run times of this window by vote, which is the number of a tenant; `None` is the vote that tenants beyond [`TENANTS_MAX`] share.
+    runs: BTreeMap<Option<u32>, Runs>,
     /// The most permits that were taken when a job ended.
     in_use_max: u32,
     /// Whether all of the limit was taken then, or kept for critical jobs.
@@ -169,7 +168,7 @@ impl Adaptive {
         &mut self,
         now: Time,
         since: Time,
-        tenant: TenantId,
+        tenant: u32,
         is_ok: bool,
         (in_use, kept): (u32, u32),
     ) {
@@ -197,7 +196,7 @@ impl Adaptive {
 
     /// Counts a job that still runs if it is late already: otherwise the quick ones alone would be heard. It counts in
     /// the window in which it became late, and not again.
-    pub(crate) fn running(&mut self, now: Time, since: Time, tenant: TenantId) {
+    pub(crate) fn running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {
             self.see(tenant, ran);
@@ -208,7 +207,7 @@ impl Adaptive {
         since + self.numbers.target >= self.window_from
     }
 
-    fn see(&mut self, tenant: TenantId, ran: Duration) {
+    fn see(&mut self, tenant: u32, ran: Duration) {
         let ran = u64::try_from(ran.as_nanos()).unwrap_or(u64::MAX);
         let has_room = self.runs.len() < TENANTS_MAX || self.runs.contains_key(&Some(tenant));
         self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
@@ -305,7 +304,7 @@ mod tests {
             let ran = if tenant < 40 { ms(5) } else { ms(400) };
             let since = Time::ZERO + (ms(500) - ran);
             for _ in 0..2 * RUNS_MAX {
-                adaptive.ended(now, since, TenantId(tenant), true, (8, 0));
+                adaptive.ended(now, since, tenant, true, (8, 0));
             }
         }
         assert_eq!(adaptive.runs.len(), TENANTS_MAX + 1);

@@ -51,7 +51,7 @@ impl<T> Bulkhead<T> {
         if let Some(adaptive) = self.adaptive.as_deref_mut()
             && !matches!(verdict, Verdict::Crashed { .. })
         {
-            adaptive.ended(now, since, tenant, *verdict == Verdict::Ok, taken);
+            adaptive.ended(now, since, tenant.0, *verdict == Verdict::Ok, taken);
         }
     }
 
@@ -61,7 +61,7 @@ impl<T> Bulkhead<T> {
             for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
                 let job = self.jobs.get(*index);
                 if let (Place::InFlight { since, .. }, true) = (job.place, job.cargo.is_some()) {
-                    adaptive.running(now, since, job.tenant);
+                    adaptive.running(now, since, job.tenant.0);
                 }
             }
             let moved = adaptive.close(now);
