@@ -174,7 +174,7 @@ fn a_hanging_tree_is_gone_soon_after_its_deadline() {
     .unwrap();
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"100ms\"\n\
-         [bulkhead.x]\nexec = [\"sh\", {script:?}]\ndeadline = \"2s\"\n\
+         [bulkhead.x]\nexec = [\"sh\", {script:?}]\ndeadline = \"2s\"\ngrace = \"20s\"\n\
          env = {{ PATH = \"/usr/bin:/bin\" }}\n"
     ));
     let marker = format!("TREE-{}", supervisor.pid());
