@@ -1,5 +1,5 @@
-//! Measures what jobs of one party notice of another party of the same bulkhead: p50 and p99 of the others' jobs with
-//! an attack and without it, in turns. Never measures attacks on the supervisor itself; `attacks.rs` does.
+//! Measures how much one party's jobs suffer from another party of the same bulkhead: p50 and p99 of the victims' jobs
+//! with and without an attack, in turns. Attacks on the supervisor itself are measured in `attacks.rs`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -41,7 +41,7 @@ const KILLED_AFTER: Duration = Duration::from_millis(5);
 /// Time from the begin of an attack to the first job of the others.
 const LEAD: Duration = Duration::from_millis(500);
 
-/// One attack, and its absence.
+/// An attack and the same load without the attack.
 struct Scene {
     name: &'static str,
     /// Keys of the bulkhead without the attack, and with the attack.
@@ -189,7 +189,7 @@ async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Resu
             let job = client.job("shared", "x").operation(operation).deadline(deadline);
             tokio::task::spawn_local(job.send())
         });
-        // The attacker's job is on its way before theirs.
+        // The attacker's job is sent before the others' jobs.
         tokio::task::yield_now().await;
         rounds.push(others(scene, client, scene.lanes).await?);
         if let Some(attack) = attack {

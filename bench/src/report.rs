@@ -13,7 +13,7 @@ const SLACK_US: f64 = 10_000.0;
 pub(crate) enum Target {
     /// The judged value is to be at most this.
     AtMost,
-    /// The ratio is to be at most this, or the figure at most [`SLACK_US`] above the bare one.
+    /// The ratio must be at most this, or the figure at most [`SLACK_US`] above the bare figure.
     AtMostOrSlack,
     /// The judged value is to be at least this.
     AtLeast,

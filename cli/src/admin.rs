@@ -264,7 +264,7 @@ fn terminal_columns() -> Option<usize> {
     size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
 }
 
-/// What the breaker of a bulkhead shows, or a dash if there is none.
+/// Returns the state of a bulkhead's breaker, or a dash without a breaker.
 pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
     let is_absent = !bulkhead.has_breaker && bulkhead.breaker == BreakerState::Closed;
     if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }

@@ -34,8 +34,8 @@ impl JobHandle {
         self.ticket.cancel(false);
     }
 
-    /// Asks the supervisor to cancel the job unless it has begun. Its outcome still comes: `cancelled` with
-    /// `executed: no`, or what becomes of it. A supervisor without this capability lets the job go on.
+    /// Asks the supervisor to cancel the job unless it has begun. The outcome still arrives: `cancelled` with
+    /// `executed: no`, or the outcome of the running job. A supervisor without this capability lets the job continue.
     pub fn cancel_unless_begun(&self) {
         self.ticket.cancel(true);
     }

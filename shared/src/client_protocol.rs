@@ -125,8 +125,8 @@ pub struct Progress<'a> {
     pub text: &'a str,
 }
 
-/// [`OUTCOME`](crate::frame::kind::OUTCOME): what became of the job with the frame's number. The
-/// result follows as payload if it is `ok`, the handler's payload if it is `failed`.
+/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of the job with the frame's number. The payload is the result
+/// of an `ok` job, or the handler's payload of a `failed` job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// One of [`outcome_code`].
@@ -266,8 +266,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// The outcome told by this message, without what is in extensions (the job's number, its run limit, its
-    /// crash report); `None` if it uses a code that this version does not know.
+    /// Converts the message to an outcome, without the extensions (job number, run limit, crash report). `None` if the
+    /// message uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         self.to_outcome_at(self.bulkhead.to_owned())
     }

@@ -19,7 +19,8 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 /// the frame is skipped.
 pub const FLAG_CRITICAL: u8 = 1;
 
-/// What a frame is. The numbers never change their meaning; new kinds get new numbers. 52 and 65 had one once.
+/// Kinds of frames. A number never changes its meaning; new kinds get new numbers. 52 and 65 were used by earlier
+/// versions.
 #[expect(missing_docs, reason = "each is described with its message")]
 pub mod kind {
     // Both protocols: the first frames of a connection.

@@ -1,16 +1,17 @@
-//! The journal of a worker: a small file in memory, made by the supervisor, into which the worker puts what it has
-//! answered and not sent yet. It is read when the worker is gone, and not before: so no job that was done loses its
-//! result because answers leave together. It says as well how many of the jobs that came were begun, in the order they
-//! came: what came behind the last of them is given to another worker, also while this one lives. For that the
-//! supervisor writes how many of the jobs that it sent it takes back unless they were begun.
+//! The journal of a worker: a small memory file, made by the supervisor, in which the worker keeps answers that are not
+//! sent yet. The supervisor reads these answers only after the worker's exit, so that no finished job loses its result
+//! although answers are sent in batches. The journal also holds the number of jobs that the worker has begun, in the
+//! order of arrival. Later jobs can be given to another worker, also while this worker lives: the supervisor writes the
+//! number up to which jobs are taken back unless they were begun.
 //!
 //! ```text
 //! offset  0                       8                 16                 24                  64
 //!         bytes of frames, u64    jobs begun, u64   last beat, u64     taken back, u64     frames, as they are sent
 //! ```
 //!
-//! All numbers are little-endian. The last beat is a time of `CLOCK_MONOTONIC` in nanoseconds, and stands in place of
-//! heartbeats: it is looked up when the worker has been silent for long, so that an idle worker wakes nothing.
+//! All numbers are little-endian. The last beat is a time of `CLOCK_MONOTONIC` in nanoseconds and replaces heartbeats.
+//! The supervisor reads the time only after a long silence of the worker, so that an idle worker wakes no other
+//! process.
 
 /// Bytes of the whole file.
 pub const JOURNAL_BYTES: usize = 68 * 1024;

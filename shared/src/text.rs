@@ -1,7 +1,7 @@
 //! Escapes texts of workers and clients before they are printed, logged or written as JSON.
 
-/// Returns true if a terminal may obey the character, show other text in another order because of it, or not show it:
-/// control and format characters, and separators of lines and paragraphs. Line feed and tab are among them.
+/// Returns true if a terminal may obey the character, reorder other text because of it, or not show it. These are
+/// control and format characters, including line feed and tab, and line and paragraph separators.
 pub fn is_unseen(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -26,7 +26,7 @@ pub fn escape_json(json: &str) -> String {
     json.chars().map(|c| if is_unseen(c) { units(c) } else { String::from(c) }).collect()
 }
 
-/// Implements `Debug` for error types by their `Display`, which is what `main` prints of an error that it returns.
+/// Implements `Debug` of error types by `Display`, because `main` prints a returned error by `Debug`.
 #[macro_export]
 macro_rules! debug_by_display {
     ($($type:ty),+) => {$(

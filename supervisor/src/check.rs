@@ -345,7 +345,7 @@ fn words(exit: keeper::Exit) -> String {
 
 /// Why a worker did not become ready.
 enum Stopped {
-    /// It closed its link; what it said of itself last, or what can be said of it.
+    /// The worker closed its link. Holds the worker's last status, or how the process ended.
     Closed(Option<String>),
     /// Otherwise; fits after the program's name.
     Otherwise(String),

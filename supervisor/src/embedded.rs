@@ -123,8 +123,8 @@ impl Builder {
         started.await.unwrap_or_else(|_| Err(RunError::System("start", io::Error::other("a panic")).into()))
     }
 
-    /// Starts the supervisor, with threads of its own. Blocks until its keeper is there, some ten milliseconds; its workers
-    /// start meanwhile, and jobs wait for them.
+    /// Starts the supervisor on separate threads. Blocks for some ten milliseconds, until the keeper runs. Workers
+    /// start meanwhile, and jobs wait for the workers.
     pub fn start_blocking(self) -> Result<Supervisor, StartError> {
         let keeper = self.check()?;
         let (sender, prepared) = std::sync::mpsc::sync_channel(1);

@@ -38,7 +38,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // What is mounted in there belongs to others: it stays, and the folder with it.
+        // A file system mounted inside belongs to someone else: the mount stays, and so does the folder.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed

@@ -28,8 +28,8 @@ impl Claims {
         u64::from_le(self.begun.load(Ordering::Acquire))
     }
 
-    /// Begins this job, the next of those that were not taken back; false if it was taken back just then. Only one
-    /// thread at once may do so.
+    /// Begins the next job that was not taken back. Returns false if the supervisor took the job back just then. Only
+    /// one thread at a time may call this.
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
         // The supervisor stores its number and then loads ours.
@@ -80,7 +80,7 @@ impl Journal {
         self.number::<BEAT_AT>()
     }
 
-    /// Where this process says which jobs it begins, and the supervisor which it takes back.
+    /// The numbers by which this process announces begun jobs and the supervisor announces jobs taken back.
     pub(crate) fn claims(&self) -> Claims {
         Claims { begun: self.number::<BEGUN_AT>(), taken: self.number::<TAKEN_AT>() }
     }

@@ -228,7 +228,7 @@ impl Writer {
         }
     }
 
-    /// Where it is agreed which jobs are begun, if answers are kept in a journal: then jobs may be sent ahead.
+    /// The numbers of jobs begun and taken back, if there is a journal: then jobs may be sent ahead.
     pub(crate) fn claims(&self) -> Option<Claims> {
         self.lock()?.journal.as_ref().map(Journal::claims)
     }

@@ -1,4 +1,5 @@
-//! Tells the worker from processes that code in it forks, which must not use its link or its journal.
+//! Tells the worker process from processes that are forked by code in the worker. Forked processes must not use the
+//! worker's link or journal.
 //!
 //! The mark is a byte in memory that the kernel clears in a forked process (`MADV_WIPEONFORK`). A check is one load.
 

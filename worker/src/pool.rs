@@ -185,7 +185,7 @@ pub(crate) struct Pool<S> {
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
-    /// Where it is agreed which jobs are begun, if some may come ahead.
+    /// The numbers of jobs begun and taken back, if jobs may be sent ahead.
     claims: Option<Claims>,
     /// How long a handler takes, smoothed.
     typical_ns: AtomicU64,
@@ -688,8 +688,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sends back a job that was taken back as it was to begin, before a handler can begin, and answer, what came
-    /// behind it: the supervisor counts in this order, also if a handler ends the process.
+    /// Gives back a job that was taken back just as it was about to begin. This happens before a handler can begin and
+    /// answer a later job, because the supervisor relies on this order, also if a handler ends the process.
     fn give_back(&self, state: &mut State, job: &Pending) {
         state.live.remove(&job.order.number);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);

@@ -46,7 +46,7 @@ impl HandlerError {
 }
 
 impl fmt::Display for HandlerError {
-    /// One line for people: `bad_header: the magic is missing`.
+    /// Writes one line for people: `bad_header: the magic is missing`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.code, self.message)
     }

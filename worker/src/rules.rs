@@ -1,14 +1,14 @@
 //! The rules of Landlock that each program of `exec` is put under, on top of the worker's own, so that the
-//! programs of one worker, and the host, are out of each other's reach. In the same way each worker that a template has
-//! forked is put under rules on top of the template's; below, that is a program, and the template the worker.
+//! programs of one worker, and the host, are out of each other's reach. Workers forked by a template get rules on top
+//! of the template's in the same way; for these, read "worker" for "program" and "template" for "worker" below.
 //!
 //! Rules only ever take away, so each program's name again what the worker has, but for its temporary
 //! folder: in place of that stands the folder of this program alone. They also scope: no signals to, no
 //! abstract sockets of, and no tracing of whatever is not below the program itself.
 //!
 //! What the worker has is told by the keeper (see [`bulkhead_shared::program_rules`]). It is opened once, at
-//! the start, so that a program costs a system call for each path and no walk along it. Of the folders of the system
-//! only the topmost are opened, however many paths in them the worker has.
+//! the start, so that a program costs one system call for each path, without a path lookup. In system folders only the
+//! topmost folders are opened, however many of their paths the worker may use.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -63,9 +63,10 @@ pub(crate) struct Temporary {
 }
 
 impl Rules {
-    /// Reads the rules that the keeper left on standard input, which is the null device where there are none. Programs
-    /// need not repeat what the rules of this process withhold, but withhold the folders of the others: so folders of the
-    /// system are given as a whole, and the number of descriptors does not depend on how many paths are installed.
+    /// Reads the rules that the keeper left on standard input; without rules this is the null device. The rules of a
+    /// program only have to withhold the other programs' folders, because the rules of this process still apply. So
+    /// system folders are granted as a whole, and the number of descriptors does not depend on the number of installed
+    /// paths.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {

@@ -54,7 +54,7 @@ type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError
 /// }
 /// ```
 ///
-/// [`Server::init`] comes first, and once: it gives the handlers the type of their state. Any other order does not
+/// [`Server::init`] is called first and once, because it sets the type of the handlers' state. Any other order does not
 /// compile.
 ///
 /// ```compile_fail
@@ -112,7 +112,7 @@ impl Server<(), Blank> {
     /// [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
     /// worker does not start, and the reason is shown to operators.
     ///
-    /// Comes before the handlers and hooks, which depend on its type.
+    /// Must be called before handlers and hooks are added, because these depend on the type of the state.
     pub fn init<S, E, I>(self, init: I) -> Server<S>
     where
         E: Into<HandlerError>,

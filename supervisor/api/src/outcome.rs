@@ -42,7 +42,7 @@ pub struct JobOutcome {
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// The id of the crash report, of one that crashed: `GET /v1/crashes/{id}`.
+    /// The id of a crashed job's report: `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -55,7 +55,8 @@ pub struct JobOutcome {
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// The same as `exit_code` for a job of `exec`. In a problem document `status` is that of HTTP.
+    /// Exit status of the program of an `exec` job, equal to `exit_code`. In a problem document `status` is the HTTP
+    /// status instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -101,8 +101,8 @@ pub struct Adaptive {
     pub limit: u64,
     /// Of how many limits that is the sum: one, or where tenants are apart that of each with workers.
     pub limits: u64,
-    /// Nine of ten jobs took at most so long when it was looked at last: at the median of the tenants, or, where they are
-    /// apart, of the slowest.
+    /// 90th percentile of run times in the last window: the median over the tenants, or the slowest tenant where each
+    /// tenant has a limit.
     pub latency_ms: Option<f64>,
     /// How often the limit grew.
     pub raised: u64,

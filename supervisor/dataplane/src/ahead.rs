@@ -1,5 +1,5 @@
-//! Jobs ahead of a worker: what keeps them safe when it dies, and those that are taken back. Which there are is policy's
-//! business.
+//! Jobs sent ahead to a worker: the journal that preserves answers when the worker dies, and jobs that are taken back.
+//! The policy decides which jobs these are.
 
 use bulkhead_policy::{Event, WorkerId};
 use bulkhead_shared::JobId;
@@ -12,7 +12,8 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Lends a worker that has said hello its journal. Without it nothing is ahead of it, or taken back.
+    /// Lends a journal to a worker that has said hello. Without a journal, no job is sent ahead to the worker or taken
+    /// back.
     pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) {
         let link = &mut self.links[index];
         if link.program.runs_programs() || !link.outbox.is_empty() || self.compartments[compartment].is_replay

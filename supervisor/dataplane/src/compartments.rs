@@ -14,7 +14,7 @@ pub(super) struct Compartments {
     seed: u64,
     /// How many numbers were drawn from it.
     seeds: u64,
-    /// The jobs so far, over all compartments, also those that are gone.
+    /// Number of jobs so far in all compartments, including removed ones.
     jobs: u64,
 }
 

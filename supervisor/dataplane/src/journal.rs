@@ -1,8 +1,7 @@
-//! The journal that a worker is lent, where it keeps what it has answered and not sent: see
-//! [`bulkhead_shared::journal`].
+//! The journal lent to a worker for answers that are not sent yet: see [`bulkhead_shared::journal`].
 //!
-//! Of a journal only the numbers at its beginning are mapped here. The rest is copied once its worker is gone, and then
-//! taken for what it is: bytes from a worker, which say no more than the same bytes on its link would.
+//! Only the numbers at the beginning of a journal are mapped here. The frames are copied after the worker's exit, and
+//! are trusted no more than the same bytes on the worker's link.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -26,7 +25,7 @@ pub(super) struct Journal {
     words: Arc<SharedWords>,
 }
 
-/// What a worker and policy say to each other in the journal.
+/// The policy's access to the numbers in a worker's journal.
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 

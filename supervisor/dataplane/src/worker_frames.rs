@@ -500,7 +500,8 @@ fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Reads the metadata of a result: the place of one that is in a file, and the exit status of a program.
+/// Reads the metadata of a result: the place in a memory file, if the result is in one, and the exit status of a
+/// program.
 fn check_result(metadata: &[u8]) -> Result<(Option<Named>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

@@ -1,5 +1,5 @@
-//! Emptying a folder whose content is not trusted: without following a link, without recursion, however deep it is
-//! and whatever the modes of what is in it are. What is mounted in it is not part of it, and is left alone.
+//! Emptying a folder whose content is not trusted: without following links, without recursion, at any depth and
+//! whatever the modes of the entries are. Mounted file systems are left alone.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -53,10 +53,10 @@ pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder, beside other processes and threads that may do the same; `false` if it has more entries than
-/// are to be removed. What is in a folder in it is brought up first, so that there are two levels at any time: a tree
-/// that is a million deep takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or `BUSY` for a file,
-/// if something is mounted in there, which is left as it is.
+/// Empties a folder, possibly while other processes and threads do the same. Returns `false` if the folder has more
+/// than `entries_max` entries. Entries of a subfolder are moved up first, so that there are only two levels at any
+/// time: a tree that is a million deep takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or
+/// `BUSY` for a file, if something is mounted in the folder; the mount is left as it is.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {

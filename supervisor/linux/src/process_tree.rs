@@ -76,8 +76,8 @@ pub struct Identity {
     pub started: u64,
 }
 
-/// Lists the processes that descend from this one, zombies included, up to 64 generations deep, each with the child of
-/// this process that it is, or descends from. Errors: `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the child of
+/// this process at the top of its branch. Errors: `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
     let (table, own) = (processes()?, std::process::id());
     let child_above = |pid: u32| {

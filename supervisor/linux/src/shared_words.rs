@@ -58,8 +58,8 @@ impl SharedWords {
 
     fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at < self.count, "word {at} of {}", self.count);
-        // SAFETY: within the mapping, which is aligned to a page and lives as long as this value; all accesses on this
-        // side are atomic, and those of the other side do not concern this program's memory model.
+        // SAFETY: within the mapping, which is page-aligned and lives as long as this value. All accesses of this
+        // process are atomic; accesses of the other process are outside of this program's memory model.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             self.base.add(at).as_ref()
@@ -71,9 +71,9 @@ impl SharedWords {
         u64::from_le(self.word(at).load(Ordering::Acquire))
     }
 
-    /// Stores a number at one place, and loads what stands at another afterwards. A process that stores there and
-    /// loads here does not miss both: its own store and load must be in this order, by a fence or since it has
-    /// registered for global expedited barriers (`membarrier(2)`).
+    /// Stores a number at one place, then loads the number at another. If the other process stores there and loads
+    /// here, at least one side sees the other's store. For this the other process must keep its store before its load,
+    /// by a fence or by registering for global expedited barriers (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);

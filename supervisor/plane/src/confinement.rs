@@ -566,7 +566,7 @@ impl Settling<'_> {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
-            // A folder of its own is what `files` takes.
+            // `files` needs a private temporary folder.
             let has_files = bulkhead.files.is_some();
             let temporary = if has_files { Temporary::Folder } else { Temporary::None };
             return Terms { temporary, programs_apart: has_files, ..Terms::default() };

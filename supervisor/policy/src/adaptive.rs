@@ -1,10 +1,10 @@
-//! An adaptive limit: how many jobs may run at once, by how long jobs take. It falls in proportion when most jobs take
-//! longer than `target` (the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, towards a target
-//! that is given in place of a base line that is guessed), and grows by its square root, their headroom, while all of
-//! it is in use. Where growth turns out to be too much, the next one waits twice as long: so it settles.
+//! An adaptive limit on the number of running jobs, driven by run times. The limit falls in proportion when most jobs
+//! take longer than `target`: this is the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, with
+//! a configured target instead of a guessed base line. The limit grows by its square root, the headroom of both, while
+//! all of it is in use. After growth that was too much, the next growth waits twice as long, so that the limit settles.
 //!
-//! Each tenant has one vote, however many jobs it has: the latency of a window is the lower median of the tenants' own
-//! 90th percentiles. So one tenant's slow jobs take nothing from the others.
+//! Each tenant has one vote, whatever its number of jobs: the latency of a window is the lower median of the tenants'
+//! 90th percentiles. So the slow jobs of one tenant do not lower the limit for the others.
 //!
 //! It reads no clock, and moves only when a job has ended.
 
@@ -47,7 +47,7 @@ const RUNS_MIN: usize = 10;
 /// Maximum number of run times kept for each vote of a window, the newest ones.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants with a vote of their own in a window. Those that come later share one more vote.
+/// Maximum number of tenants with a separate vote in a window. Further tenants share one more vote.
 const TENANTS_MAX: usize = 64;
 
 /// The longest that growth waits, in windows.
@@ -194,8 +194,8 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a job that still runs if it is late already: otherwise the quick ones alone would be heard. It counts in
-    /// the window in which it became late, and not again.
+    /// Counts a running job that is late already; otherwise only quick jobs would count. A job counts only in the
+    /// window in which it became late.
     pub(crate) fn running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {

@@ -76,11 +76,11 @@ pub struct Bulkhead<T> {
     ahead: usize,
     /// Workers that may have something ahead and take no more.
     to_take_back: Vec<u32>,
-    /// What is ahead of any worker is to be taken back.
+    /// True if the jobs ahead of all workers must be taken back.
     takes_all_back: bool,
-    /// Workers that were late to begin what they were sent.
+    /// Workers that are late to begin a job.
     lagging: Vec<u32>,
-    /// Jobs that were taken back and are to be sent to the same worker once more.
+    /// Jobs taken back that must be sent to the same worker again.
     to_send_again: Vec<u32>,
     /// Replaced workers that have answered all their jobs since the last event.
     to_leave: Vec<u32>,
@@ -600,7 +600,7 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.place {
             Place::Ahead { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // Its run limit is over, and begins anew.
+            // The run limit is over and starts again, since the job has not begun.
             _ if deadline_at > now && job.is_repeatable => None,
             _ => Some(Verdict::DeadlineQueued),
         };

@@ -45,9 +45,9 @@ pub(crate) struct Job<T> {
     pub(crate) bytes: u32,
     /// The how many-th job it is that was sent to its worker.
     pub(crate) arrival: u64,
-    /// How often it was sent to a worker and came back.
+    /// Number of times that the job came back from a worker that had not begun it.
     pub(crate) returned: u8,
-    /// The worker that it was last taken back from.
+    /// Worker from which the job was last taken back.
     pub(crate) taken_from: Option<WorkerId>,
     pub(crate) attempts: u32,
     /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.

@@ -116,14 +116,14 @@ pub struct Abilities {
     pub can_resize: bool,
 }
 
-/// A word between a worker and the supervisor about which of the jobs that the worker was sent it has begun. A worker
-/// begins jobs in the order in which it was sent them, and writes that before it does.
+/// Agreement between a worker and the supervisor on the jobs that the worker has begun. A worker begins jobs in the
+/// order in which they were sent, and writes the number of each job before it begins.
 pub trait Claims: std::fmt::Debug + Send {
-    /// The how many-th job it has begun last.
+    /// Number of the last job begun, counted from 1 in the order of sending.
     fn begun(&self) -> u64;
 
-    /// Takes back all jobs up to this one, the last that it was sent, but for those that it has begun; tells which of
-    /// them it had begun last. It may have been about to begin that one, and then gives it back by
+    /// Takes back all jobs up to number `up_to`, the last one sent, except jobs already begun. Returns the number of
+    /// the last job begun. If the worker was just about to begin that job, it gives the job back by
     /// [`Event::Returned`].
     fn take_back(&self, up_to: u64) -> u64;
 }
@@ -141,7 +141,7 @@ pub enum Event<T> {
     Cancel {
         /// Which.
         job: JobId,
-        /// Whether the job goes on if it has begun.
+        /// True if a job that has begun continues.
         unless_begun: bool,
     },
     /// There is no memory for a job that waits: it is to make room. One that a worker has stays.
@@ -169,7 +169,7 @@ pub enum Event<T> {
         worker: WorkerId,
         /// What it can.
         can: Abilities,
-        /// What it says of the jobs that it begins; without that, none is sent ahead or taken back.
+        /// The worker's record of begun jobs. Without a record no job is sent ahead or taken back.
         claims: Option<Box<dyn Claims>>,
     },
     /// A worker needs more time to initialise.

@@ -43,15 +43,15 @@ pub(crate) struct Worker {
     pub(crate) can_resize: bool,
     /// How many jobs at once it was told to expect; nothing yet without a limit.
     pub(crate) promised: u32,
-    /// What it says of the jobs that it begins, if it does: then jobs may be ahead of it, and taken back.
+    /// The worker's record of begun jobs, if there is one: then jobs may be sent ahead and taken back.
     pub(crate) claims: Option<Box<dyn Claims>>,
-    /// Jobs that it was sent; the last of them that was begun, as read last; and the last that was taken back.
+    /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were taken back.
     pub(crate) sent: u64,
     pub(crate) begun_last: u64,
     pub(crate) taken: u64,
-    /// Next time to check whether it has begun what it was sent.
+    /// Next time to check for jobs that the worker is late to begin.
     pub(crate) check_at: Option<Time>,
-    /// Whether it did not begin a job for which it had a permit, and was not heard since.
+    /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
     pub(crate) is_stalled: bool,
     /// Those ahead of it, oldest first.
     pub(crate) ahead: VecDeque<u32>,
@@ -60,7 +60,7 @@ pub(crate) struct Worker {
     pub(crate) room: Option<u32>,
     /// When it was last given a job, or answered for one.
     pub(crate) turned_at: Time,
-    /// Number of checks since then that found it late to begin what it was sent.
+    /// Number of checks since `turned_at` that found the worker late to begin a job.
     pub(crate) lag: u8,
     /// Whose jobs it has, if they are all of one.
     pub(crate) tenant: Option<TenantId>,
@@ -90,7 +90,7 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
-    /// Whether its slot no longer waits for its exit: it was replaced and has answered all its jobs.
+    /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered for all jobs.
     pub(crate) has_left: bool,
     /// Whether it had been sent SIGKILL when another took its slot: what it has is no debt.
     pub(crate) is_written_off: bool,

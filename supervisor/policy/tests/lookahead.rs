@@ -341,7 +341,7 @@ fn an_unbegun_job_goes_to_an_idle_worker() {
     stage.reply(job);
     stage.expect(job, "ok", None);
     assert_eq!(stage.answers.last().unwrap().attempts, 1, "what never began is no attempt");
-    // It gets none before it shows that it is alive.
+    // The stuck worker gets no jobs before it shows that it is alive.
     let next = jobs(&mut stage, 2);
     assert!(next.iter().all(|&job| stage.sent.last().unwrap().0 != stuck && stage.holder(job) != stuck));
     stage.stick(stuck, false);

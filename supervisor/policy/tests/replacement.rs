@@ -14,7 +14,7 @@ use stage::{MS, SECOND, Stage, limits};
 
 // Exits that hang.
 
-/// One job for each worker, none of which exits. Returns the stage when all jobs are answered.
+/// Runs one job in each worker, while no worker exits. Returns the stage when all jobs are answered.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Stage {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -41,7 +41,7 @@ fn of_many_exits_that_hang_the_oldest_end() {
     let mut stage = served_by_workers_that_hang_at_exit(20);
     let all = stage.spawned.clone();
     let killed: Vec<_> = stage.killed.iter().map(|(worker, _)| *worker).collect();
-    // Of twenty workers the last holds the slot, and sixteen may exit beside it.
+    // The last of twenty workers holds the slot, and sixteen more may take their time to exit.
     assert_eq!(killed, all[..3]);
     stage.bring_up(stage.newest_worker());
     assert_eq!(stage.killed.len(), 4);

@@ -237,7 +237,7 @@ fn tenants_without_a_share_and_quiet_deaths_cost_nothing() {
     let worker = stage.holder(job);
     stage.die(worker, SEGFAULT);
     assert!(may_go(&mut stage, "a"));
-    // Without a job, and with the keeper, nobody's job was the cause.
+    // A worker's exit without a job, or together with the keeper, was caused by no job.
     let mut stage = Stage::ready(shared(2, 1, 1));
     let job = submit(&mut stage, "a");
     let worker = stage.holder(job);

@@ -1,5 +1,5 @@
-//! `exec`: one unmodified program for each job. The payload is its standard input, its standard output
-//! the result, its standard error goes to the log. Payload and result can be files in the job's own folder instead.
+//! `exec`: one unmodified program for each job. The payload is standard input, the result is standard output, and
+//! standard error goes to the log. Payload and result can be files in the job's own folder instead.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -27,13 +27,13 @@ use crate::server::Server;
 /// Bytes of standard error that go into a job's message.
 const TAIL_BYTES: usize = 4 * 1024;
 
-/// What to run, how it is limited, and what its end means. The supervisor says all of it by arguments.
+/// The program to run, its limits, and the meaning of its exit status. The supervisor passes all of this in arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
-    /// How long standard output is read after the program has exited.
+    /// Time for which standard output is read after the program's exit.
     output_grace: Duration,
     /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
     ok: Vec<i32>,
@@ -181,7 +181,7 @@ impl Host {
         reply
     }
 
-    /// Writes the payload to the file that the program reads, if there is to be one.
+    /// Writes the payload to the program's input file, if one is configured.
     fn put_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
         let Some(name) = &self.plan.input else { return Ok(()) };
         let folder = folder.ok_or(io::ErrorKind::NotFound)?;
@@ -389,7 +389,7 @@ enum End {
     TooLarge,
 }
 
-/// What a program has said, and why it was no longer listened to.
+/// The output of a program, and the reason why reading stopped.
 struct Run {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,

@@ -1,12 +1,12 @@
 //! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining descendants
 //! become the host's. The kernel hands such orphans to the first thread of a process,
 //! while a program is the child of the thread that started it. So the first thread starts nothing, waits
-//! for nothing but its own children (`__WNOTHREAD`), and "no child" means that nothing is left. The kernel tells the
+//! for nothing but its own children (`__WNOTHREAD`), and "no child" means that nothing is left. The kernel lists the
 //! children of a thread in `/proc`, so that the first thread is not woken for programs that leave nothing behind.
 //!
-//! Orphans of a program that still has its `output_grace` must survive the cleanup after other programs. Each program
-//! leads a session of its own, which its descendants can only leave by starting another one; so a session tells whose
-//! an orphan is. Descendants in other sessions are recorded when a program ends and while others are cleaned up.
+//! During a program's `output_grace` its orphans must survive the cleanup after other programs. Each program leads a
+//! separate session, which descendants can leave only by starting another session. So the session of an orphan
+//! identifies the program. Descendants in other sessions are recorded when a program exits and during each cleanup.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -47,7 +47,7 @@ pub(super) struct Orphans {
 
 #[derive(Default)]
 struct Programs {
-    /// Every program whose job has not ended, by its number, which is also that of its session. True if its orphans are
+    /// Programs whose job has not ended, by process number, which is also the session's number. True if the orphans are
     /// recorded.
     unfinished: HashMap<u32, bool>,
     /// Programs that a process in another session, or the members of that session, may descend from.
@@ -136,7 +136,7 @@ impl Orphans {
             is_something_left.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if is_something_left {
-            // Without /proc the orphans of its own session are known.
+            // Without /proc only orphans in the program's session are known.
             let _ = programs.record_all();
         }
         programs.unfinished.insert(number, true);
@@ -164,8 +164,8 @@ impl Orphans {
         own.filter(holds).take(NAMED_MAX).map(name).collect()
     }
 
-    /// The job of a program is over: what it leaves behind goes with the next sweep. To be called before the program is
-    /// waited for.
+    /// Ends the protection of a program's orphans, whose job is over: the next sweep kills them. Must be called before
+    /// the program is waited for.
     pub(super) fn ended(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }

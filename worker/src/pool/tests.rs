@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The job whose handler returns at once; all others wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// From this number on, handlers return at once as well.
+/// Handlers of jobs from this number on return at once as well.
 const RETURNS: u64 = 1 << 32;
 
 /// A pool at work, and the supervisor's end of its link.
@@ -28,7 +28,7 @@ struct Stage {
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
-    /// Kind and number of those frames and of heartbeats, if they are not in `answered`.
+    /// Kind and number of each frame that is not in `answered`, heartbeats included.
     told: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }
@@ -408,7 +408,7 @@ fn each_job_runs_or_is_taken_back() {
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
             assert_eq!(ran, expected, "of {runs:?}; given back: {returned:?}");
             assert!(last.is_none_or(|last| last == begun), "only the last can come back");
-            // What came back though it had been taken was the one behind.
+            // A job given back after it had been taken back is the one after the last begun.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
             taken = sent;

@@ -100,8 +100,8 @@ section! {
     /// The most that it may be, and what it begins with. At most `processes` × `max_in_flight`, also of each isolated
     /// tenant and after a `resize`.
     max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
-    /// How long nine of ten jobs of a tenant may run. When those of most tenants take longer the limit falls; while they
-    /// do not, and all of it is in use, it grows. At most `deadline_max`.
+    /// Target for the 90th percentile of a tenant's run times. The limit falls when most tenants are above the target,
+    /// and grows while they are not and the limit is reached. At most `deadline_max`.
     target: Duration as at_least(SOME), without "required", such as "\"50ms\"";
     /// Whether the limit holds jobs back, or only is told.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;

@@ -35,8 +35,8 @@ section! {
     entry: Cow<'static, str> as Kind::Text, elsewhere_default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers;
     /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
     exec: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
-    /// How long the standard output of a program of `exec` is read after the program has exited. A process that still
-    /// holds it then is killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
+    /// Time for which the standard output of an `exec` program is read after the program's exit. A process that still
+    /// holds the output open after that is killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
     /// The environment of the workers. It is empty but for this and the few variables the SDK needs; names that start
     /// with `BULKHEAD_` are reserved.
@@ -189,7 +189,7 @@ pub struct BulkheadConfig {
     pub sandbox: confinement::SandboxConfig,
     /// A control group for each worker; `None`: none of its own.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// How long a program's standard output is read after its exit; `None` without `exec`.
+    /// Time for which a program's standard output is read after the program's exit; `None` without `exec`.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
     /// The meaning of a program's exit status; `None` without `exec`.

@@ -21,8 +21,8 @@ table! {
     /// `tenants`: how much of common workers one tenant may have, or that it has its own.
     TenantsKeys, TENANTS;
 
-    /// Jobs of one tenant in flight in the whole bulkhead; over it a job waits. A job that ends its worker keeps its place
-    /// until the worker is [replaced](#workers-that-a-tenant-ends).
+    /// Maximum number of jobs of one tenant in flight in the whole bulkhead; more jobs wait. A job that ends a worker
+    /// keeps this place until the worker is [replaced](#workers-that-a-tenant-ends).
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "no limit", such as "2";
     /// Jobs of one tenant that may wait; over it a job is rejected `tenant_quota`.
     max_queue: u32 as count(0, QUEUE_CEILING), without "no limit", such as "20";

@@ -1,4 +1,4 @@
-//! The keys that are about the programs of `exec`, and what they rule out.
+//! Checks the keys about `exec` programs against other keys.
 
 use super::Checker;
 use crate::Profile;

@@ -51,7 +51,7 @@ const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 /// Bytes of a request that tell what it asks for.
 pub(super) const HEAD_BYTES: usize = 512;
 
-/// True if a connection waits to be accepted. A stop waits for nobody else, so that it takes no longer than it must.
+/// True if a connection waits to be accepted. A stop delays for no other reason.
 pub(super) fn has_waiting(listener: impl AsFd) -> bool {
     let mut polled = [PollFd::new(&listener, PollFlags::IN)];
     !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))

@@ -518,7 +518,7 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
 
 // Answers.
 
-/// The fields of an outcome, with the payload of one that failed.
+/// The fields of an outcome, with the payload of a failed job.
 fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let signal = match &outcome.verdict {
         Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {

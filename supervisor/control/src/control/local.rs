@@ -56,7 +56,7 @@ struct Guarded {
 }
 
 impl Guarded {
-    /// Lets in clients of this listener, and of those that replace it.
+    /// Accepts clients of this listener, and of each listener that replaces it.
     async fn open(&mut self, next: &mut NextAdmin, ways: &Ways<UnixStream>) {
         loop {
             tokio::select! {

@@ -174,8 +174,8 @@ impl Drop for Line {
     }
 }
 
-/// Escapes what a terminal may obey or not show in a line of the log. (Control characters of the text format are those
-/// of its colours: texts of workers are escaped before.)
+/// Escapes characters of a log line that a terminal may obey or not show. Control characters of the text format are
+/// left alone: they set colours, and texts of workers are already escaped.
 fn safe(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let is_raw = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);

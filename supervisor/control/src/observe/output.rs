@@ -26,8 +26,8 @@ const LINES_BYTES_MAX: usize = 256 * 1024;
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Lines and bytes a second of one bulkhead taken beyond these: the last ones, when the second or their process ends.
-/// All others are read, thrown away and counted.
+/// Lines and bytes that are kept beyond these limits for one bulkhead: the last of each second, logged when the second
+/// or the process ends. All others are read, dropped and counted.
 const LAST_LINES_PER_SECOND: usize = 100;
 const LAST_BYTES_PER_SECOND: usize = 64 * 1024;
 
@@ -96,7 +96,7 @@ struct Lines {
 struct HeldBack {
     lines: VecDeque<(Source, Box<[u8]>)>,
     bytes: usize,
-    /// How many lines before these were thrown away.
+    /// Number of lines dropped before these.
     dropped: u64,
 }
 
@@ -332,7 +332,7 @@ impl Inner {
 }
 
 impl Lines {
-    /// Returns what was held back in the second that has ended, if one has.
+    /// Returns the lines held back in the previous second, if that second has ended.
     fn begin_second(&mut self) -> HeldBack {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
@@ -352,7 +352,7 @@ impl Lines {
 
     /// Keeps a line in place of the first that is held back.
     fn hold_back(&mut self, source: &Source, bytes: &[u8]) {
-        // A byte too many shows that it is to be cut.
+        // One byte beyond the limit marks the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
         let HeldBack { lines, bytes: held_bytes, dropped } = &mut self.held_back;
         lines.push_back((source.clone(), bytes.into()));

@@ -93,7 +93,7 @@ pub(crate) const ETC: [&str; 52] = [
 pub(crate) const ETC_FAMILIES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc` that programs make anew, each time, where they cannot read them.
+/// Caches outside of `/usr` and `/etc` that programs would rebuild in each run if they could not read them.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 

@@ -1,5 +1,6 @@
-//! Attributes of a template that its workers inherit and that any process of its user can change from outside: recorded
-//! when the template is ready, and restored before each fork, so that no job changes them for the workers after it.
+//! Attributes of a template that workers inherit and that any process of the same user can change from outside. They
+//! are recorded when the template is ready and restored before each fork, so that no job changes an attribute of later
+//! workers.
 #![expect(unsafe_code, reason = "attributes of another process are read and set by raw system calls")]
 
 use std::fs;
@@ -16,7 +17,8 @@ const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
 const OF_A_PROCESS: usize = 1;
 
-/// How an attribute is called, read (`false`: the kernel does not have it, or does not tell) and set.
+/// Name, getter and setter of an attribute. The getter returns `false` if the kernel does not support or report the
+/// attribute.
 type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value));
 
 const ATTRIBUTES: [Attribute; 6] = [
@@ -82,8 +84,8 @@ impl Inherited {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
-    /// Restores what has changed since. `is_template` is asked before anything is set, because a process that has ended
-    /// can have given its number to another one. Errors: the name of what could not be restored.
+    /// Restores each attribute that has changed. Calls `is_template` before setting anything, because the number of an
+    /// ended process can belong to another process by now. Errors: the name of an attribute that could not be restored.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };
@@ -105,7 +107,7 @@ fn value((_, get, _): Attribute, pid: u32) -> Option<Box<Value>> {
 }
 
 fn call(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> libc::c_long {
-    // SAFETY: the calls above touch no memory but a value that is borrowed for them, which is as large as they are told.
+    // SAFETY: the calls above access no memory but a value borrowed for the call, and get its true size.
     unsafe { libc::syscall(number, a, b, c, d) }
 }
 

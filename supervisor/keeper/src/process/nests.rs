@@ -1,10 +1,10 @@
 //! Nests: pid namespaces, in each of which a template and the workers that it forks live, and nothing else.
 //!
-//! They are children of the first process in there (`spawn/nest.rs`), which tells of each end and of the children that
-//! are left. Those that are neither the template, nor a worker, nor can be a worker that is just being forked, were left
-//! behind: it is told to kill them. What does not go so is killed while all in there stands still. What survives that is
-//! left to the kernel, and hunted on at longer intervals: it costs no other worker. So nothing of `/proc` is searched,
-//! and what a nest does concerns no other.
+//! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and the
+//! remaining children. A child that is neither the template, nor a worker, nor possibly a worker being forked was left
+//! behind by a worker, and the keeper orders the first process to kill it. A child that survives this is killed while
+//! the whole namespace is stopped. If it survives this as well, the keeper retries at longer intervals and the worker
+//! counts as swept. So the keeper never searches `/proc`, and nests do not affect each other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -193,7 +193,7 @@ impl Process {
                 nest.look(&children, end.has_more, now);
                 self.tidy_nest(pid, now);
             }
-            // They are told with one of the next ends.
+            // A later end of the same turn lists the children.
             None => nest.has_more = true,
         }
     }

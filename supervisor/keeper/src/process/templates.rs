@@ -52,7 +52,7 @@ pub(super) struct Template {
     underway: VecDeque<Fork>,
     /// Whether it was ended for taking too long.
     is_hung: bool,
-    /// What its workers are to inherit; `None` until it is ready.
+    /// Attributes that workers inherit; `None` until the template is ready.
     inherited: Option<Inherited>,
     /// Whether it has said why it cannot be one.
     is_refused: bool,

@@ -45,7 +45,7 @@ pub(crate) struct Barriers {
     pub(super) hosted: Option<OwnedFd>,
     /// Where a temporary file system is mounted, and with what options.
     pub(super) own_temporary: Option<(CString, CString)>,
-    /// What lies at `/dev/shm` in a mount namespace of its own that has the system's root.
+    /// Folder to show at `/dev/shm`, in a private mount namespace with the system's root.
     pub(super) shared_memory: Option<CString>,
     /// The user namespace that the worker enters first of all.
     pub(super) entered: Option<Arc<OwnedFd>>,

@@ -1,8 +1,9 @@
 //! The first process of a pid namespace in which a template and the workers that it forks live: the *nest*.
 //!
-//! All of them are its children, since a template forks siblings of itself. It tells of each end, with the last one of
-//! a turn what children it has then, and kills those of its children that the keeper names: what a worker left behind
-//! comes to it. It decides nothing, and knows the template alone. With it, everything in there ends.
+//! Template and workers are children of this process, since a template forks siblings of itself. Processes that a
+//! worker leaves behind become children as well. This process reports each exit to the keeper, lists the remaining
+//! children with the last exit of a turn, and kills the children that the keeper names. It decides nothing, and knows
+//! only the template. When this process exits, the kernel kills everything in the namespace.
 //!
 //! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
 
@@ -38,16 +39,16 @@ pub(crate) const NAMED_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_MAX;
 
-/// Maximum numbers of orders, and then of ends, in one turn. A job can make ends faster than they are told, so each
-/// turn serves the orders first.
+/// Maximum numbers of orders and of exits in one turn. A job can cause exits faster than this process reports them, so
+/// each turn serves orders first.
 const ORDERS_PER_TURN: usize = 16;
 const ENDS_PER_TURN: usize = 64;
 
 /// Maximum time for which one order stops everything in the namespace.
 const STANDSTILL_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process during that time, and the number of waits in vain after which all go on: a process
-/// that waits for a disk does not die at once.
+/// Longest wait for a killed process while the namespace is stopped, and the number of unsuccessful waits after which
+/// it continues: a process that waits for a disk does not die at once.
 const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const VAIN_WAITS_MAX: u32 = 8;
 
@@ -89,7 +90,7 @@ pub(crate) struct End {
     pub(crate) has_more: bool,
 }
 
-/// What follows an end, in its last byte.
+/// Last byte of an end: whether a list of children follows, and whether that is complete.
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
 const ANOTHER_END: u8 = 2;
@@ -185,21 +186,20 @@ struct Nest<'s> {
 }
 
 impl Nest<'_> {
-    /// Makes the descriptor of deaths wait for the next one. One read takes them all, as there is at most one of each
-    /// signal.
+    /// Clears the readiness of the `deaths` descriptor. One read is enough, as at most one SIGCHLD is pending.
     fn take_news(&self) {
         let mut news = [0; size_of::<libc::signalfd_siginfo>()];
         let _ = rustix::io::read(&self.deaths, &mut news);
     }
 
-    /// Waits for some of those that have ended, and tells of them. Returns how many these were; if they were as many as
-    /// one turn takes, there may be more. Ends when there is no child any more.
+    /// Waits for exited children and reports each. Returns their number; at `ENDS_PER_TURN` more may be waiting. Exits
+    /// when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let is_over = loop {
             match wait4(-1, libc::WNOHANG) {
                 Ok((0, ..)) => break false,
-                // It asked to be traced by its parent, which no honest one does.
+                // The child asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
                 Ok((pid, status, _)) if libc::WIFSTOPPED(status) => kill(pid as i32),
                 Ok((pid, status, rusage)) => {
                     let before = last.replace((pid, status, wait::usage(&rusage)));
@@ -303,12 +303,13 @@ impl Nest<'_> {
         true
     }
 
-    /// Nothing can be forked while all stand still, so that each round takes away one level of a tree.
+    /// Kills all children but the named ones and the template. While all are stopped nothing can be forked, so each
+    /// round removes one level of a process tree.
     fn kill_all_but(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STANDSTILL_MAX;
         let mut waits_in_vain = 0;
         while waits_in_vain < VAIN_WAITS_MAX && Instant::now() < end {
-            // Again in each round, since one that was not stopped yet can have let another go on.
+            // Stops all again in each round, because a process that was not stopped yet can have continued another.
             // SAFETY: signals all processes in here but this one.
             unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];

@@ -230,8 +230,8 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(ruleset.add_mounted(false)?)
 }
 
-/// Where programs make shared memory and semaphores by name: there lies the worker's temporary folder, as in a root
-/// folder of its own, so that what they make is no other worker's, and counts as temporary files do.
+/// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So shared memory and semaphores
+/// that programs create by name belong to this worker alone, and count as temporary files.
 fn own_shared_memory(plan: &Plan<'_>) -> Result<(), Stop> {
     plan.prepared.barriers.shared_memory.as_deref().map_or(Ok(()), show_as_shared_memory)
 }

@@ -45,7 +45,8 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// Counts the run of a job whose client is told now. A run that a crash ended says nothing about how long jobs take.
+    /// Counts the run of a job that is answered now. A run that ended in a crash says nothing about run times and does
+    /// not count.
     pub(super) fn time_run(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before, self.kept_before);
         if let Some(adaptive) = self.adaptive.as_deref_mut()

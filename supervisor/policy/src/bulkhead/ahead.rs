@@ -1,13 +1,13 @@
-//! Jobs that are ahead of their worker: they have been sent and are not its turn yet, so that it need not be waited
-//! for between two jobs. For everything but the way to the worker they are queued: they hold no permit, and have the
-//! places and the patience of those that wait.
+//! Jobs ahead of their worker: sent before their turn, so that the worker does not idle between two jobs. In every
+//! other respect these jobs are queued: they hold no permit, count towards the queue's limits, and can exceed their
+//! patience.
 //!
-//! A worker begins what it was sent in order, and a job only when it has told how the one before ended. So each of its
-//! answers lets the oldest job ahead begin, whatever the worker says, and what is still ahead when a worker dies was
-//! never begun.
+//! A worker begins jobs in the order they were sent, each only after it has answered for the previous job. So each
+//! answer lets the oldest job ahead begin, whatever the worker says, and jobs still ahead when a worker dies were never
+//! begun.
 //!
-//! Whatever a worker has not begun is taken back without asking it ([`Claims`](crate::Claims)), be it ahead or with a
-//! permit: at once if it is to end, and after `lookahead` if another worker can begin it now.
+//! A job that has not begun, ahead or with a permit, is taken back without asking the worker
+//! ([`Claims`](crate::Claims)): at once to end the job, and after `lookahead` if another worker can begin the job now.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_millis(1);
 /// Doublings of the time between two checks, and of the time to begin a job that came back.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// A job to be taken back for its own sake, by its index, and the outcome that it then has.
+/// The job for whose sake jobs are taken back: its index, and its outcome if it ends.
 pub(super) type Ending = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
@@ -80,7 +80,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker, as the next of those that it was sent.
+    /// Sends a job to a worker and numbers it in the order of the worker's jobs.
     pub(super) fn send(
         &mut self,
         now: Time,
@@ -100,7 +100,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Has it checked soon whether a worker has begun what it was sent.
+    /// Schedules a check for jobs that a worker should have begun.
     pub(super) fn expect_begin(&mut self, now: Time, place: u32) {
         let at = now + patience(self.limits.lookahead, 0);
         if let Some(worker) = self.workers[place as usize].as_mut()
@@ -150,9 +150,9 @@ impl<T> Bulkhead<T> {
         usize::try_from(worth / self.service_ns.max(1)).unwrap_or(JOBS_MAX).min(JOBS_MAX)
     }
 
-    // Workers that do not begin what they were sent.
+    // Workers that are late to begin a job.
 
-    /// Looks whether a worker has begun what it was sent, when that is due.
+    /// Checks, if due, for jobs that a worker is late to begin.
     pub(super) fn check_begun(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if worker.check_at.is_none_or(|at| at > now) {
@@ -189,7 +189,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker takes longer than what it was sent may wait: others may have that.
+    /// Notes that a worker is late to begin jobs, so that other workers may take them over.
     fn note_lag(&mut self, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         worker.lag = (worker.lag + 1).min(DOUBLINGS_MAX);
@@ -199,10 +199,10 @@ impl<T> Bulkhead<T> {
         self.mind_room(place);
     }
 
-    /// Takes back what one worker does not begin if another has a permit for it.
+    /// Takes back the unbegun jobs of one late worker if another worker has a free permit.
     pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // What was sent just now is not on its way yet.
+        // A job is never taken back in the step that sends it: the worker has not got it yet.
         let is_due = |place: &u32| {
             let worker = self.workers[*place as usize].as_ref();
             *place != next && worker.is_none_or(|worker| worker.turned_at < now)
@@ -210,7 +210,7 @@ impl<T> Bulkhead<T> {
         let due: Vec<u32> = self.lagging.iter().copied().filter(is_due).collect();
         for place in due {
             self.lagging.retain(|lagging| *lagging != place);
-            // What is to be alone needs one that has nothing.
+            // A job that must run alone needs an idle worker.
             let is_idle = self.idle_worker().is_some();
             let lags = |worker: &Worker| worker.lag > 0 && (worker.apart != Apart::Taken || is_idle);
             if self.workers[place as usize].as_ref().is_some_and(lags)
@@ -255,8 +255,8 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Takes back all jobs that a worker was sent and has not begun. They wait again, before all others of their
-    /// classes, unless they are to end. Returns whether there were any.
+    /// Takes back all jobs that a worker has not begun. They wait again, at the front of their classes, unless they
+    /// end. Returns true if at least one job was taken back.
     pub(super) fn take_back(
         &mut self,
         now: Time,
@@ -275,7 +275,7 @@ impl<T> Bulkhead<T> {
             Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
             _ => return false,
         };
-        // Nobody keeps what it takes to give it to another.
+        // The payload of such a job was sent and not kept, so no other worker can run it.
         let is_fixed = |job: &crate::jobs::Job<T>| job.arrival > begun && !job.is_repeatable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
@@ -285,7 +285,7 @@ impl<T> Bulkhead<T> {
         let Some(begun) = claims.map(|claims| claims.take_back(sent)) else { return false };
         let Some(begun) = self.note_begun(place, begun, out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            // Nothing is left to be checked, but for what is sent from here on.
+            // All jobs sent so far are settled; the next check is for later jobs.
             (worker.taken, worker.check_at) = (sent, None);
         }
         let (mut ending, mut is_any) = (ending, false);
@@ -321,7 +321,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Takes a job back from its worker unless it has begun. It then has this outcome, or waits again.
+    /// Takes a job back from its worker unless the job has begun. The job then ends with this verdict, or waits again
+    /// without one.
     pub(super) fn take_back_one(
         &mut self,
         now: Time,
@@ -357,7 +358,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes back what is ahead of workers that take no more for now.
+    /// Takes back the jobs ahead of workers that take no more jobs for now.
     pub(super) fn take_back_noted(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(place) = self.to_take_back.pop() {
             let takes = |worker: &Worker| worker.is_available() && worker.apart == Apart::No;
@@ -385,7 +386,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A client is told of a job ahead that its worker has begun, as nobody knew yet.
+    /// Answers the client of a job ahead that turned out to have begun.
     pub(super) fn abandon_ahead(
         &mut self,
         now: Time,
@@ -573,8 +574,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker has answered for a job that it was not to begin yet, or not any more. It ran, and is not given to
-    /// another, unless that has it already.
+    /// Kills a worker that answered for a job before its turn, or after the job was taken back. The job has run, so it
+    /// ends as `crashed`, unless another worker already has it.
     pub(super) fn answered_without_right(
         &mut self,
         now: Time,
@@ -612,8 +613,8 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// The time that a worker has to begin a job: the longer, the more often it came back, so that on a machine where no
-/// worker gets a processor jobs do not move for ever.
+/// The time that a worker has to begin a job. It doubles with each return of the job, so that on an overloaded machine
+/// jobs do not move between workers for ever.
 fn patience(lookahead: Duration, returned: u8) -> Duration {
     let patience = if lookahead.is_zero() { PATIENCE } else { lookahead };
     patience.saturating_mul(1 << returned.min(DOUBLINGS_MAX))

@@ -221,7 +221,7 @@ impl<T> Bulkhead<T> {
             Phase::Draining | Phase::Killing(_) | Phase::Dead(_) => return,
         }
         self.refresh(place);
-        // What follows it can begin what it does not.
+        // The successor can run jobs that this worker does not begin.
         self.expect_begin(now, place);
         self.arm(place);
     }
@@ -609,7 +609,7 @@ impl<T> Bulkhead<T> {
         };
         let jobs = std::mem::take(&mut worker.jobs);
         let unbegun = worker.unbegun;
-        // One that was replaced before leaves no slot without a worker.
+        // The exit of a replaced worker leaves no slot empty.
         let leaves_slot = worker.role == Role::Current && !worker.is_written_off;
         let last_words = worker.last_words.take();
         let (slot, owes, was_ready) = (worker.slot, worker.owes, worker.ready_at.is_some());

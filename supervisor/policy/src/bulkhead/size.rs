@@ -7,7 +7,8 @@ use crate::messages::{Action, Change, KillReason, RecycleReason};
 use crate::time::Time;
 use crate::workers::{Phase, Role, Silence, SlotState};
 
-/// Replaced workers of a bulkhead that may exit beside the workers of all slots. The oldest is killed for another.
+/// Maximum number of replaced workers that may take their time to exit while all slots have new workers. One more, and
+/// the oldest is killed.
 const EXITING_MAX: usize = 16;
 
 /// Whether workers are wanted at all.

@@ -127,7 +127,7 @@ pub struct WorkerView {
     pub is_current: bool,
     /// Whether it takes no jobs but one that is to be alone.
     pub is_apart: bool,
-    /// Whether it takes no jobs until it is heard, since it did not begin one that it may.
+    /// True if the worker was late to begin a job and gets no more jobs before its next sign of life.
     pub is_stalled: bool,
     /// Whether it is ready to take over a slot, or will be.
     pub is_spare: bool,

@@ -1,6 +1,6 @@
-//! Places of a tenant's share that are withheld after its job has ended a worker. Otherwise a tenant could end one
-//! worker after the other by short deadlines, cancellations or crashes, and have far more of the bulkhead than its
-//! share while new workers start.
+//! Places withheld from a tenant's share after a job of the tenant has ended a worker. Otherwise a tenant could end
+//! worker after worker by short deadlines, cancellations or crashes. While new workers start it would use far more of
+//! the bulkhead than its share.
 
 use super::Bulkhead;
 use crate::jobs::Place;
@@ -9,8 +9,8 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::workers::{Phase, SlotState};
 
-/// One place of a tenant's share, withheld until the slot has a worker that is ready. There is at most one for each
-/// job that the last worker of the slot had.
+/// A place of a tenant's share, withheld until the slot has a ready worker. At most one place is withheld for each job
+/// of the slot's last worker.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
@@ -19,8 +19,8 @@ pub(super) struct Withheld {
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all that the
-    /// worker had, `killed` is why it was killed, if it was.
+    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all jobs of the
+    /// worker, `killed` is the reason if the supervisor killed the worker.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
         let is_late = |place| matches!(place, Some(Place::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.place(index)));

@@ -16,7 +16,7 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
 
-/// What a worker says of the jobs that it begins.
+/// A worker's record of the last job begun.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Begun(pub(crate) Arc<AtomicU64>);
 
@@ -30,13 +30,13 @@ impl Claims for Begun {
     }
 }
 
-/// What a worker has: how many jobs it was sent, and those that it has not begun.
+/// The jobs of a worker: the number sent, and the jobs not begun.
 #[derive(Default)]
 pub(crate) struct Sent {
     pub(crate) begun: Begun,
     pub(crate) count: u64,
     pub(crate) waiting: VecDeque<(JobId, u64)>,
-    /// It begins nothing any more.
+    /// True if the worker begins no more jobs.
     pub(crate) is_stuck: bool,
 }
 
@@ -61,10 +61,10 @@ pub(crate) struct Stage {
     pub(crate) dispatched: Vec<(WorkerId, JobId)>,
     /// All that were sent, in their turn or ahead.
     pub(crate) sent: Vec<(WorkerId, JobId)>,
-    /// Jobs that were sent ahead, and those that were taken back.
+    /// Jobs sent ahead, and jobs taken back.
     pub(crate) ahead: Vec<(WorkerId, JobId)>,
     pub(crate) taken_back: Vec<JobId>,
-    /// What each worker has that says which jobs it begins: it begins what has a permit at once.
+    /// Jobs of each worker that records begun jobs. Such a worker begins jobs with a permit at once.
     pub(crate) claims: BTreeMap<WorkerId, Sent>,
     pub(crate) cancelled: Vec<JobId>,
     pub(crate) drained: Vec<WorkerId>,
@@ -158,7 +158,7 @@ impl Stage {
         self.apply(Event::Ready { worker });
     }
 
-    /// The same for one that says which jobs it begins.
+    /// Brings up a worker that records the jobs it begins.
     pub(crate) fn bring_up_with_claims(&mut self, worker: WorkerId, can: Abilities) {
         let sent = Sent::default();
         let claims: Box<dyn Claims> = Box::new(sent.begun.clone());
@@ -168,7 +168,7 @@ impl Stage {
         self.apply(Event::Ready { worker });
     }
 
-    /// A worker begins nothing from here on, or goes on.
+    /// Makes a worker begin no more jobs, or continue.
     pub(crate) fn stick(&mut self, worker: WorkerId, is_stuck: bool) {
         let sent = self.claims.entry(worker).or_default();
         sent.is_stuck = is_stuck;
@@ -251,7 +251,7 @@ impl Stage {
 
     pub(crate) fn reply(&mut self, job: JobId) {
         let worker = self.holder(job);
-        // It begins the next one when its answer is on its way.
+        // The worker begins its next job when it has sent the answer.
         if let Some(sent) = self.claims.get_mut(&worker) {
             sent.begin();
         }

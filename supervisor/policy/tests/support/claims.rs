@@ -1,4 +1,4 @@
-//! What workers say of the jobs that they begin, as the policy, the world and the model see it.
+//! The workers' records of begun jobs, shared by the policy, the world and the model.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,14 +9,14 @@ use bulkhead_policy::{Claims, WorkerId};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Numbers>>>);
 
-/// Those of one worker.
+/// The record of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Numbers {
     /// The job begun last, by what the worker has written.
     pub(crate) begun: u64,
     /// The last that was taken back.
     pub(crate) taken: u64,
-    /// What was begun when the policy took back first in this step.
+    /// Last job begun when the policy first took jobs back in this step.
     pub(crate) seen: Option<u64>,
     /// Whether the worker begins its next job just as that is taken back.
     pub(crate) will_race: bool,
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |numbers| numbers.begun)
     }
 
-    /// What was begun when the policy took jobs back.
+    /// Returns the last job begun when the policy took jobs back.
     pub(crate) fn seen(&self, worker: WorkerId) -> u64 {
         self.with(worker, |numbers| numbers.seen.unwrap_or(numbers.begun))
     }

@@ -63,7 +63,7 @@ pub(crate) struct Model {
     rolling: BTreeSet<u32>,
     counters: Counters,
     newest_generation: u32,
-    /// How often workers have left their slots.
+    /// Number of times that a worker has left its slot.
     lefts: u64,
     newest_job: JobId,
     step: Step,
@@ -134,9 +134,9 @@ struct Worker {
     sent: u64,
     /// Jobs ahead of it, oldest first.
     ahead: Vec<JobId>,
-    /// As the policy says: whether it gets no job, since it did not begin another.
+    /// True if the worker gets no jobs because it was late to begin one, according to the policy.
     is_stalled: bool,
-    /// The same in the end of this step.
+    /// `is_stalled` at the end of this step.
     stalls: bool,
     /// How often it was told to be heard.
     heartbeat: Duration,
@@ -166,7 +166,7 @@ struct Worker {
     killed: Option<KillReason>,
     /// What its death said of it; it is not swept up yet.
     dead: Option<Dead>,
-    /// Whether its slot does not wait for its exit any more, and the how many-th of those it is.
+    /// Set once the slot no longer waits for this worker's exit: the count of such workers so far.
     left: Option<u64>,
     /// When it may be killed for its jobs, if it deserves that since before.
     killed_at: Option<Time>,
@@ -222,7 +222,7 @@ struct Step {
     lied: Option<WorkerId>,
     /// A job that its worker gives back.
     returned: Option<(WorkerId, JobId)>,
-    /// Those owed an answer that may have another, or none, since one beside them is looked at first.
+    /// Jobs whose answer depends on the order in which the policy handles several jobs.
     either: BTreeSet<JobId>,
     /// Workers that are to be told how many jobs to expect.
     to_limit: BTreeMap<WorkerId, u32>,

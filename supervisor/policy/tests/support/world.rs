@@ -39,9 +39,9 @@ enum Sign {
     Ready,
     Beat,
     Reply(JobId),
-    /// It begins its jobs up to this one.
+    /// The worker begins its jobs up to this number.
     Begins(u64),
-    /// It gives the job back that came as this one, as it was taken back.
+    /// The worker gives back the job with this number, because it was taken back.
     GivesBack(u64),
     /// So many parts more come of a result that is too large.
     Part(JobId, u64),
@@ -61,7 +61,7 @@ struct Process {
     has_claims: bool,
     /// All that it was ever sent.
     sent: Vec<JobId>,
-    /// What was taken back from it lately.
+    /// Jobs taken back from the worker lately.
     taken: Vec<JobId>,
     /// Jobs ahead of the one it runs.
     ahead: VecDeque<JobId>,
@@ -396,7 +396,8 @@ impl World {
         self.plan(now + after, Happening::Swept(worker));
     }
 
-    /// What was begun just as it was taken back does not run. Whose it is then, the policy knows.
+    /// Gives back a job that was begun just as it was taken back, and does not run it. The policy decides who runs the
+    /// job.
     fn give_back(&mut self, now: Time, worker: WorkerId, arrival: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(arrival as usize - 1)?;
@@ -698,7 +699,7 @@ impl World {
         jobs.into_iter().for_each(|job| self.run(now, worker, job));
     }
 
-    /// What becomes of a job that a process has begun.
+    /// Decides the fate of a job that a process has begun.
     fn run(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let after = self.random.millis(0, 2 * self.temper.job_ms);
         let roll = self.random.range(0, 99);

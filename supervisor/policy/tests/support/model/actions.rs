@@ -12,7 +12,8 @@ use crate::support::Tag;
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// So many that were replaced and have no jobs may exit beside the others; the oldest is killed for one more.
+/// Maximum number of replaced workers without jobs that may take their time to exit. One more, and the oldest is
+/// killed.
 const LEAVING_MAX: usize = 16;
 
 /// How long it may take until an ordered process runs.
@@ -119,7 +120,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// A job that was taken back together with others goes on where it is.
+    /// Checks that a job taken back together with others is sent to the same worker again.
     fn send_again(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -147,7 +148,7 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // Of too many that leave, the oldest is killed; what is late by itself is killed before others leave.
+        // If too many workers leave, the oldest is killed. A worker that is late itself is killed before others leave.
         if *reason == KillReason::Overdue && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.leave_slots();
         }
@@ -299,7 +300,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} is evicted, and others come first"),
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
-        // One that is ahead has begun: that counts.
+        // An answered job that is still ahead has begun, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_ahead()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));

@@ -43,7 +43,7 @@ impl Adaptive {
         self.runs.clear();
     }
 
-    /// What nine of ten of a tenant's newest runs took.
+    /// Returns the 90th percentile of a tenant's newest runs.
     fn latency(mut runs: Vec<Duration>) -> Duration {
         let mut runs = runs.split_off(runs.len().saturating_sub(128));
         runs.sort();
@@ -113,8 +113,8 @@ impl Model {
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// The jobs that came back before the limit was looked at: with one that was to end, and not since others could begin
-    /// them.
+    /// Returns the jobs taken back before the limit moved: together with a job that ended, and not because another
+    /// worker could begin them.
     fn taken_back_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];

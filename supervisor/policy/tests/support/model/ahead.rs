@@ -1,4 +1,4 @@
-//! Jobs ahead of their worker: which may be sent, and what becomes of them and of all others that a worker has not begun.
+//! Jobs ahead of their worker: which jobs may be sent, and what happens to every job that a worker has not begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
@@ -82,7 +82,7 @@ impl Model {
         self.begin(id);
     }
 
-    // What was sent and has not begun.
+    // Jobs sent and not begun.
 
     /// The jobs that a worker has not begun, in the order in which they come back: the newest first.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
@@ -100,8 +100,8 @@ impl Model {
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_repeatable)
     }
 
-    /// Whether a job is with a worker that has not begun it, so that it can end as if it waited; and whether it depends on
-    /// the order in which several such are looked at.
+    /// Returns whether a job can end as if it still waited, because its worker has not begun it, and whether this
+    /// depends on the order in which several such jobs are handled.
     pub(super) fn can_be_taken(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.ahead).and_then(|place| self.workers.get(&place));
@@ -113,7 +113,7 @@ impl Model {
 
     pub(super) fn took_back(&mut self, id: WorkerId, job: JobId) {
         let seen = self.registry.seen(id);
-        // What was ahead of one that died is settled.
+        // The jobs ahead of a dead worker are settled already.
         let Some(worker) = self.live(id) else { return };
         let is_given_back = self.step.returned == Some((id, job));
         assert!(is_given_back || self.jobs[&job].arrival > seen, "{job:?} has begun, and is taken back");
@@ -203,7 +203,8 @@ impl Model {
         }
     }
 
-    /// The job that leaves a full queue for one of this class, of those that come back for it.
+    /// Returns the job to shed for a new job of this class when the queue is full: one of the jobs ahead, which come
+    /// back for this.
     pub(super) fn shed_ahead(&self, priority: Priority) -> Option<JobId> {
         let has_lower = |worker: &&Worker| worker.ahead.iter().any(|id| self.jobs[id].priority < priority);
         let workers = self.workers.values().filter(|worker| worker.dead.is_none()).filter(has_lower);
@@ -213,7 +214,7 @@ impl Model {
         leaves.min_by_key(|id| self.jobs[id].priority)
     }
 
-    /// What is ahead is taken back as soon as it is not to be there.
+    /// Checks that jobs ahead are taken back as soon as none may be ahead.
     pub(super) fn check_ahead(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
         for worker in self.workers.values().filter(|worker| worker.lives_on()) {

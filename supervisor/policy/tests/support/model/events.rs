@@ -249,7 +249,7 @@ impl Model {
         None
     }
 
-    /// The same where only those that are ahead can leave.
+    /// Makes room for a job where only jobs ahead can leave.
     fn make_room_ahead(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_ahead(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -359,7 +359,7 @@ impl Model {
                 self.step.either.insert(*id);
             }
             let is_waiting = job.worker.is_none() && !job.is_ahead() || can_be_taken;
-            // Its run limit begins anew when it is given out once more.
+            // The run limit starts again when the job is sent again.
             let is_late = is_late && (!can_be_taken || !job.is_repeatable);
             let patience_until = job.patience_until.filter(|_| job.before.is_none());
             let has_permit = job.worker.is_some();

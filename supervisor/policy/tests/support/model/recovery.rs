@@ -98,7 +98,7 @@ impl Model {
         }
     }
 
-    /// The same of a job that waits, or is about to.
+    /// Returns the verdict as the client sees it, for a job that waits or is about to.
     pub(super) fn told_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -113,7 +113,7 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_apart = view.is_apart;
-                // One that was given a job is so only since that was taken back.
+                // A worker that got a job in this step has stalled only because the job was taken back.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_ahead: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);

@@ -93,7 +93,7 @@ impl Model {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// What was replaced and has answered all its jobs is not waited for, however long its exit takes.
+    /// Lets replaced workers leave their slots when all their jobs are answered, however long the exit takes.
     pub(super) fn leave_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.ahead.is_empty() && worker.lives_on();

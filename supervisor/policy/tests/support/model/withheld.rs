@@ -35,12 +35,12 @@ impl Model {
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
     }
 
-    /// How many places of a tenant are withheld.
+    /// Returns the number of withheld places of a tenant.
     pub(super) fn withheld_from(&self, tenant: TenantId) -> usize {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
 
-    /// Whether a slot is to have a worker and has none that is ready.
+    /// Returns true if a slot needs a worker and has no ready worker.
     fn is_without_worker(&self, slot: usize) -> bool {
         let entry = &self.slots[slot];
         let is_ready = match entry.state {
@@ -53,7 +53,8 @@ impl Model {
         entry.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
     }
 
-    /// What was given back is not taken again when the slot loses its next worker.
+    /// Gives back the places of slots that have a ready worker again. The end of that worker does not withhold them
+    /// once more.
     pub(super) fn give_back_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
