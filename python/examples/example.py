@@ -1,4 +1,4 @@
-"""From nothing: functions that segfault, hang and leak beside a hundred honest ones. Each is told apart.
+"""Runs functions that segfault, hang and leak together with a hundred honest ones, and prints the outcome of each.
 
 python3 -m venv v && v/bin/pip install ./python/supervisor ./python && v/bin/python python/examples/example.py
 """

@@ -52,7 +52,7 @@ def _has_programs(folder: Path) -> bool:
 
 
 def _target_folder() -> Path:
-    """Where cargo puts what it builds: by its configuration, or else by ``$CARGO_TARGET_DIR``."""
+    """Returns cargo's target folder, from its configuration or else from ``$CARGO_TARGET_DIR``."""
     try:
         told = subprocess.run(
             ["cargo", "metadata", "--format-version", "1", "--no-deps"], cwd=ROOT, stdout=subprocess.PIPE, check=True

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-#: Bytes of an array that is mapped, and of one that is copied.
+#: Sizes in bytes of an array that is mapped and of an array that is copied.
 MAPPED, COPIED = 8 << 20, 1 << 20
 
 _kept: list[Any] = []
@@ -61,7 +61,7 @@ def forge(head: bytes) -> None:
 
 
 def scribble(array: numpy.ndarray) -> numpy.ndarray:
-    """Returns the array, and goes on writing where results are read from, for as long as this process lives."""
+    """Returns the array, and keeps writing to the memory from which results are read, as long as this process lives."""
     from bulkhead import _files
 
     files = [value for value in gc.get_objects() if isinstance(value, _files.Pair)]

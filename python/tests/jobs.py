@@ -58,7 +58,7 @@ def sleep(seconds: float) -> float:
 
 
 def note_and_wait(folder: str, number: int) -> int:
-    """Makes a file of this number, and waits for one that is named ``go``."""
+    """Makes a file named by this number, and waits for a file named ``go``."""
     with open(os.path.join(folder, str(number)), "w") as file:
         file.write("begun")
     give_up = time.monotonic() + 60
@@ -68,7 +68,7 @@ def note_and_wait(folder: str, number: int) -> int:
 
 
 def hold_the_lock(count: int) -> int:
-    """One call that lets no other thread of this interpreter run."""
+    """Makes one call that lets no other thread of this interpreter run."""
     return sum(range(count))
 
 

@@ -59,7 +59,7 @@ def fail(error: BaseException) -> None:
 
 
 def evaluate(code: str) -> Any:
-    """What an expression about a library says, which this process imports."""
+    """Evaluates an expression about a library, which this process imports."""
     names: dict[str, Any] = {}
     for module in ("numpy", "pandas", "PIL.Image", "json", "zlib", "subprocess"):
         if module.partition(".")[0] in code:

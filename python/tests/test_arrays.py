@@ -180,7 +180,7 @@ def test_array_does_not_change_when_worker_writes_on() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for _ in range(10):
-            # What is read is whatever stood there, or it is refused.
+            # The caller reads whatever the memory held at that moment, or refuses the result.
             try:
                 result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
             except (ResultRefused, BrokenProcessPool):

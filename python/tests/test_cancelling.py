@@ -21,13 +21,13 @@ from bulkhead._channel import Channel
 
 
 class Supervisor:
-    """The jobs socket of a supervisor that has begun the first call, and finishes it when it is told."""
+    """The jobs socket of a supervisor that has begun the first call, and finishes the call on request."""
 
     def __init__(self, capabilities: int) -> None:
         self.capabilities = capabilities
         self._socket, theirs = socket.socketpair()
         self.channel = Channel(theirs, capabilities)
-        #: Numbers that were submitted, and those that were asked to be cancelled, with the metadata.
+        #: Numbers of submitted calls, and of requested cancellations with their metadata.
         self.submitted: list[int] = []
         self.cancelled: list[tuple[int, bytes]] = []
         self.is_finished = False
@@ -128,7 +128,7 @@ def test_a_cancelled_future_ends_a_call_that_runs(connected: Callable[[int], Sup
 @pytest.mark.parametrize("calls_before", [1, 5])
 def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
-        # Quick calls: more of those that follow are with the supervisor.
+        # After quick calls, more of the following calls are sent to the supervisor.
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None

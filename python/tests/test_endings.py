@@ -250,7 +250,7 @@ def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyP
 
 
 def test_tmpfiles_leaves_the_folder_alone() -> None:
-    """As systemd-tmpfiles does, which passes over a folder that it cannot lock."""
+    """Cleans up as systemd-tmpfiles does, which skips a folder that it cannot lock."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
         descriptor = os.open(pool._pool.supervisor().folder, os.O_RDONLY | os.O_DIRECTORY)

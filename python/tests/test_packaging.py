@@ -69,7 +69,7 @@ esac
             (target / "release" / program).symlink_to(built / program)
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v")
     python = tmp_path / "v" / "bin" / "python"
-    # The index is left out, and what builds the wheels is this environment's: nothing is fetched.
+    # There is no index, and the build backend is taken from this environment, so that nothing is fetched.
     offline = ["--quiet", "--no-index", "--no-build-isolation"]
     run(
         *(sys.executable, "-m", "pip", "--python", python, "install", *offline),

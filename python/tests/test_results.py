@@ -1,4 +1,4 @@
-"""Results of confined workers: what is taken, what is refused, and fields that were made to do harm."""
+"""Results of confined workers: accepted values, refused values, and fields crafted to do harm."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_nothing_is_imported_for_a_result() -> None:
         pickle.dumps(_Made(_libraries.make_image, "L", (2, 2), bytes(4), None, {})),
         pickle.dumps(zlib.error("x")),
         b"\x80\x04\x8c\x06pandas\x8c\x09DataFrame\x93)R.",
-        # These modules import what they are asked for.
+        # These modules import any requested name.
         b"\x80\x04\x8c\x08bulkhead\x8c\x06Client\x93)R.",
         b"\x80\x04\x8c\x12concurrent.futures\x8c\x13ProcessPoolExecutor\x93)R.",
     ]

@@ -162,7 +162,7 @@ def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.Capture
 def test_gevent_goes_on_while_a_call_is_awaited(method: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("gevent") is None:
         pytest.skip("NOT RUN: gevent is not installed")
-    # Workers import it as their main module, so that they are patched as well.
+    # Workers import this program as their main module, so that they are patched as well.
     path = tmp_path / "program.py"
     path.write_text(f"""
 from gevent import monkey
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", METHODS)
 def test_initializers_get_locks_and_queues_without_a_sandbox(method: str) -> None:
-    # A program of its own, because of the helper process that `multiprocessing` leaves.
+    # A separate program, because of the helper process that `multiprocessing` leaves behind.
     ended = program(f"""
         import multiprocessing, jobs
         from bulkhead import BulkheadExecutor
@@ -249,7 +249,7 @@ def test_errors_of_pickling_say_what_to_do() -> None:
 
 # Frozen programs.
 
-#: A program that starts itself, as one of PyInstaller does: the arguments of an interpreter are none for it, until
+#: A program that starts itself, as PyInstaller's programs do: arguments of an interpreter mean nothing to it until
 #: `freeze_support` obeys them.
 FROZEN = """
 import multiprocessing, os, sys
@@ -308,7 +308,7 @@ def test_a_frozen_program_starts_workers_or_says_why_not(method: str, support: s
         assert "call multiprocessing.freeze_support() first" in ended.stdout
 
 
-# Errors of those who write programs.
+# Errors made by programmers.
 
 
 def test_import_says_that_linux_is_needed() -> None:

@@ -224,7 +224,7 @@ def test_texts_are_cut_between_characters() -> None:
 
 @pytest.mark.parametrize("kind", [Failed, Rejected, Crashed, Cancelled, DeadlineExceeded, WorkerCrashed, CallTimeout])
 def test_errors_are_made_anew_from_their_args(kind: type[JobError]) -> None:
-    """As serialisers do that write the class and the arguments as JSON."""
+    """Checks serialisers that write the class and the arguments as JSON."""
     name = next(name for name, base in ERROR_OF_OUTCOME.items() if issubclass(kind, base))
     error = kind(Outcome(name, "signal", "killed by SIGSEGV", executed="yes"), b"data")
     again = kind(*json.loads(json.dumps(error.args)))

@@ -440,7 +440,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
     }
 }
 
-/// As `shm_open` and `sem_open` do.
+/// Creates files in `/dev/shm`, as `shm_open` and `sem_open` do.
 #[test]
 fn shared_memory_by_name_is_the_workers_own() {
     for profile in profiles() {

@@ -305,7 +305,7 @@ fn a_program_that_fails_has_its_output_as_payload() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// With a grace of an hour each of these would end at its deadline if it waited.
+/// The grace is an hour, so a job that waited for it would end at its deadline.
 #[test]
 fn some_ends_are_not_waited_for() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {

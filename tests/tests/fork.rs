@@ -196,7 +196,7 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each forks a successor and exits, so that no order names one that is still there.
+/// Each process forks a successor and exits, so that every kill order names a process that is gone.
 #[test]
 fn chains_of_processes_cost_no_other_workers_job() {
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {

@@ -90,7 +90,7 @@ fn what_a_client_asks_for_is_asked_of_the_data_plane() {
     assert_eq!(event["tenant"], "größe");
     assert_eq!(event["trace_id"], &TRACEPARENT[3..35]);
 
-    // One that has to wait for a worker might not begin in time.
+    // A job that waits for a worker might not begin in time.
     supervisor.wait_number("b", "available", 4);
     let late =
         place.job("b", "sleep", &["Bulkhead-Deadline-Ms: 2000", "Bulkhead-Idempotent: true"], b"20000");

@@ -96,7 +96,7 @@ fn a_client_never_harms_its_neighbours_in_a_worker() {
         // A job that has not begun when its time is over holds nothing: this one has the time to.
         let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(asked), "deadline_exceeded/running");
-        // The permit is still taken: a fifth job does not fit, and is told so at once.
+        // The permit is still taken: a fifth job does not fit, and is rejected at once.
         assert_eq!(outcome(good.job("b", "").send().await), "rejected/queue_full");
         supervisor.touch("end");
         drop(bad);

@@ -297,11 +297,11 @@ fn a_journal_without_sense_harms_only_its_worker() {
 /// A worker that does nothing any more, in the middle of a job.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Blocked {
-    /// Its process is stopped.
+    /// The worker's process is stopped.
     Stopped,
-    /// It is one by hand, and neither reads nor answers nor beats.
+    /// A hand-written worker does not read, answer or send heartbeats.
     Ignores,
-    /// The same, and it had not even begun that job.
+    /// Like `Ignores`, and the worker has not even begun the job.
     IgnoresAll,
 }
 
@@ -387,7 +387,8 @@ fn what_a_blocked_worker_has_not_begun_ends_queued() {
     }
 }
 
-/// One that is stopped while it has nothing to do gets a job, which is done elsewhere, and no other until it goes on.
+/// A worker that is stopped while idle gets one job, which another worker then runs, and no more jobs until it
+/// continues.
 #[test]
 fn a_stopped_worker_is_spared_until_it_goes_on() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
@@ -410,7 +411,7 @@ fn a_stopped_worker_is_spared_until_it_goes_on() {
     });
 }
 
-/// What is said of a job that is cancelled at any moment is true.
+/// Outcomes of jobs cancelled at any moment tell the truth about whether they ran.
 #[test]
 fn who_cancels_hears_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

@@ -259,7 +259,7 @@ fn the_keeper_that_follows_goes_first_as_well() {
     });
 }
 
-/// As in a container, whose processes of `docker exec` leave orphans to process 1.
+/// Simulates a container, in which processes of `docker exec` leave orphans to process 1.
 #[test]
 fn as_process_1_the_supervisor_reaps_orphans() {
     if !is_root() {

@@ -64,7 +64,7 @@ fn over_common_workers_one_tenant_has_its_own_share() {
     });
 }
 
-/// Its jobs ignore that their time is up, so that each costs a worker, which takes long to be replaced.
+/// The tenant's jobs ignore their deadlines, so that each costs a worker, whose replacement takes long.
 #[test]
 fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
     let folder = tempfile::tempdir().unwrap();

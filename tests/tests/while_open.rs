@@ -117,7 +117,7 @@ fn the_own_folder_goes_with_the_supervisor() {
     assert!(folder.join("further/file").exists());
 }
 
-/// It is not the program's to empty.
+/// A mount in the folder does not belong to the program and must not be emptied.
 #[test]
 fn what_is_mounted_in_the_own_folder_stays() {
     if !is_root() {
@@ -133,7 +133,7 @@ fn what_is_mounted_in_the_own_folder_stays() {
     std::fs::write(data.join("file"), "x").unwrap();
     let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n";
     std::fs::write(folder.join("workers.toml"), config).unwrap();
-    // Of its own mount namespace, which ends with it.
+    // The mount is in a private mount namespace, which ends with the program.
     let script = "mount --bind \"$1\" \"$2\" && exec \"$3\" --config \"$4/workers.toml\" --while-open 0 --own-folder \"$4\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);

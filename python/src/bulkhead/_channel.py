@@ -58,7 +58,7 @@ class Channel:
     def __init__(self, connection: socket.socket, capabilities: int) -> None:
         self._socket = connection
         self._descriptors: list[int] = []
-        #: Of the supervisor.
+        #: Capabilities of the supervisor.
         self.capabilities = capabilities
         #: Frames in pieces, to be appended behind those that wait to be sent. They leave with the next ``flush``.
         self.outgoing: deque[Sequence[_wire.Buffer]] = deque()
@@ -162,7 +162,7 @@ class Channel:
                 del together
 
     def has_unread(self) -> bool:
-        """True if the supervisor has sent what was not read yet."""
+        """True if the supervisor has sent bytes that are not read yet."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

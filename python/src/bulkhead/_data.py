@@ -59,7 +59,7 @@ class DataOnly(_libraries.Refused):
 
 
 def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
-    """Classes whose instances are read too, by their names. Raises ``TypeError`` for what is no such class."""
+    """Returns classes whose instances are read too, by their names. Raises ``TypeError`` if one is not such a class."""
     for kind in kinds:
         if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _may_be_raised(kind)):
             raise TypeError(f"results: {kind!r} must be a class, and no exception that ends a program or a generator")
@@ -72,8 +72,8 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
 def loads(
     data: bytes | bytearray, buffers: Iterable[Any] = (), allowed: Mapping[tuple[str, str], type] = MappingProxyType({})
 ) -> Any:
-    """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly`` for what is no plain data, nor of a class that
-    is allowed."""
+    """Reads a pickle of protocol 4 or later, as ``pickle.loads`` does. Raises ``DataOnly`` for values that are neither
+    plain data nor instances of allowed classes."""
     try:
         return _load(data, buffers, allowed)
     except pickle.UnpicklingError as error:
@@ -210,7 +210,7 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
 
 
 class _Name:
-    """What a pickle has named: never part of what it says. So is a buffer outside of the pickle."""
+    """A name in a pickle, or a buffer outside of the pickle; never part of the value."""
 
     __slots__ = ("make", "name")
 
@@ -366,7 +366,7 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
 
 
 def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
-    """What makes a built-in exception, or one of a library."""
+    """Returns a function that makes a built-in exception, or an exception of a library."""
     if module != "builtins" and module not in _libraries.ERROR_MODULES:
         return None
     # Not by getattr, with which a module may import another.
@@ -466,7 +466,7 @@ def _may_be_raised(kind: type) -> bool:
     return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
 
 
-#: These two grow by what is allowed.
+#: `allow` adds classes to these two sets.
 _EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _may_be_raised(kind)}
 _HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
@@ -780,7 +780,7 @@ class _Reader:
             _refuse("a call of something else than a name")
         make = named.make
         if isinstance(make, type):
-            # Allowed by the caller, who knows what it does with its arguments.
+            # The caller has allowed this class and knows how it handles arguments.
             return make.__new__(make, *arguments) if is_new else make(*arguments)
         return make(self, arguments)
 
@@ -869,7 +869,7 @@ class _Reader:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """As ``pickle`` does for an instance of a class of the caller's own."""
+    """Sets the state of an instance of a caller's class, as ``pickle`` does."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return

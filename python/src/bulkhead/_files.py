@@ -35,7 +35,7 @@ _BUFFERS_MAX = _wire.FRAME_BYTES_MAX // BUFFER_BYTES_MIN
 LARGE_BYTES_MIN = 512 * 1024
 #: Bytes of the smallest buffer that a worker maps; smaller ones are copied sooner than mapped.
 MAPPED_BYTES_MIN = 256 * 1024
-#: Mappings that a worker may have, of the call that runs and of what was kept: each has a descriptor.
+#: Maximum number of mappings of a worker, for the running call and for kept arrays. Each has a descriptor.
 _MAPPINGS_MAX = 32
 #: Bytes of the smallest copy that is worth huge pages.
 _HUGE_BYTES_MIN = 4 << 20
@@ -88,8 +88,8 @@ def _places(data: memoryview) -> Iterator[slice]:
 
 
 def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> list[Any]:
-    """The pickle where it stands, and its buffers, which can be written to: copies, or what ``buffer`` makes of their
-    places. Raises ``ValueError`` for a head that makes no sense."""
+    """Returns the pickle in place, and writable buffers: copies, or the results of ``buffer`` for their places. Raises
+    ``ValueError`` for an invalid head."""
     view = memoryview(data)
     if view[:1] != PIECES:
         return [view]
@@ -98,14 +98,14 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
 
 
 def copied(view: memoryview) -> bytearray | mmap.mmap:
-    """A private copy. One that is large has huge pages: to get as many small ones takes longer than to copy."""
+    """Makes a private copy. A large copy uses huge pages, because small pages would take longer to get than to fill."""
     if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
     memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        # This kernel has none.
+        # This kernel has no huge pages.
         pass
     memory[:] = view
     return memory
@@ -126,7 +126,7 @@ def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, i
 
 
 class Pair:
-    """Two files of one size: one to write to, and one that the other side writes to."""
+    """Two files of one size: this side writes to one, the other side to the other."""
 
     def __init__(self, size: int, descriptors: list[int], own: int) -> None:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
@@ -161,7 +161,7 @@ class Lease(Pair):
         return _wire.with_extension(submission, _wire.LEASED_BYTES, named)
 
     def read(self, named: bytes) -> list[Any]:
-        """Copies the parts of a result. Raises ``ValueError`` for one that makes no sense, or that was taken back."""
+        """Copies the parts of a result. Raises ``ValueError`` if the result is invalid or its lease was recalled."""
         number, size = _NAMED.unpack(named)
         if number != self.number or size > len(self.other):
             raise ValueError("the result is not in the file of its call")
@@ -195,7 +195,8 @@ class Leases:
         self._say((_wire.frame(kind, number),))
 
     def take(self, submission: bytes, size: int, most: int, has_unread: Callable[[], bool]) -> Lease | None:
-        """A lease for a call of so many bytes. If there is none, asks for one for the calls to come."""
+        """Returns a free lease for a call of this size. If there is no such lease, asks the supervisor for one for
+        later calls."""
         whose, now = _wire.lessee(submission), time.monotonic()
         for lease in reversed(self._free):
             if lease.whose == whose:
@@ -216,7 +217,8 @@ class Leases:
         return None
 
     def put_back(self, lease: Lease, *, is_answered: bool = True) -> None:
-        """A call does not use it any more. Without an answer its worker may still be writing: it goes back."""
+        """Ends a call's use of a lease. If the call has no answer, its worker may still be writing, so the lease is
+        given back."""
         if self.used.get(lease.number) is not lease:
             return
         del self.used[lease.number]

@@ -51,7 +51,7 @@ _CELLS = frozenset({str, bytes, int, float, bool, type(None), date, datetime, ti
 
 
 class Refused(pickle.UnpicklingError):
-    """A value is none that is read. The text names it."""
+    """A value of a kind that is not read. The text names the value."""
 
 
 def _library(name: str) -> Any:
@@ -129,7 +129,7 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any, protocol: int = 5, buffer_callback: Any = None) -> bytes:
-    """As ``pickle.dumps``, with arrays, images and frames as plain fields."""
+    """Pickles a value as ``pickle.dumps`` does, with arrays, images and frames as plain fields."""
     file = io.BytesIO()
     _Pickler(file, protocol, buffer_callback=buffer_callback).dump(value)
     return file.getvalue()
@@ -199,7 +199,7 @@ def _cells(cells: Any) -> Any:
 
 
 def _made(kind: Any, values: Any, *fields: Any) -> Any:
-    """What has the values of a column."""
+    """Returns the array that holds the values of a column."""
     pandas = _library("pandas")
     if type(values) is list:
         return pandas.array(_cells(values), dtype=kind if _PANDAS_DTYPE.fullmatch(kind) else _refuse(kind))

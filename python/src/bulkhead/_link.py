@@ -42,8 +42,8 @@ class Journal:
         if os.fstat(descriptor).st_size != JOURNAL_BYTES:
             raise Refused("its journal has an odd size")
         self._map = mmap.mmap(descriptor, JOURNAL_BYTES)
-        #: Each number is written by one store: 1 is the job begun last, 2 the time of the last heartbeat. 3 is the
-        #: supervisor's, by one store as well: the last job that it has taken back.
+        #: Each number is written by one store: 1 is the last job begun, 2 the time of the last heartbeat. The
+        #: supervisor writes 3, also by one store: the last job taken back.
         self.words = memoryview(self._map).cast("Q")
 
     def beat(self) -> None:

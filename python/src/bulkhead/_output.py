@@ -84,7 +84,7 @@ class Fifos:
         self._waiting.register(descriptor, select.POLLIN)
 
     def _make_again(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
-        """Makes a FIFO that somebody has removed, beside the one that older workers write to."""
+        """Makes a removed FIFO again. Older workers still write to the removed one."""
         supervisor.fifo(os.path.basename(path))
         self._read(path, name)
         os.eventfd_write(self._end, 1)

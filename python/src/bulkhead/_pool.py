@@ -84,8 +84,8 @@ class ResultUnreadable(BrokenProcessPool):
 
 
 class ResultRefused(pickle.UnpicklingError):
-    """What the call returned or raised is nothing that is taken from a confined worker: see ``results``. Only this call
-    is lost, and its process goes on."""
+    """The call returned or raised a value that is not accepted from a confined worker: see ``results``. Only this call
+    is lost, and its process continues."""
 
 
 _ADVICE = (
@@ -124,7 +124,7 @@ class PoolFuture(Future[T]):
         return True
 
     def running(self) -> bool:
-        """True for the oldest calls without an outcome, as many as there are workers."""
+        """True for the oldest calls without an outcome, one for each worker."""
         return self._state == RUNNING and self._pool.is_among_oldest(self._number)
 
     def result(self, timeout: float | None = None) -> T:
@@ -202,7 +202,7 @@ class Call:
         self.arguments = arguments
         self.keywords = keywords
         self.bytes = 0
-        #: It is one of the window's large ones, of which each worker has one.
+        #: True for a large call in the window. Each worker has at most one.
         self.is_large = False
         self.lease: _files.Lease | None = None
 
@@ -224,7 +224,7 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = Pickler(pickler)
-        #: Classes whose instances are results beside plain data; none if any are.
+        #: Classes whose instances are accepted as results in addition to plain data; `None` accepts everything.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
         #: Why no call is taken any more.
@@ -800,7 +800,7 @@ class Pool:
             self._is_cancelling = True
             self._end_all(PoolFuture.cancel)
             with self._lock:
-                # As with the standard executors, those that say that they run are finished.
+                # As with the standard executors, calls whose `running()` is true are finished.
                 sent = list(self._sent)[self.workers :]
             self._cancel_unbegun(sent)
         self._fill(may_wait=False)

@@ -69,7 +69,7 @@ class Pickler:
         return _files.pieces(self.dumps(value, protocol=5, buffer_callback=is_within), buffers)
 
     def load(self, parts: list[Any]) -> Any:
-        """What was dumped."""
+        """Loads a dumped value."""
         return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
@@ -302,7 +302,7 @@ def _refuse(_payload: Any, _context: Any) -> bytes:
 
 #: True in a worker of an executor.
 is_worker = False
-#: The folder of the pool whose worker this is, if it has one that workers reach.
+#: The folder of the pool whose worker this process is, if workers can reach such a folder.
 outer_folder: str | None = None
 
 

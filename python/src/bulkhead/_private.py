@@ -168,8 +168,8 @@ class PrivateSupervisor:
     def __init__(
         self, name: str, bulkhead: Mapping[str, Any], supervisor: Mapping[str, Any], outer: str | None = None
     ) -> None:
-        """``outer`` is the folder of the pool whose worker this process is: the folder is made in there, so that the
-        pool removes it if this process is killed."""
+        """Makes the supervisor's folder. ``outer`` is the folder of the pool whose worker this process is. The new
+        folder is made inside, so that the pool removes it if this process is killed."""
         self.name = name
         self.folder = _make_folder(outer)
         self.socket = os.path.join(self.folder, "jobs.sock")
@@ -182,7 +182,7 @@ class PrivateSupervisor:
         self._kept: dict[str, Callable[[], object]] = {}
         self._descriptor = -1
         try:
-            # systemd-tmpfiles removes what is old from /tmp, but not from a folder that is locked so.
+            # systemd-tmpfiles removes old files from /tmp, but skips a folder with this lock.
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             # In memory: the folder, and what is in it, goes with the supervisor.
@@ -207,7 +207,7 @@ class PrivateSupervisor:
         self._kept[path] = make
 
     def look_after_folder(self) -> None:
-        """Makes kept files again if somebody has emptied the folder; removes what pools of dead workers have left."""
+        """Makes kept files again if the folder was emptied; removes files that pools of dead workers left behind."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
                 pid = name.removeprefix("bulkhead-").partition("-")[0]
@@ -247,7 +247,8 @@ class PrivateSupervisor:
             keys = {**self._bulkhead, "command": command}
             config = self.write("workers.toml", _document(self._supervisor, {self.name: keys}).encode())
             caller = os.pidfd_open(self._owner)
-            # Of its own: gevent forks by `os.fork`, where `forget` closes the log before the child uses it.
+            # The duplicate is needed because gevent forks by `os.fork`, where `forget` closes the log before the child
+            # uses it.
             log = os.dup(self._log.fileno())
             try:
                 ends = ["--while-open", str(caller), "--own-folder", self.folder]
@@ -316,7 +317,8 @@ class PrivateSupervisor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def stack_of(self, report: str) -> str:
-        """The Python stack in a crash report, which is kept a moment after the outcome; empty if it has none."""
+        """Returns the Python stack from a crash report, which is written shortly after the outcome; empty if there is
+        no stack."""
         from ._admin import AdminError
 
         give_up = time.monotonic() + REPORT_SECONDS_MAX

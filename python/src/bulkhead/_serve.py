@@ -55,7 +55,7 @@ class Server:
         #: Whether nothing can come while a job runs that it would hear of: there is no watcher then.
         self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
-        #: Descriptors that came, for the frame that says what they are; and memory files that are lent, by lease.
+        #: Received descriptors, until a frame assigns them; and lent memory files, by lease.
         self._descriptors: list[int] = []
         self._lent: dict[int, _files.Pair] = {}
         receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv

@@ -206,12 +206,12 @@ class _System:
             numpy_random.seed()
 
 
-#: A descriptor of what the keeper told of the sandbox.
+#: Descriptor of the sandbox rules from the keeper.
 _given_rules: list[int] = []
 
 
 def start_again(variable: str) -> NoReturn:
-    """Replaces this template by one that has this variable and has not initialised anything."""
+    """Replaces this template by a new process with this environment variable, in which nothing is initialised."""
     from ._link import LINK_VARIABLE
 
     for descriptor in _given_rules:
@@ -224,7 +224,7 @@ def start_again(variable: str) -> NoReturn:
 
 
 def threads() -> list[str]:
-    """Names of the threads beside the main one."""
+    """Returns the names of all threads except the main one."""
     # With the folder itself and its own folders, its links are two more than threads.
     if os.stat("/proc/self/task").st_nlink == 3:
         return []

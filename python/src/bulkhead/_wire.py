@@ -43,7 +43,7 @@ KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 52),
 
 # Extensions.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
-#: Of CANCEL: only if the job has not begun.
+#: Extension of CANCEL: cancel only if the job has not begun.
 UNBEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 

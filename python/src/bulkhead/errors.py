@@ -182,7 +182,7 @@ def _outcome_of(fields: dict[str, Any]) -> Outcome:
 class JobError(Exception):
     """A job that did not end ``ok``. The text says what happened and what to do.
 
-    ``payload`` is what a handler sent along with its failure, or the first 64 KiB of a program's standard output.
+    ``payload`` holds the bytes that a handler added to its failure, or the first 64 KiB of a program's standard output.
     """
 
     outcome: Outcome
@@ -190,7 +190,7 @@ class JobError(Exception):
 
     def __init__(self, outcome: Outcome | str, payload: bytes | bytearray = b"") -> None:
         if isinstance(outcome, str):
-            # The only one of `args`: serialisers such as Celery's make the exception anew by them.
+            # `args` has only this text: serialisers such as Celery's rebuild the exception from `args`.
             text, outcome = outcome, _outcome_by_text(type(self), outcome)
         else:
             text = _sentence(outcome)

@@ -782,7 +782,7 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    // A start that is given up at once ends what it has begun.
+    // A start that is abandoned at once ends all its processes and threads.
     drop(tokio::time::timeout(Duration::ZERO, Supervisor::start(settings("", ""))).await);
     tokio::task::spawn_blocking(|| {
         wait_for("no thread of a supervisor is left", || {

@@ -130,7 +130,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
         .serve()
 }
 
-/// What this process has inherited and another one could have changed in its template.
+/// Returns inherited attributes that another process could have changed in the template.
 fn attributes() -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
     let status = read("status");
@@ -574,8 +574,8 @@ fn hoard() -> ExitCode {
 /// What it takes to be sent jobs ahead.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
 
-/// Answers every job at once, but for one with the operation `lie`: then the one behind it in its place. At `ignore` it
-/// begins that job, and at the first `ignore all` not even that; from then on it neither reads nor answers nor beats.
+/// Answers every job at once. For the operation `lie` it answers the next job instead. At `ignore` it begins the job,
+/// at the first `ignore all` not even that; from then on it does not read, answer or send heartbeats.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);

@@ -134,8 +134,8 @@ fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
     records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
 }
 
-/// Stops the whole process for a tenth of a second, as a call that holds the interpreter's lock does: no thread of the
-/// worker reads the link or begins a job.
+/// Stops the whole process for a tenth of a second, like a call that holds the interpreter's lock. No thread of the
+/// worker reads the link or begins a job meanwhile.
 fn freeze() -> std::io::Result<()> {
     let mut waker = shell("sleep 0.1; kill -CONT $PPID").spawn()?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;

@@ -168,9 +168,9 @@ fn forever() -> ! {
 
 // Begun once.
 
-/// "A job that is not idempotent is given to another worker only if ... nothing of it was read": reproduced with
-/// a worker that reads header and metadata, says how far it is and dies with the payload unread, and was given the job
-/// four times.
+/// "A job that is not idempotent is given to another worker only if ... nothing of it was read": reproduced with a
+/// worker that reads header and metadata, reports progress and dies with the payload unread. It was given the job four
+/// times.
 #[test]
 fn a_job_of_which_anything_was_read_is_not_given_to_another_worker() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {

@@ -224,7 +224,7 @@ fn renice(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// To the priority at the disk that it has.
+/// Sets the I/O priority of a process to its present value.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
     let what = "change another's priority at the disk";
@@ -233,7 +233,7 @@ fn serve_as_before(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// What the file says already.
+/// Writes the present content of a file in `/proc` back to the file.
 fn write_as_it_is(pid: i32, file: &str) -> Tried {
     let what = "write to another's file in /proc";
     let path = format!("/proc/{pid}/{file}");
