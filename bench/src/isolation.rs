@@ -1,5 +1,6 @@
-//! Measures how much one party's jobs suffer from another party of the same bulkhead: p50 and p99 of the victims' jobs
-//! with and without an attack, in turns. Attacks on the supervisor itself are measured in `attacks.rs`.
+//! Measures how much one party's jobs suffer from another party of the same bulkhead. The results are p50 and p99 of
+//! the victims' jobs with and without an attack, in turns. Attacks on the supervisor itself are measured in
+//! `attacks.rs`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -45,7 +45,7 @@ pub mod tag {
     /// The longest run of each attempt, from its dispatch, in microseconds: 8 bytes, not 0. On a submit what is asked
     /// for; on an outcome the lower of that and the bulkhead's own, if there is one.
     pub const RUN_LIMIT: u16 = 5;
-    /// The how many-th job it was that the worker was sent: 8 bytes; on a job that is returned.
+    /// Number of a returned job in the order in which the worker's jobs were sent; 8 bytes.
     pub const ARRIVAL: u16 = 10;
     /// The lease in whose file the payload or result stands, and how many bytes it has, as a
     /// [`Named`](crate::memory_files::Named): 16 bytes; the frame has no payload then.

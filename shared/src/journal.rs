@@ -1,8 +1,8 @@
 //! The journal of a worker: a small memory file, made by the supervisor, in which the worker keeps answers that are not
 //! sent yet. The supervisor reads these answers only after the worker's exit, so that no finished job loses its result
 //! although answers are sent in batches. The journal also holds the number of jobs that the worker has begun, in the
-//! order of arrival. Later jobs can be given to another worker, also while this worker lives: the supervisor writes the
-//! number up to which jobs are taken back unless they were begun.
+//! order of arrival. Later jobs can be given to another worker, also while this worker lives. For this the supervisor
+//! writes the number up to which unbegun jobs are taken back.
 //!
 //! ```text
 //! offset  0                       8                 16                 24                  64

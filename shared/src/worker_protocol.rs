@@ -26,9 +26,10 @@ pub mod capability {
     /// once. A worker without it is held to its welcome.
     pub const RESIZE: u64 = 2;
 
-    /// Takes more jobs than it may run and begins jobs in the order of arrival: each only when the previous answer is
-    /// on its link or in its [journal](crate::journal), and none that the journal says was taken back. (4 meant the
-    /// same in an earlier protocol, in which the supervisor asked for jobs back; it is not used again.)
+    /// Takes more jobs than it may run, and begins jobs in the order of arrival. Begins a job only when the previous
+    /// answer is on its link or in its [journal](crate::journal), and only if the journal does not say that the job was
+    /// taken back. (4 meant the same in an earlier protocol, in which the supervisor asked for jobs back; it is not
+    /// used again.)
     pub const CLAIMS: u64 = 32;
 
     /// Takes [memory files](crate::memory_files): it reads its link by `recvmsg(2)`, as long as it lives.

@@ -210,7 +210,7 @@ fn chains_of_processes_cost_no_other_workers_job() {
         wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
         let client = Client::connect(supervisor.socket()).unwrap();
         std::thread::scope(|scope| {
-            // Longer than what is left behind is hunted before all in there ends.
+            // Longer than the time after which the keeper gives up on processes left behind.
             let sleep = || client.job("b", "4000").operation("sleep").send();
             let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
             wait_for("three jobs run", || {

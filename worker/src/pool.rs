@@ -689,7 +689,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Gives back a job that was taken back just as it was about to begin. This happens before a handler can begin and
-    /// answer a later job, because the supervisor relies on this order, also if a handler ends the process.
+    /// answer a later job. The supervisor relies on this order, also if a handler ends the process.
     fn give_back(&self, state: &mut State, job: &Pending) {
         state.live.remove(&job.order.number);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);

@@ -1,6 +1,6 @@
 //! The rules of Landlock that each program of `exec` is put under, on top of the worker's own, so that the
 //! programs of one worker, and the host, are out of each other's reach. Workers forked by a template get rules on top
-//! of the template's in the same way; for these, read "worker" for "program" and "template" for "worker" below.
+//! of the template's in the same way. For these, read "worker" for "program" and "template" for "worker" below.
 //!
 //! Rules only ever take away, so each program's name again what the worker has, but for its temporary
 //! folder: in place of that stands the folder of this program alone. They also scope: no signals to, no

@@ -211,7 +211,8 @@ _given_rules: list[int] = []
 
 
 def start_again(variable: str) -> NoReturn:
-    """Replaces this template by a new process with this environment variable, in which nothing is initialised."""
+    """Replaces this process by a fresh interpreter with this environment variable, which has initialised nothing
+    yet."""
     from ._link import LINK_VARIABLE
 
     for descriptor in _given_rules:

@@ -142,13 +142,12 @@ class BulkheadExecutor(_Calls):
     ``sandbox``      ``"none"``, ``"default"``, ``"strict"`` or a table of keys, see docs/confinement.md
     ``pickler``      ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or a module with dumps and loads
     ``results``      ``"any"``: what a call returns or raises is unpickled here, which may run code, as in all such
-                     pools; ``"data"``: only plain data, arrays, images, frames and exceptions of Python's own are
-                     read; ``["data", MyError]``: also instances of these classes. ``"data"`` is the default in a
-                     sandbox, so that a worker that was taken over cannot take over this process
-    ``preload``      modules that are imported before the first call, under "forkserver" once for all workers
-    ``env``          variables of the workers, on top of this process's own
-    ``config``       keys of ``[bulkhead.NAME]`` (docs/configuration.md), over what is said here; its ``"supervisor"``
-                     has keys of ``[supervisor]``
+                     pools; ``"data"``: only plain data, arrays, images, frames and built-in exceptions are read;
+                     ``["data", MyError]``: also instances of these classes. ``"data"`` is the default in a sandbox, so
+                     that a worker that was taken over cannot take over this process ``preload`` modules that are
+                     imported before the first call, under "forkserver" once for all workers ``env`` variables of the
+                     workers, on top of this process's own ``config`` keys of ``[bulkhead.NAME]``
+                     (docs/configuration.md), over what is said here; its ``"supervisor"`` has keys of ``[supervisor]``
 
     After a fork the child's copy is as new: it starts a supervisor of its own. When this process ends, calls that were
     submitted are finished first, as with the standard executors; when it is killed, the workers are too.
@@ -293,8 +292,8 @@ class BulkheadExecutor(_Calls):
         )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no further calls. Those that were submitted are finished, unless ``cancel_futures``: then those that
-        have not begun and are not ``running()`` are cancelled. With ``wait`` all processes are gone at the end."""
+        """Takes no further calls. Submitted calls are finished; with ``cancel_futures``, calls that have not begun and
+        are not ``running()`` are cancelled instead. With ``wait`` all processes are gone at the end."""
         self._pool.shut_down(wait=wait, cancel=cancel_futures)
 
     def terminate_workers(self) -> None:
@@ -530,8 +529,8 @@ def _readable_paths() -> list[str]:
 
 
 def _editable_paths() -> Iterator[str]:
-    """Folders of packages that are outside of ``sys.path``, because they were installed by ``pip install -e`` (a finder
-    of setuptools has them in a table) or are symbolic links."""
+    """Yields folders of packages outside of ``sys.path``: packages that are symbolic links, or were installed by ``pip
+    install -e`` (a finder of setuptools has these in a table)."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):
             yield from getattr(module, "MAPPING", {}).values()

@@ -250,8 +250,8 @@ def run(
 ) -> NoReturn:
     """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest.
 
-    One for one job alone, which is not told that it is cancelled, does without a thread that watches it. The handler
-    of one that ``takes_files`` gets payloads in memory files as a ``Loan``.
+    A worker for one job does not see cancellations, and needs no thread that watches the link. With ``takes_files``,
+    the handler gets payloads in memory files as a ``Loan``.
     """
     from . import __version__, _link
 

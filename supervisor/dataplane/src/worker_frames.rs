@@ -269,7 +269,7 @@ impl DataPlane {
                 let (_, extensions) =
                     codec::decode::<Empty>(metadata, &[]).map_err(|error| error.to_string())?;
                 let arrival = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
-                let arrival = arrival.ok_or("it gave a job back and did not say the how many-th it was")?;
+                let arrival = arrival.ok_or("it gave a job back without its arrival number")?;
                 self.job_returned(index, JobId(number), u64::from_le_bytes(arrival));
             }
             _ => self.worker_notice(index, header, metadata)?,

@@ -55,8 +55,8 @@ pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
 
 /// Empties a folder, possibly while other processes and threads do the same. Returns `false` if the folder has more
 /// than `entries_max` entries. Entries of a subfolder are moved up first, so that there are only two levels at any
-/// time: a tree that is a million deep takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or
-/// `BUSY` for a file, if something is mounted in the folder; the mount is left as it is.
+/// time. A tree of a million levels takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or `BUSY`
+/// for a file, if something is mounted in the folder; the mount is left as it is.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {

@@ -1,5 +1,5 @@
 //! An adaptive limit on the number of running jobs, driven by run times. The limit falls in proportion when most jobs
-//! take longer than `target`: this is the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, with
+//! take longer than `target`. This is the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, with
 //! a configured target instead of a guessed base line. The limit grows by its square root, the headroom of both, while
 //! all of it is in use. After growth that was too much, the next growth waits twice as long, so that the limit settles.
 //!

@@ -43,7 +43,7 @@ pub(crate) struct Job<T> {
     pub(crate) cost: u32,
     /// What it takes on a link.
     pub(crate) bytes: u32,
-    /// The how many-th job it is that was sent to its worker.
+    /// The job's number in the order in which its worker's jobs were sent.
     pub(crate) arrival: u64,
     /// Number of times that the job came back from a worker that had not begun it.
     pub(crate) returned: u8,

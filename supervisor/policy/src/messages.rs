@@ -225,7 +225,7 @@ pub enum Event<T> {
         worker: WorkerId,
         /// The job, as the worker claims.
         job: JobId,
-        /// The how many-th job it was that the worker was sent, as that claims.
+        /// The job's number in the order of sending, according to the worker.
         arrival: u64,
     },
     /// A worker has begun to send a result that is too large. All that is heard of the worker from here on is a

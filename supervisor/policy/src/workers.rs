@@ -53,7 +53,7 @@ pub(crate) struct Worker {
     pub(crate) check_at: Option<Time>,
     /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
     pub(crate) is_stalled: bool,
-    /// Those ahead of it, oldest first.
+    /// Jobs ahead of the worker, oldest first.
     pub(crate) ahead: VecDeque<u32>,
     pub(crate) ahead_bytes: u32,
     /// Its level in the table of those that may have more ahead.

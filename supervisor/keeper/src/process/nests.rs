@@ -1,9 +1,9 @@
 //! Nests: pid namespaces, in each of which a template and the workers that it forks live, and nothing else.
 //!
 //! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and the
-//! remaining children. A child that is neither the template, nor a worker, nor possibly a worker being forked was left
-//! behind by a worker, and the keeper orders the first process to kill it. A child that survives this is killed while
-//! the whole namespace is stopped. If it survives this as well, the keeper retries at longer intervals and the worker
+//! remaining children. All children except the template, the workers and possible workers being forked were left behind
+//! by a worker. The keeper orders the first process to kill these. Children that survive this are killed while the
+//! whole namespace is stopped. If some survive this as well, the keeper retries at longer intervals and the worker
 //! counts as swept. So the keeper never searches `/proc`, and nests do not affect each other.
 
 use std::collections::{HashMap, VecDeque};

@@ -1,8 +1,8 @@
 //! The first process of a pid namespace in which a template and the workers that it forks live: the *nest*.
 //!
 //! Template and workers are children of this process, since a template forks siblings of itself. Processes that a
-//! worker leaves behind become children as well. This process reports each exit to the keeper, lists the remaining
-//! children with the last exit of a turn, and kills the children that the keeper names. It decides nothing, and knows
+//! worker leaves behind become children as well. This process reports each exit to the keeper, and lists the remaining
+//! children with the last exit of a turn. It kills the children that the keeper names. It decides nothing, and knows
 //! only the template. When this process exits, the kernel kills everything in the namespace.
 //!
 //! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
@@ -47,8 +47,8 @@ const ENDS_PER_TURN: usize = 64;
 /// Maximum time for which one order stops everything in the namespace.
 const STANDSTILL_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process while the namespace is stopped, and the number of unsuccessful waits after which
-/// it continues: a process that waits for a disk does not die at once.
+/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before it
+/// continues. A process that waits for a disk does not die at once.
 const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const VAIN_WAITS_MAX: u32 = 8;
 

@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_millis(1);
 /// Doublings of the time between two checks, and of the time to begin a job that came back.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// The job for whose sake jobs are taken back: its index, and its outcome if it ends.
+/// The job that causes jobs to be taken back: index, and verdict if the job ends.
 pub(super) type Ending = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
@@ -247,7 +247,7 @@ impl<T> Bulkhead<T> {
             return Some(begun);
         }
         let message = format!(
-            "its journal says that it has begun {begun} jobs, of {} that it was sent and {} that it had begun",
+            "the journal counts {begun} jobs begun, but {} were sent and {} had begun before",
             worker.sent, worker.begun_last
         );
         worker.claims = None;
@@ -454,7 +454,7 @@ impl<T> Bulkhead<T> {
         self.heard(now, id);
         let Some(worker) = self.worker(id) else { return };
         if arrival > worker.taken {
-            let message = format!("it gave the job {job} back, which was not taken back");
+            let message = format!("it gave back the job {job}, which was not taken back");
             return self.kill(id.place, KillReason::Protocol(message), out);
         }
         let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).arrival == arrival) else {
@@ -540,7 +540,7 @@ impl<T> Bulkhead<T> {
             rejection(RejectReason::Draining)
         } else if !job.is_repeatable {
             let message =
-                "its worker gave it back, and its payload is not here any more: send it again".to_owned();
+                "the worker gave the job back, and the supervisor kept no copy of the payload: send the job again".to_owned();
             Verdict::Rejected { reason: RejectReason::Unavailable, message }
         } else if self.live_slots == 0 {
             Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker() }
@@ -583,7 +583,7 @@ impl<T> Bulkhead<T> {
         job: JobId,
         out: &mut Vec<Action<T>>,
     ) {
-        let message = format!("it answered the job {job}, which it was not to begin yet, or not any more");
+        let message = format!("it answered the job {job}, which was still ahead, or taken back");
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };

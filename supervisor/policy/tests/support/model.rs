@@ -113,7 +113,7 @@ struct Job {
     worker: Option<u32>,
     /// The worker that it is ahead of.
     ahead: Option<u32>,
-    /// The how many-th job it is that its worker was sent.
+    /// The job's number in the order in which its worker's jobs were sent.
     arrival: u64,
     taken_from: Option<WorkerId>,
 }

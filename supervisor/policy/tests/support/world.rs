@@ -81,7 +81,7 @@ struct Process {
 }
 
 impl Process {
-    /// The how many-th job it was, as it was sent last.
+    /// The job's number in the order of sending, when it was last sent.
     fn arrival(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -731,7 +731,7 @@ impl World {
         if process.is_draining && process.jobs.is_empty() {
             self.go(now, worker);
         }
-        // That job, or the one that was begun just before.
+        // Gives back the raced job, or the last job begun before.
         let is_given_back = raced.is_none() && begun > 0 && self.random.percent(10);
         if let Some(arrival) = raced.or(is_given_back.then_some(begun)) {
             let within_ms = self.random.pick(&[0, 5, 50]);

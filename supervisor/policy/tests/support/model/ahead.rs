@@ -100,8 +100,8 @@ impl Model {
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_repeatable)
     }
 
-    /// Returns whether a job can end as if it still waited, because its worker has not begun it, and whether this
-    /// depends on the order in which several such jobs are handled.
+    /// Returns whether a job can end as if it still waited, because its worker has not begun it. The second value is
+    /// true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_taken(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.ahead).and_then(|place| self.workers.get(&place));
@@ -203,8 +203,7 @@ impl Model {
         }
     }
 
-    /// Returns the job to shed for a new job of this class when the queue is full: one of the jobs ahead, which come
-    /// back for this.
+    /// Returns the job ahead that is taken back and shed when the queue is full and a job of this class arrives.
     pub(super) fn shed_ahead(&self, priority: Priority) -> Option<JobId> {
         let has_lower = |worker: &&Worker| worker.ahead.iter().any(|id| self.jobs[id].priority < priority);
         let workers = self.workers.values().filter(|worker| worker.dead.is_none()).filter(has_lower);
