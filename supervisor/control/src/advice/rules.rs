@@ -59,7 +59,7 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
     let busy = seen.busy_ms as f64 / millis(seen.watched).max(1.0);
     if busy < IDLE_MAX && lost(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
         let reason = format!(
-            "jobs were in flight for only {} of the time: too little to judge the needs of this bulkhead",
+            "jobs were in flight for {} of the time: too little to judge the needs of this bulkhead",
             percent(busy)
         );
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
