@@ -529,8 +529,8 @@ def _readable_paths() -> list[str]:
 
 
 def _editable_paths() -> Iterator[str]:
-    """Yields folders of packages outside of ``sys.path``: packages that are symbolic links, or were installed by ``pip
-    install -e`` (a finder of setuptools has these in a table)."""
+    """Yields folders of packages outside of ``sys.path``: packages that are symbolic links, or were installed by
+    ``pip install -e`` (a finder of setuptools has these in a table)."""
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):
             yield from getattr(module, "MAPPING", {}).values()
