@@ -67,7 +67,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// A handler whose operation `hold` holds the interpreter's lock for about half a second in one call of C.
+/// A handler with an operation `hold`, which holds the interpreter's lock for about half a second in one C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \

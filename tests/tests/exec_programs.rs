@@ -199,7 +199,7 @@ fn an_executable_without_a_shebang_is_not_run_by_a_shell() {
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
-/// Starts a bulkhead `x` whose program is what the operation says, in a shell.
+/// Starts a bulkhead `x` that runs the operation's name as a shell command.
 fn start_shell(profile: &str, more: &str) -> Place {
     let given = if profile == NONE { "" } else { GIVEN };
     let bulkheads = format!(

@@ -797,8 +797,7 @@ fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// A library whose mistakes concern the worker itself: processes that it forks and that return, and descriptors that
-/// it closes or replaces.
+/// A library that damages its worker: it forks processes that return, and closes or replaces descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>

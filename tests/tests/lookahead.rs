@@ -294,7 +294,7 @@ fn a_journal_without_sense_harms_only_its_worker() {
 
 // Workers that begin nothing.
 
-/// A worker that does nothing any more, in the middle of a job.
+/// State of a worker that stops working in the middle of a job.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Blocked {
     /// The worker's process is stopped.

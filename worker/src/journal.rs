@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
 
-/// The numbers by which a worker and the supervisor agree whose a job is. They stay as long as the process.
+/// The numbers by which a worker and the supervisor agree on who has a job. They live as long as the process.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,

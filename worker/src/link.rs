@@ -162,7 +162,7 @@ fn identity(link: &OwnedFd) -> rustix::io::Result<(u64, u64)> {
     rustix::fs::fstat(link).map(|found| (found.st_dev, found.st_ino))
 }
 
-/// Ends a worker that cannot use its link any more.
+/// Ends a worker that can no longer use its link.
 pub(crate) fn lost(error: rustix::io::Errno) -> ! {
     match error {
         // The supervisor is gone.

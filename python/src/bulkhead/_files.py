@@ -141,7 +141,7 @@ class Pair:
                 os.close(descriptor)
 
     def __del__(self) -> None:
-        # Mappings go with the last view of them.
+        # Each mapping is removed with its last view.
         if hasattr(self, "other_file"):
             os.close(self.other_file)
 

@@ -27,7 +27,7 @@ UNREADABLE = b"U"
 #: The initializer raised: the traceback as text. No job is ever run by this worker.
 UNFIT = b"I"
 
-#: The variable that tells confined workers what the file of the preparation tells others.
+#: Variable that holds the preparation for confined workers; other workers read it from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
 #: Variable of a template that imports nothing: its workers do.
 _BARE = "PYTHON_BULKHEAD_BARE"

@@ -178,7 +178,7 @@ class PrivateSupervisor:
         self._supervisor = {**supervisor, "socket": self.socket, "admin": self.admin}
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        #: Files in the folder that new workers need, and what makes each of them.
+        #: Files in the folder that new workers need, each with the function that makes it.
         self._kept: dict[str, Callable[[], object]] = {}
         self._descriptor = -1
         try:

@@ -433,7 +433,7 @@ class _Launch:
                 f"from bulkhead._pool_worker import main; main({argument!r})"
             )
             if getattr(sys, "frozen", False):
-                # By this beginning `multiprocessing.freeze_support()` tells that it is to run the code.
+                # `multiprocessing.freeze_support()` recognises code to run by this beginning.
                 code = f"from multiprocessing.forkserver import main; {code}"
             supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
             output.start()

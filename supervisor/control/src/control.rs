@@ -307,7 +307,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
     }
 }
 
-/// Has orphans reaped that this process inherits, such as those of `docker exec` if it is process 1.
+/// Reaps orphans that this process inherits, such as orphans of `docker exec` if this is process 1.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
     while deaths.next().await.is_some() {
         while control.commander.ask(|reply| Command::ReapOrphans { reply }).await != Some(false) {

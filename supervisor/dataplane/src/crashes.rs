@@ -204,7 +204,7 @@ impl DataPlane {
         jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
     }
 
-    /// Tells how many crashes were not reported and how many more jobs went to fallbacks, now and then.
+    /// Reports at intervals the number of unreported crashes and of further jobs sent to fallbacks.
     pub(super) fn tell_unreported(&mut self) {
         let now = self.now;
         for bulkhead in self.bulkheads.indices() {

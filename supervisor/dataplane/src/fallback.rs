@@ -271,7 +271,7 @@ impl DataPlane {
         self.bulkhead_event(Severity::Warning, entry, what);
     }
 
-    /// Tells of jobs that went elsewhere after that was last told, when it is time.
+    /// Reports, when due, the jobs sent to fallbacks since the last report.
     pub(super) fn tell_more_fallbacks(&mut self, bulkhead: BulkheadIndex) {
         let (now, mut due, mut is_waiting) = (self.now, Vec::new(), false);
         for (target, (told_at, jobs)) in &mut self.bulkheads[bulkhead].fallback_told {

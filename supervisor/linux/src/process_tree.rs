@@ -65,7 +65,7 @@ pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
-/// A process that can be told from all others.
+/// The identity of a process, also after its number is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Number of the process.

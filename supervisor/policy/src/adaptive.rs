@@ -63,7 +63,7 @@ pub struct AdaptiveView {
     pub numbers: AdaptiveLimits,
     /// The limit, or what it would be.
     pub limit: u32,
-    /// The latency of the last full window: nine of ten jobs took at most so long, at the median of the tenants.
+    /// The latency of the last full window: the lower median of the tenants' 90th percentiles.
     pub latency: Option<Duration>,
 }
 
@@ -190,7 +190,7 @@ impl Adaptive {
         let length = (self.numbers.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
         std::mem::take(&mut self.has_news)
             && now.since(self.window_from) >= length
-            // As long as there are too few of them, there are few votes.
+            // With fewer runs than this there would be few votes.
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 

@@ -84,7 +84,7 @@ pub struct Bulkhead<T> {
     to_send_again: Vec<u32>,
     /// Replaced workers that have answered all their jobs since the last event.
     to_leave: Vec<u32>,
-    /// Replaced workers whose slots no longer wait for them, oldest first.
+    /// Replaced workers that have left their slots and not exited yet, oldest first.
     exiting: VecDeque<u32>,
     /// Workers that count towards the limit.
     ready: u32,

@@ -355,7 +355,7 @@ pub enum Action<T> {
         /// Whether it only waits there, as far as anybody is concerned.
         is_ahead: bool,
     },
-    /// A job is not a worker's any more, which has not begun it.
+    /// A job was taken back from a worker that had not begun it.
     TookBack {
         /// The worker.
         worker: WorkerId,
@@ -703,7 +703,7 @@ pub enum Note {
         from: u32,
         /// What it is.
         to: u32,
-        /// Nine of ten jobs took at most so long, at the median of the tenants.
+        /// 90th percentile of run times: the lower median over the tenants.
         latency: Duration,
         /// What it follows.
         numbers: AdaptiveLimits,

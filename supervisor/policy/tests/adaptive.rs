@@ -173,8 +173,8 @@ fn an_unused_limit_does_not_grow_and_a_few_slow_jobs_do_not_lower_it() {
     assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
 }
 
-/// Runs eight workers for 20 s under a target of 50 ms, with so many clients of each tenant whose jobs take so long.
-/// Returns the least limit in that time.
+/// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for each
+/// tenant. Returns the least limit in that time.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut stage = Stage::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);

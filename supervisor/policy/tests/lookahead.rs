@@ -271,7 +271,7 @@ fn places_of_the_queue_are_taken_by_those_ahead() {
     let first = stage.job();
     let normal = jobs(&mut stage, 3);
     assert_eq!((stage.submit(), stage.last_reason()), (None, Some("queue_full")));
-    // One of them leaves for a job of a higher class.
+    // A normal job is shed for a job of a higher class.
     let critical = stage.submit_as(Priority::Critical, "").unwrap();
     stage.expect(normal[2], "rejected", Some("shed"));
     for job in [first, critical, normal[0], normal[1]] {

@@ -12,7 +12,7 @@ use stage::{MS, SECOND, Stage, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Common workers, of which each tenant may have so many jobs in flight.
+/// Limits of shared workers, with a `share` of jobs in flight for each tenant.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };
@@ -150,7 +150,7 @@ fn late_job_pays_for_its_worker_and_its_neighbours_do_not() {
         let job = submit(&mut stage, tenant);
         stage.was_given_out(job)
     });
-    // The worker that is left has room for two.
+    // The remaining worker has room for two jobs.
     assert_eq!(given, [true, false, true, false]);
     let worker = stage.newest_worker();
     stage.bring_up(worker);

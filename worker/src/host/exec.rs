@@ -442,7 +442,7 @@ struct Readiness {
     stdin: bool,
 }
 
-/// Waits until one is ready, or for so long at most.
+/// Waits until a source is ready, for `most` at most.
 fn wait(
     sources: [Option<BorrowedFd<'_>>; 4],
     stdin: Option<&PipeWriter>,

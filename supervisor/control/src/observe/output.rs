@@ -87,7 +87,7 @@ struct Lines {
     lines_this_second: u32,
     bytes_this_second: usize,
     held_back: HeldBack,
-    /// Lines of this second that were held back and have been told.
+    /// Number of held-back lines of this second that are already logged.
     last_taken: usize,
 }
 
@@ -219,7 +219,7 @@ impl Output {
         }
     }
 
-    /// Tells the last lines of a flood, and how many were dropped before.
+    /// Logs the last lines of a flood, and the number of lines dropped before.
     fn tell_held_back(&self, bulkhead: &Arc<str>) {
         let held_back = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_held_back);
         self.log_held_back(bulkhead, held_back.unwrap_or_default());

@@ -84,7 +84,7 @@ pub(crate) struct End {
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// The children that there are now, by their numbers in there. `None`: another end of the same turn follows.
+    /// Remaining children, by their numbers in the namespace. `None` if another end of the same turn follows.
     pub(crate) children: Option<Vec<u32>>,
     /// Whether there are still more.
     pub(crate) has_more: bool,
@@ -220,7 +220,7 @@ impl Nest<'_> {
         count
     }
 
-    /// Tells of an end; the last one of a turn `lists` the children.
+    /// Reports an exit; the last report of a turn `lists` the children.
     fn tell(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
         let mut bytes = [0; END_BYTES_MAX];
         let mut length = 0;

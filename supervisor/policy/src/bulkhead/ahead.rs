@@ -372,7 +372,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A job of this class waits: those of lower classes that are ahead are not to go before it.
+    /// Takes back jobs ahead of lower classes, because a job of this class waits and goes first.
     pub(super) fn take_back_lower(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
         if self.ahead == 0 || class == Priority::BestEffort {
             return;
@@ -442,8 +442,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker gives a job back that it was about to begin as it was taken back. Which of both came first, only the
-    /// worker knows: if it was we, the job is not the worker's any more.
+    /// Handles a worker's return of a job that it was about to begin when the job was taken back. Only the worker knows
+    /// which came first; by the return the job belongs to the supervisor again.
     pub(super) fn returned(
         &mut self,
         now: Time,
@@ -515,7 +515,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A job that was sent and has not begun is here again. Its run limit begins anew.
+    /// Settles a job that came back from its worker without having begun. The run limit starts again.
     fn settle_unbegun(
         &mut self,
         now: Time,
@@ -551,7 +551,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs again that were taken back together with others, and go on where they are.
+    /// Sends jobs again to the worker from which they were taken back together with others.
     pub(super) fn send_again(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let mut again = std::mem::take(&mut self.to_send_again);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));

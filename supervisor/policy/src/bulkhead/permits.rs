@@ -14,7 +14,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Those ahead of it may have begun.
+        // Jobs ahead of the worker may have begun.
         let left = worker.jobs_left(&self.limits).saturating_sub(worker.ahead.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = self.limits.max_in_flight.min(worker.promised).min(level.saturating_add(left));

@@ -46,7 +46,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Gives places back whose slot has a worker that is ready, or will have none, or whose time is up.
+    /// Gives back each place whose slot has a ready worker or will get none, or whose time is up.
     pub(super) fn give_back_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
