@@ -455,6 +455,8 @@ impl World {
         }
         if self.random.percent(1)
             && let Some(taken) = process.taken.pop()
+            && !process.jobs.contains(&taken)
+            && !process.ahead.contains(&taken)
         {
             return Some(Event::Replied { worker, job: taken, reply: Reply::Ok });
         }
