@@ -134,6 +134,11 @@ impl<T> Bulkhead<T> {
             && let Place::InFlight { is_unread, .. } = &mut self.jobs.get(index).place
         {
             *is_unread = true;
+            // It ends next: what becomes of its jobs is decided then.
+            if let Some(worker) = self.worker_mut(worker) {
+                worker.claims = None;
+            }
+            self.mind_room(worker.place);
         }
     }
 

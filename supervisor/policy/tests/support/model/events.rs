@@ -526,6 +526,7 @@ impl Model {
             return;
         }
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job)) {
+            self.live_mut(id).into_iter().for_each(|worker| worker.has_claims = false);
             self.jobs.entry(job).and_modify(|job| (job.is_unread, job.is_by_word) = (true, is_by_word));
         }
     }
