@@ -139,12 +139,12 @@ impl Model {
         let unbegun = self.taken_back_early(actions);
         let mut ended = Vec::new();
         let mut has_news = false;
-        for action in actions {
+        for (at, action) in actions.iter().enumerate() {
             let Action::Answer(answer) = action else { continue };
             let Some((id, job)) = answer.job.and_then(|id| Some((id, self.jobs.get(&id)?))) else { continue };
             let came_back =
                 |action: &Action<Tag>| matches!(action, Action::TookBack { job, .. } if *job == id);
-            if actions.iter().any(came_back) {
+            if actions[..at].iter().any(came_back) {
                 continue;
             }
             ended.push(id);
