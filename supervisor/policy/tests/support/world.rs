@@ -448,7 +448,7 @@ impl World {
         if known.is_none() && !self.random.percent(20) {
             return None;
         }
-        if self.random.percent(1)
+        if self.random.percent(2)
             && let Some(ahead) = process.ahead.pop_back()
         {
             return Some(Event::Replied { worker, job: ahead, reply: Reply::Ok });
@@ -669,7 +669,8 @@ impl World {
             self.handed_out.remove(0);
         }
         let reads_nothing = self.random.percent(self.temper.reads_nothing);
-        let late_ms = self.random.pick(&[0, 0, 0, 5, 500, 5000]);
+        let is_late = self.random.percent(self.temper.begins_late);
+        let late_ms = if is_late { self.random.pick(&[5, 500, 5000]) } else { 0 };
         let late = self.random.millis(0, late_ms);
         let Some(process) = self.processes.get_mut(&worker) else { return };
         assert!(process.is_ready, "a job for a process that never said it was ready");

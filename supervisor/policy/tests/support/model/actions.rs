@@ -233,7 +233,9 @@ impl Model {
             && !self.step.is_forgiven
             && let Some(worker) = self.live(id)
         {
-            assert!(!worker.was_looked_at || worker.killed.is_some(), "{id:?} hangs and lives");
+            // One that was given a job meanwhile need not be heard.
+            let is_due = worker.was_looked_at && (worker.has_dispatch_thread || worker.jobs.is_empty());
+            assert!(!is_due || worker.killed.is_some(), "{id:?} hangs and lives");
         }
         for worker in self.workers.values().filter(|worker| worker.lives_on()) {
             let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
@@ -287,7 +289,10 @@ impl Model {
         let is_either = self.step.either.contains(&id)
             && matches!(
                 answer.verdict,
-                Verdict::DeadlineQueued | Verdict::DeadlineRunning | Verdict::Crashed { .. }
+                Verdict::DeadlineQueued
+                    | Verdict::DeadlineRunning
+                    | Verdict::Crashed { .. }
+                    | Verdict::Rejected { reason: RejectReason::QueueTimeout, .. }
             );
         match self.step.owed.remove(&id) {
             _ if is_either => {}
