@@ -784,7 +784,7 @@ fn the_bytes_on_a_workers_link_are_pinned() {
     let arrival = (tag::ARRIVAL, &7_u64.to_le_bytes()[..]);
     pin(
         "RETURNED",
-        "1a000000 4a 00 1a00 0500000100000000 0100000000000000 0800 0800000000000000 0700000000000000",
+        "1a000000 4a 00 1a00 0500000100000000 0100000000000000 0a00 0800000000000000 0700000000000000",
         &written(frame::kind::RETURNED, JOB_NUMBER, &Empty, &[arrival], b""),
     );
     pin(

@@ -167,9 +167,14 @@ pub(crate) fn lost(error: rustix::io::Errno) -> ! {
     match error {
         // The supervisor is gone.
         Errno::PIPE | Errno::CONNRESET => end_at_once(),
-        error => ownership::leave(&format!(
-            "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that \
+        Errno::BADF | Errno::NOTSOCK | Errno::INVAL | Errno::PERM | Errno::NOTCONN => {
+            ownership::leave(&format!(
+                "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that \
              it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+            ))
+        }
+        error => ownership::leave(&format!(
+            "the worker's link to its supervisor cannot be used ({error}); the worker ends here\n"
         )),
     }
 }

@@ -680,10 +680,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// Forgets jobs that the supervisor has taken back.
     fn drop_taken(&self, state: &mut State) {
         let Some(claims) = self.claims else { return };
-        while let Some(job) = state.pending.front().filter(|job| claims.is_taken(job.arrival)) {
-            let number = job.order.number;
-            state.live.remove(&number);
-            state.pending.pop_front();
+        while state.pending.front().is_some_and(|job| claims.is_taken(job.arrival))
+            && let Some(job) = state.pending.pop_front()
+        {
+            state.unlist(&job.order);
             state.has_dropped = true;
         }
     }
@@ -691,7 +691,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// Gives back a job that was taken back just as it was about to begin. This happens before a handler can begin and
     /// answer a later job. The supervisor relies on this order, also if a handler ends the process.
     fn give_back(&self, state: &mut State, job: &Pending) {
-        state.live.remove(&job.order.number);
+        state.unlist(&job.order);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
         self.writer.push_with(kind::RETURNED, job.order.number, &Empty, &[arrival], Payload::NONE);
         self.writer.flush();
@@ -807,6 +807,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
+    /// Forgets a job, unless it came again under its number.
+    fn unlist(&mut self, order: &Order) {
+        if self.live.get(&order.number).is_some_and(|handle| Arc::ptr_eq(handle, &order.handle)) {
+            self.live.remove(&order.number);
+        }
+    }
+
     /// Whether there are more threads than may be. Those that may end do so instead of taking a job.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max

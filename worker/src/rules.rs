@@ -34,9 +34,9 @@ const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
-/// Folders of the system. A temporary folder is not mounted a second time below them.
-const SYSTEM: [&str; 11] =
-    ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys", "/dev"];
+/// Folders of the system. `/dev` is none of them, because the worker's temporary folder is mounted at `/dev/shm` as well.
+const SYSTEM: [&str; 10] =
+    ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
 /// Of Landlock: with it the kernel logs what is tried and refused.
 const NO_VERSION: u32 = 0;

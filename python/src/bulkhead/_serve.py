@@ -282,7 +282,7 @@ class Server:
                     # The supervisor stores its number and then loads ours.
                     if job._arrival <= words[3]:
                         # Sent under the lock: before what came behind it is answered.
-                        del self._live[job.number]
+                        self._unlist(job)
                         arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
                         self._link.send(_wire.RETURNED, job.number, arrival)
                         self._drop_taken()
@@ -302,12 +302,17 @@ class Server:
         if words is None or not pending or pending[0]._arrival > words[3]:
             return
         while pending and pending[0]._arrival <= words[3]:
-            del self._live[pending.popleft().number]
+            self._unlist(pending.popleft())
         self._link.send(_wire.HEARTBEAT, 0)
+
+    def _unlist(self, job: Context) -> None:
+        """Forgets a job, unless it came again under its number; the lock is held."""
+        if self._live.get(job.number) is job:
+            del self._live[job.number]
 
     def _end(self, job: Context) -> None:
         """The job is answered; the lock is held."""
-        del self._live[job.number]
+        self._unlist(job)
         self._running -= 1
 
     def _finish(self) -> None:

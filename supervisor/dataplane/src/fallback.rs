@@ -9,6 +9,7 @@ use bulkhead_policy::{Answer, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 
+use super::outcomes::exit_status;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
@@ -109,6 +110,7 @@ impl DataPlane {
             }
         }
         fallback.next = place + 1;
+        answer.cargo.status = None;
         self.enter_as_guest(target, left, answer.cargo, fallback, payload);
         None
     }
@@ -250,7 +252,7 @@ impl DataPlane {
             retry_after: answer.retry_after,
             deadline: answer.deadline,
             run_limit: answer.run_limit,
-            status: answer.cargo.status,
+            status: exit_status(answer),
             report: self.report_of(answer).map(|id| id.to_string()),
         }
     }

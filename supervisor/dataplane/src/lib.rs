@@ -752,7 +752,8 @@ impl DataPlane {
                 break;
             }
             let mut events = Events::with_capacity(EVENTS_PER_TURN);
-            if self.poll.poll(&mut events, Some(Duration::from_millis(20))).is_err() {
+            let polled = self.poll.poll(&mut events, Some(Duration::from_millis(20)));
+            if polled.is_err_and(|error| error.kind() != std::io::ErrorKind::Interrupted) {
                 break;
             }
         }

@@ -380,7 +380,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let job = self.jobs.get(index);
         job.attempts += 1;
-        if job.attempts == 1 && job.taken_back == 0 {
+        if !std::mem::replace(&mut job.is_counted, true) {
             self.retries.call(now);
         }
         job.place = Place::InFlight {

@@ -52,6 +52,8 @@ pub(crate) struct Job<T> {
     pub(crate) attempts: u32,
     /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.
     pub(crate) taken_back: u32,
+    /// True if the job counts as a call in the retry budget.
+    pub(crate) is_counted: bool,
     /// Whether it gets a worker for itself alone, since it may have brought one down.
     pub(crate) is_suspect: bool,
     /// What came of it when it was given out before.
@@ -200,6 +202,7 @@ impl<T> Jobs<T> {
             taken_from: None,
             attempts: 0,
             taken_back: 0,
+            is_counted: false,
             is_suspect: false,
             before: None,
             claim: None,

@@ -415,6 +415,29 @@ fn who_answers_what_was_taken_back_is_ended() {
 }
 
 #[test]
+fn an_answer_for_a_job_ahead_of_another_worker_takes_nothing_from_that_worker() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let all = jobs(&mut stage, 6);
+    let other = stage.spawned[1];
+    let held = |stage: &mut Stage| all.iter().copied().find(|&job| stage.bulkhead.holds(other, job));
+    stage.wait(300 * MS);
+    while stage.taken_back.is_empty() {
+        let running = held(&mut stage).expect("the other worker works");
+        stage.reply(running);
+    }
+    let is_elsewhere = |job: &&JobId| stage.taken_back.contains(job) && ahead(&stage).contains(job);
+    let moved =
+        *all.iter().find(is_elsewhere).expect("a job that was taken back is ahead of the other worker");
+    stage.apply(Event::Replied { worker: stuck, job: moved, reply: Reply::Ok });
+    assert!(matches!(stage.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
+    stage.die(stuck, Death::Signal(9));
+    while let Some(running) = held(&mut stage) {
+        stage.reply(running);
+    }
+    all.iter().for_each(|&job| stage.expect(job, "ok", None));
+}
+
+#[test]
 fn who_says_that_it_began_what_makes_no_sense_is_ended() {
     for says in [0, 1000] {
         let (mut stage, stuck) = beside_a_stuck_one(limits(1, 1, 10));

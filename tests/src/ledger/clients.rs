@@ -103,6 +103,11 @@ pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
 /// another `round` are others. Within a `LocalSet`.
 pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     let book = Rc::new(RefCell::new(HashMap::new()));
+    for client in &clients {
+        // Some deadlines are shorter than it takes to connect.
+        let asked = client.job("missing", "").deadline(LAST_OUTCOMES_WITHIN).send().await;
+        assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor answers");
+    }
     let until = Instant::now() + plan.lasts;
     let mut lanes = tokio::task::JoinSet::new();
     for (connection, client) in clients.into_iter().enumerate() {

@@ -589,7 +589,7 @@ impl<T> Bulkhead<T> {
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };
         let place = self.jobs.find(job).map(|index| (index, self.jobs.get(index).place));
         match place {
-            Some((index, Place::Ahead { .. })) => {
+            Some((index, Place::Ahead { worker: at })) if at == worker.place => {
                 self.take_out(index, worker.place);
                 self.job_timers.clear(index);
                 let entry = self.jobs.get(index);

@@ -19,7 +19,7 @@ pub(crate) fn limits(random: &mut Random) -> Limits {
             min: random.range(1, max) as u32,
             max: max as u32,
             target: random.millis(1, 500),
-            mode: random.pick(&[AdaptiveMode::Enforce, AdaptiveMode::Enforce, AdaptiveMode::Monitor]),
+            mode: random.pick(&[AdaptiveMode::Enforce, AdaptiveMode::Monitor]),
         });
     }
     limits
