@@ -458,6 +458,29 @@ fn shared_memory_by_name_is_the_workers_own() {
     }
 }
 
+/// The worker's temporary folder, in which each program has a part, is mounted at `/dev/shm` as well.
+#[test]
+fn programs_find_nothing_of_each_other_in_dev_shm() {
+    for profile in profiles() {
+        let runs = "exec = [\"/bin/sh\", \"-c\", \"case $BULKHEAD_OPERATION in \
+                    keep) echo mine > $TMPDIR/secret; touch PLACE/write/kept; \
+                    while [ ! -e PLACE/write/go ]; do sleep 0.01; done;; \
+                    *) cat /dev/shm/*/secret /dev/shm/secret 2>&1; true;; esac\"]\n\
+                    max_in_flight = 2\ndeadline = \"60s\"\nenv = { PATH = \"/usr/bin:/bin\" }";
+        let place = start(&bulkhead("x", runs, &format!("{profile}, write = [\"PLACE/write\"]")));
+        let client = place.client();
+        let keeper = client.job("x", "").operation("keep").start().unwrap();
+        wait_for("the first program has its secret", || {
+            place.path().join("write/kept").exists().then_some(())
+        });
+        let seen = client.job("x", "").send().unwrap();
+        let seen = String::from_utf8_lossy(seen.payload()).into_owned();
+        assert!(!seen.contains("mine"), "{profile}: {seen}");
+        std::fs::write(place.path().join("write/go"), "").unwrap();
+        keeper.wait().unwrap();
+    }
+}
+
 #[test]
 fn what_is_written_to_a_path_that_was_given_stays() {
     for profile in profiles() {
