@@ -154,3 +154,15 @@ def test_as_many_calls_run_as_there_are_workers(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         wait(futures, LONG)
         assert not any(future.running() for future in futures)
+
+
+def test_what_is_sent_once_more_to_a_worker_that_has_not_read_it() -> None:
+    """To cancel a call ahead takes back those around it, which then come again under their numbers."""
+    with BulkheadExecutor(1, config={"lookahead": "100ms"}) as pool:
+        # Calls are quick, so that many are ahead.
+        pids = {pool.submit(jobs.pid).result(LONG) for _ in range(100)}
+        for _ in range(50):
+            futures = [pool.submit(jobs.hold_the_lock_for, 0.02), *(pool.submit(jobs.pid) for _ in range(8))]
+            assert futures[4].cancel()
+            pids |= {future.result(LONG) for future in futures if not future.cancelled()}
+        assert len(pids) == 1
