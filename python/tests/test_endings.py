@@ -193,10 +193,9 @@ def test_the_supervisor_says_nothing_to_the_callers_service_manager(monkeypatch:
 
 
 SOFT_LIMIT = """
-import shutil
 import signal
 from concurrent.futures import wait
-from bulkhead import BulkheadExecutor, WorkerCrashed
+from bulkhead import BulkheadExecutor
 
 def too_late(number, frame):
     raise TimeoutError("soft limit")
@@ -288,3 +287,20 @@ def test_a_nested_pool_leaves_nothing_when_its_call_is_killed(tmp_path: Path) ->
             return not os.path.exists(folder)
 
         wait_for("its folder is gone", is_gone)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "terminate_workers"])
+def test_a_callback_of_a_crashed_call_may_end_the_pool(end: str) -> None:
+    pool = BulkheadExecutor(1)
+    returned = threading.Event()
+
+    def end_pool(_future: object) -> None:
+        getattr(pool, end)()
+        returned.set()
+
+    future = pool.submit(jobs.segfault)
+    future.add_done_callback(end_pool)
+    assert isinstance(future.exception(LONG), WorkerCrashed)
+    assert returned.wait(LONG)
+    pool.shutdown()
+    assert not pool._pool._stacks

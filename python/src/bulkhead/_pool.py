@@ -256,8 +256,8 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
-        #: Number of futures for which the stack of a dead worker is awaited.
-        self._stacks = 0
+        #: Threads that wait for the stack of a dead worker, and then end its call's future.
+        self._stacks: set[threading.Thread] = set()
         self._next_look = 0.0
         #: True if Ctrl-C ended the wait for its calls: the end of the interpreter does not wait for them again.
         self.is_given_up = False
@@ -398,13 +398,18 @@ class Pool:
             problem = _pool_worker.explained(error)
         size = sum(map(len, payload))
         if size > CALL_BYTES_MAX:
-            problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
+            problem, payload = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}"), []
         metadata = call.metadata
         if size >= _files.LARGE_BYTES_MIN and problem is None:
             lease = self._lease(call, size, may_wait)
             if lease is not None:
                 metadata, payload = lease.write(metadata, payload), []
-        data = b"".join(payload)
+        try:
+            data = b"".join(payload)
+        except Exception as error:
+            # A MemoryError is not to end the thread on which all calls depend.
+            problem, data = error, b""
+        payload = []
         call.bytes = len(data)
         # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
         # a signal's handler may come there, and end the pool.
@@ -615,18 +620,18 @@ class Pool:
         if supervisor is None or not isinstance(error, WorkerCrashed) or error.outcome.report is None:
             return False
         awaited = [future]
+        await_stack = partial(self._await_stack, supervisor, awaited, error)
+        thread = threading.Thread(target=await_stack, name="bulkhead-stack", daemon=True)
         with self._lock:
             self._ending[id(awaited)] = awaited
-            self._stacks += 1
+            self._stacks.add(thread)
         try:
-            threading.Thread(
-                target=self._await_stack, args=(supervisor, awaited, error), name="bulkhead-stack", daemon=True
-            ).start()
+            thread.start()
         except RuntimeError:
             # There is no room for one.
             with self._lock:
                 del self._ending[id(awaited)]
-                self._stacks -= 1
+                self._stacks.discard(thread)
             return False
         return True
 
@@ -639,7 +644,7 @@ class Pool:
             awaited[0]._settle(None, error)
             with self._lock:
                 self._ending.pop(id(awaited), None)
-                self._stacks -= 1
+                self._stacks.discard(threading.current_thread())
             self._fill(may_wait=False)
 
     def _error(self, metadata: bytes, payload: _wire.Payload) -> BaseException:
@@ -813,11 +818,13 @@ class Pool:
 
     def _join(self) -> None:
         """Waits for the end of the thread, and of that of a supervisor that it had to start."""
-        joined = None
+        joined, current = None, threading.current_thread()
         while True:
             with self._lock:
                 thread = self._thread
-            if thread is None or thread is joined or thread is threading.current_thread():
+                # Callbacks run in these, without which there is no end.
+                is_own = current is thread or current in self._stacks
+            if thread is None or thread is joined or is_own:
                 return
             thread.join()
             joined = thread
