@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +17,7 @@ import pytest
 from pools import LONG, wait_for
 
 from bulkhead import BulkheadExecutor, _files
+from bulkhead._channel import Channel
 from bulkhead.executor import ResultRefused, ResultUnreadable, WorkerCrashed
 
 numpy = pytest.importorskip("numpy", reason="NOT RUN: numpy is not installed")
@@ -189,3 +191,19 @@ def test_array_does_not_change_when_worker_writes_on() -> None:
             before = result.tobytes()
             pool.submit(int).result(LONG)
             assert result.tobytes() == before
+
+
+def test_a_lease_that_has_rested_is_left_alone_when_the_connection_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 0)
+    assert not channel.has_unread()
+    channel.close()
+    assert channel.has_unread()
+    theirs.close()
+
+
+def test_a_signals_handler_may_ask_for_a_lease_while_another_is_awaited() -> None:
+    answered = _files.Leases(lambda _frames: None, []).answered
+    with answered._cond:  # type: ignore[attr-defined]
+        assert answered._cond.acquire(blocking=False)  # type: ignore[attr-defined]
+        answered._cond.release()  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from pathlib import Path
+from typing import Any
 
 import jobs
 import pytest
@@ -395,6 +396,8 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
         with pytest.raises(WorkerCrashed):
             pool.submit(jobs.segfault).result(LONG)
         assert pool.submit(jobs.loaded, "threaded").result(LONG)
+        # It is nothing for programs and pools that calls start.
+        assert pool.submit(jobs.variable, "PYTHON_BULKHEAD_BARE").result(LONG) is None
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
     assert "leave the thread" in line
 
@@ -802,3 +805,33 @@ def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
         pytest.raises(BrokenProcessPool, match="`memory`"),
     ):
         pool.submit(jobs.pid).result(LONG)
+
+
+def test_a_call_that_cannot_be_put_together_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one for which there is no memory: it may be sent by the thread on which all calls depend."""
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+        thread, dump = pool._pool._thread, pool._pool.pickler.dump
+
+        def dump_or_fail(value: Any) -> Any:
+            return [memoryview(bytearray(4))[::2]] * 2 if value[1] == ("large",) else dump(value)
+
+        monkeypatch.setattr(pool._pool.pickler, "dump", dump_or_fail)
+        first = pool.submit(jobs.sleep, 0.2)
+        futures = [pool.submit(jobs.double, "large" if number == 30 else number) for number in range(60)]
+        assert first.exception(LONG) is None
+        concurrent.futures.wait(futures, LONG)
+        assert [number for number, future in enumerate(futures) if future.exception()] == [30]
+        assert pool._pool._thread is thread
+
+
+def test_another_pickler_is_given_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_pickler.py").write_text(
+        "import pickle\n"
+        "def dumps(value):\n    return pickle.dumps(value)\n"
+        "def loads(data):\n    return pickle.loads(data.removesuffix(b'?'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with BulkheadExecutor(1, pickler="own_pickler") as pool:
+        for size in (8, 1 << 20, 1 << 20):
+            assert pool.submit(jobs.plain_data, bytes(size)).result(LONG) == bytes(size)

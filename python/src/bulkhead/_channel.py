@@ -164,7 +164,11 @@ class Channel:
     def has_unread(self) -> bool:
         """True if the supervisor has sent bytes that are not read yet."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError:
+            # It was closed meanwhile.
+            return True
         return bool(poll.poll(0))
 
     # The end.

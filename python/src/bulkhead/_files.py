@@ -187,8 +187,11 @@ class Leases:
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
         self._refused_at = -_ASK_AGAIN_SECONDS
-        #: Set while nothing is asked for.
+        from ._future import Condition
+
+        #: Set while nothing is asked for. A signal's handler may come in the midst of it, also with an exception.
         self.answered = threading.Event()
+        self.answered._cond = Condition()  # type: ignore[attr-defined]
         self.answered.set()
 
     def _tell(self, kind: int, number: int) -> None:

@@ -70,6 +70,9 @@ class Pickler:
 
     def load(self, parts: list[Any]) -> Any:
         """Loads a dumped value."""
+        if not self.is_read_by_pickle:
+            # Not all `loads` take a view.
+            return self.loads(bytes(parts[0]) if isinstance(parts[0], memoryview) else parts[0])
         return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
@@ -258,7 +261,8 @@ class _Worker:
         """In a worker that was forked of a template."""
         self._join_output()
         os.umask(self._preparation["umask"])
-        if _BARE in os.environ:
+        # Nothing for programs, and pools, that calls start.
+        if os.environ.pop(_BARE, None) is not None:
             self._import()
         self._initialize()
 
