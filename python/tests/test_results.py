@@ -311,3 +311,11 @@ def test_nested_instances_count_as_containers() -> None:
             loads(pickle.dumps(deep, 5), (), allowed)
     with pytest.raises(DataOnly, match="results.Point"):
         loads(pickle.dumps(results.Point(1, 2)))
+
+
+def test_a_class_of_the_main_module_is_taken_by_a_worker_that_is_a_caller() -> None:
+    kind = type("Kind", (), {"__module__": "__mp_main__"})
+    found = allow([kind])
+    for module in (b"__main__", b"__mp_main__"):
+        pickled = b"\x80\x04\x8c" + bytes((len(module),)) + module + b"\x8c\x04Kind\x93)\x81."
+        assert type(loads(pickled, (), found)) is kind

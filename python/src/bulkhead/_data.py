@@ -66,7 +66,12 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
         _HAVING.add(kind)
         if issubclass(kind, BaseException):
             _EXCEPTIONS.add(kind)
-    return {(kind.__module__, kind.__qualname__): kind for kind in kinds}
+    return {_name_of(kind.__module__, kind.__qualname__): kind for kind in kinds}
+
+
+def _name_of(module: str, name: str) -> tuple[str, str]:
+    """A class of the main module has the same name in caller and worker, also if the caller is a worker."""
+    return module.replace("__mp_main__", "__main__"), name
 
 
 def loads(
@@ -860,7 +865,7 @@ class _Reader:
             _refuse("a name that is no text")
         make = (
             _MAKERS.get((module, name))
-            or self._allowed.get((module.replace("__mp_main__", "__main__"), name))
+            or self._allowed.get(_name_of(module, name))
             or _maker_of_exception(module, name)
         )
         if make is None:
