@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -207,3 +208,17 @@ def test_a_signals_handler_may_ask_for_a_lease_while_another_is_awaited() -> Non
     with answered._cond:  # type: ignore[attr-defined]
         assert answered._cond.acquire(blocking=False)  # type: ignore[attr-defined]
         answered._cond.release()  # type: ignore[attr-defined]
+
+
+def test_a_pool_that_has_ended_holds_no_memory_files() -> None:
+    def files() -> list[str]:
+        with open("/proc/self/maps") as maps:
+            return [line for line in maps if "memfd" in line]
+
+    before = files()
+    with BulkheadExecutor(1) as pool:
+        warm(pool)
+        assert len(files()) > len(before)
+    gc.collect()
+    assert pool._pool._channel is None
+    assert files() == before

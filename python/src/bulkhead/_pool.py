@@ -919,14 +919,14 @@ class _Thread(threading.Thread):
     taken for one that has ended, so that who waits for it later waits no more."""
 
     def __init__(self, task: Callable[[], None]) -> None:
-        super().__init__(name="bulkhead-executor", daemon=True)
-        self._task = task
+        super().__init__(target=task, name="bulkhead-executor", daemon=True)
         self._is_done = False
         self._done = Condition()
 
     def run(self) -> None:
         try:
-            self._task()
+            # It does not hold the task, and with it memory files, any longer than that.
+            super().run()
         finally:
             with self._done:
                 self._is_done = True
