@@ -490,15 +490,14 @@ class Server:
             frames = self._reader.frames
             if frames:
                 with self._lock:
+                    # What comes can be among them, and then is another.
+                    self._drop_taken()
                     while frames:
                         self._take(*frames.popleft())
 
     def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.JOB:
             operation, tenant, remaining, trace, named = _wire.job(metadata)
-            if number in self._live:
-                # It was taken back and comes once more, perhaps in the same read.
-                self._drop_taken()
             self._arrived += 1
             deadline = time.monotonic() + min(remaining / 1e6, _wire.SECONDS_MAX)
             data = payload if named is None else _files.Loan(self._lent, named)
