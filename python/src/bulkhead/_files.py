@@ -10,7 +10,6 @@ import _socket
 import mmap
 import os
 import struct
-import threading
 import time
 import weakref
 
@@ -187,12 +186,9 @@ class Leases:
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
         self._refused_at = -_ASK_AGAIN_SECONDS
-        from ._future import Condition
-
-        #: Set while nothing is asked for. A signal's handler may come in the midst of it, also with an exception.
-        self.answered = threading.Event()
-        self.answered._cond = Condition()  # type: ignore[attr-defined]
-        self.answered.set()
+        #: Whether an answer has come since one was asked for. It is looked at again and again: what waits without a
+        #: pause has a lock, and a signal's handler that comes meanwhile may submit calls, or raise.
+        self.is_answered = True
 
     def _tell(self, kind: int, number: int) -> None:
         self._say((_wire.frame(kind, number),))
@@ -215,7 +211,7 @@ class Leases:
         if not is_early and len(self._asked) < min(_ASKED_MAX, most - len(self.used)):
             self._last_asked += 1
             self._asked[self._last_asked] = whose
-            self.answered.clear()
+            self.is_answered = False
             self._say((_wire.frame(_wire.LEASE, self._last_asked, whose + _wire.NUMBER.pack(size) + _wire.EMPTY),))
         return None
 
@@ -245,7 +241,7 @@ class Leases:
                     self._tell(_wire.LEASE_RETURNED, number)
             return
         whose = self._asked.pop(number, None)
-        self.answered.set()
+        self.is_answered = True
         if kind == _wire.LEASED and whose is not None:
             lent, size = _NAMED.unpack_from(metadata)
             try:

@@ -58,6 +58,7 @@ WINDOW_BYTES_MAX = 256 << 20
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
 #: Seconds that a large call waits for a memory file before it goes by the socket.
 LEASE_SECONDS_MAX = 1.0
+LEASE_PAUSE_SECONDS = 0.0005
 #: Outcomes behind which no worker has the call any more: ok, and failed.
 _ANSWERED = frozenset((0, 1))
 _ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
@@ -469,7 +470,9 @@ class Pool:
                 break
             if tries:
                 channel.flush(may_wait=True)
-                channel.leases.answered.wait(LEASE_SECONDS_MAX)
+                give_up = time.monotonic() + LEASE_SECONDS_MAX
+                while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
+                    time.sleep(LEASE_PAUSE_SECONDS)
             with self._lock:
                 call.lease = channel.leases.take(call.metadata, size, self.workers, channel.has_unread)
             if call.lease is not None:

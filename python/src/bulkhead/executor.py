@@ -263,7 +263,7 @@ class BulkheadExecutor(_Calls):
         if memory is not None:
             keys["rlimits"] = {"data": memory}
         if self._is_confined:
-            given = [os.fspath(path) for path in profile.get("read", [])]
+            given = list(dict.fromkeys(os.fspath(path) for path in profile.get("read", [])))
             named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
             profile["read"] = given + [path for path in _readable_paths() if path not in named]
         return keys
