@@ -221,7 +221,7 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
         Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", file.display()))
     })?;
     if args.json {
-        output::json(&json!({"file": file, "job": place, "payload_bytes": kept.len()}))?;
+        output::json(json!({"file": file, "job": place, "payload_bytes": kept.len()}))?;
     } else {
         output::note(&format!("{} bytes of job {place} written to {}", kept.len(), file.display()));
     }

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
             // `submit` has a line for each job, and told this one as such.
             if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
                 // If it cannot be written, standard error has it all the same.
-                let _ = output::json(&failure.json());
+                let _ = output::json(failure.json());
             }
             failure.report()
         }

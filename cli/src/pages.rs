@@ -34,7 +34,7 @@ pub(crate) fn man(args: &Args, folder: &Path) -> Result<u8, Failure> {
         files.push(path.display().to_string());
     }
     if args.json {
-        output::json(&json!({"files": files}))?;
+        output::json(json!({"files": files}))?;
     } else {
         files.iter().try_for_each(|file| output::line(file))?;
     }

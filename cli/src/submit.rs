@@ -25,7 +25,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
         Ok(prepared) => prepared,
         Err(failure) => {
             if args.json {
-                output::json(&failure.job_json(&submit.request.name))?;
+                output::json(failure.job_json(&submit.request.name))?;
             }
             return Err(failure);
         }
@@ -131,7 +131,7 @@ impl<'a> Run<'a> {
     fn print(&self, result: &Result<Reply, JobError>) -> Result<(), Failure> {
         let json = self.args.json;
         if json {
-            output::json(&output::outcome_json(&self.submit.request.name, result))?;
+            output::json(output::outcome_json(&self.submit.request.name, result))?;
         } else if self.submit.repeat.is_none() {
             output::note(&output::describe(result));
         }

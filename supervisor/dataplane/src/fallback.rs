@@ -9,7 +9,6 @@ use bulkhead_policy::{Answer, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 
-use super::outcomes::exit_status;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
@@ -252,7 +251,7 @@ impl DataPlane {
             retry_after: answer.retry_after,
             deadline: answer.deadline,
             run_limit: answer.run_limit,
-            status: exit_status(answer),
+            status: Self::exit_status(answer),
             report: self.report_of(answer).map(|id| id.to_string()),
         }
     }

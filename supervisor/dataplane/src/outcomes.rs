@@ -40,13 +40,13 @@ pub(super) struct About {
     pub(super) result: Option<Named>,
 }
 
-/// Returns the exit status of the program that ran a job, if the job ended by the program's own answer. A worker can
-/// send a status with an answer that is then refused.
-pub(super) fn exit_status(answer: &Answer<Box<JobData>>) -> Option<i32> {
-    answer.cargo.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
-}
-
 impl DataPlane {
+    /// Returns the exit status of the program that ran a job, if the job ended by the program's own answer. A worker can
+    /// send a status with an answer that is then refused.
+    pub(super) fn exit_status(answer: &Answer<Box<JobData>>) -> Option<i32> {
+        answer.cargo.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
+    }
+
     pub(super) fn answer(
         &mut self,
         compartment: CompartmentIndex,
@@ -127,7 +127,7 @@ impl DataPlane {
                 ..OutcomeMessage::of_verdict(&answer.verdict, &owner.name)
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
-            let message = message.with_status(exit_status(&answer));
+            let message = message.with_status(Self::exit_status(&answer));
             let payload = result_for(&answer.verdict, incoming);
             let report = self.report_of(&answer).map(|id| id.to_string());
             let about = About { job: answer.job, run_limit: answer.run_limit, span: None, report, result };
