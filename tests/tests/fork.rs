@@ -196,11 +196,12 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so that every kill order names a process that is gone.
+/// Each process forks a successor and exits, so that every kill order names a process that is gone. Not under `none`,
+/// where nothing bounds the number of processes, and the dead ones can take all numbers of the machine.
 #[test]
 fn chains_of_processes_cost_no_other_workers_job() {
-    for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
-        if !layers.is_empty() && (!is_root() || !has_layers(layers)) {
+    for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
+        if !is_root() || !has_layers(layers) {
             println!("NOT RUN: {profile} takes root and its layers");
             continue;
         }
