@@ -466,7 +466,7 @@ fn programs_find_nothing_of_each_other_in_dev_shm() {
                     keep) echo mine > $TMPDIR/secret; touch PLACE/write/kept; \
                     while [ ! -e PLACE/write/go ]; do sleep 0.01; done;; \
                     *) cat /dev/shm/*/secret /dev/shm/secret 2>&1; true;; esac\"]\n\
-                    max_in_flight = 2\ndeadline = \"60s\"";
+                    max_in_flight = 2";
         let place = start(&bulkhead("x", runs, &format!("{profile}, write = [\"PLACE/write\"]")));
         let client = place.client();
         let keeper = client.job("x", "").operation("keep").start().unwrap();
