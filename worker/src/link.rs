@@ -17,8 +17,7 @@ use rustix::io::{Errno, FdFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::journal::{Claims, Journal};
-use crate::ownership;
-use crate::pool::end_at_once;
+use crate::ownership::{self, end_at_once};
 use crate::seal::Seal;
 
 /// Bytes that one read takes: a worker gets few jobs at once.

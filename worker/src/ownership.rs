@@ -36,6 +36,13 @@ pub(crate) fn end_forked_process() {
     }
 }
 
+/// Kills this process. Used when the supervisor is gone, or sends nonsense, so that nothing here is of use any more.
+pub(crate) fn end_at_once() -> ! {
+    // Not `exit`, which would run whatever a C library has left to be run, and might not return.
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    std::process::abort();
+}
+
 /// Ends this process with a message. Runs no destructors: they belong to the worker's code, and may hang or, in a
 /// forked process, undo what the worker still needs.
 pub(crate) fn leave(message: &str) -> ! {

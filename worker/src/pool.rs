@@ -48,7 +48,7 @@ use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
 use crate::files::{Leased, Lent};
 use crate::journal::Claims;
 use crate::link::{self, Reader, Welcome, Writer, threads_max};
-use crate::ownership;
+use crate::ownership::{self, end_at_once};
 use crate::reply::{HandlerError, Reply};
 
 #[cfg(test)]
@@ -901,13 +901,6 @@ fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
         Ok(_) | Err(Errno::INTR) => None,
         Err(error) => link::lost(error),
     }
-}
-
-/// The supervisor is gone, or mad: nothing that this process does is of use any more.
-pub(crate) fn end_at_once() -> ! {
-    // Not `exit`, which would run whatever a C library has left to be run, and might not return.
-    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-    std::process::abort();
 }
 
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
