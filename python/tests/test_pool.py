@@ -174,7 +174,7 @@ class Large(bytes):
 
 def test_a_call_that_no_frame_takes_costs_itself(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(pool._pool.pickler, "dumps", lambda _: Large())
+        patch.setattr(pool._pool.pickler, "dump", lambda _: [Large()])
         with pytest.raises(ValueError, match="4294967296 bytes, and a frame takes"):
             pool.submit(jobs.pid).result(LONG)
     assert pool.submit(jobs.double, 2).result(LONG) == 4
