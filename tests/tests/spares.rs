@@ -73,7 +73,10 @@ fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Each job has a process of its own, and there are never more than slots and spares.
+/// Maximum number of replaced workers of one bulkhead that may take their time to exit.
+const EXITING_MAX: usize = 16;
+
+/// Each job has a process of its own, and there are never more than slots, spares, and workers that exit.
 #[test]
 fn a_fresh_process_for_each_job_is_a_spare() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";
@@ -85,7 +88,7 @@ fn a_fresh_process_for_each_job_is_a_spare() {
         let reply = client.job("b", "x").send().unwrap();
         assert!(pids.insert(reply.outcome().worker_pid.unwrap()), "round {round}: one began two jobs");
         let there = supervisor.state("b").workers.len();
-        assert!(there <= 3, "{there} workers");
+        assert!(there <= 3 + EXITING_MAX, "{there} workers");
     }
     wait_spares(&supervisor, 2);
     wait_for("those that ran are gone", || {
