@@ -1,7 +1,7 @@
 //! The host: a worker whose handler is a program (`exec`) or a function of a C library (`library`).
 //!
 //! ```text
-//! bulkhead-worker exec [--rlimit NAME=VALUE]... -- PROGRAM [ARGUMENT]...
+//! bulkhead-worker exec [--rlimit NAME=VALUE | --ok STATUS | OPTION VALUE]... -- PROGRAM [ARGUMENT]...
 //! bulkhead-worker library --entry SYMBOL -- PATH
 //! ```
 

@@ -82,7 +82,7 @@ impl Worker {
     #[cfg(feature = "host")]
     fn of_exec(script: &str, folder: &str) -> Self {
         let host = env!("CARGO_BIN_EXE_bulkhead-worker");
-        Self::start(host, &["exec", "--", "/bin/sh", "-c", script], &[("FOLDER", folder)])
+        Self::start(host, &["exec", "--ok", "0", "--", "/bin/sh", "-c", script], &[("FOLDER", folder)])
     }
 
     fn start(program: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
