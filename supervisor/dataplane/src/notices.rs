@@ -15,7 +15,7 @@ const PER_SECOND: i64 = 1000;
 /// What each job that it may have at once adds: twice what the SDK sends of a job's progress.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Notices that a job adds once, such as STARTED.
+/// Notices that a job adds once, such as RETURNED and the heartbeat that follows.
 const FOR_A_JOB: i64 = 2;
 
 /// For how long a worker that is over its budget is not read at most: less than makes it seem to hang.
@@ -165,7 +165,7 @@ mod tests {
         let mut notices = Notices::default();
         for ms in 0..100_000 {
             notices.add_job();
-            // STARTED and a heartbeat each, and a word more.
+            // RETURNED and a heartbeat each, and a word more.
             (0..3).for_each(|_| notices.spend(8));
             notices.settle(at(ms), 1).unwrap();
             assert_eq!((notices.paused_until, notices.beyond), (None, 0), "{ms}");
