@@ -378,6 +378,22 @@ fn deadline_and_cancellation_of_an_unbegun_job_cost_no_worker() {
 }
 
 #[test]
+fn a_job_cancelled_as_soon_as_it_is_sent_leaves_its_worker_available() {
+    for workers in [1, 2] {
+        let mut stage = stage(limits(workers, 2, 0));
+        for worker in stage.spawned.clone() {
+            stage.stick(worker, true);
+        }
+        let _held = jobs(&mut stage, 2 * workers as usize - 1);
+        for _ in 0..3 {
+            let cancelled = stage.job();
+            stage.apply(Event::Cancel { job: cancelled, unless_begun: false });
+            stage.expect(cancelled, "cancelled", None);
+        }
+    }
+}
+
+#[test]
 fn a_drain_lets_unbegun_jobs_with_a_permit_run() {
     let (mut stage, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut stage, 4);

@@ -309,16 +309,26 @@ impl<T> Bulkhead<T> {
                 self.to_send_again.push(index);
                 continue;
             }
+            let is_late = self.is_late_to_begin(now, index);
             self.withdraw_unbegun(now, index, place);
             self.settle_unbegun(now, (index, id), &mut ending, out);
             if let Some(worker) = self.workers[place as usize].as_mut() {
-                worker.is_stalled = true;
+                worker.is_stalled |= is_late;
             }
             is_any = true;
         }
         self.review(now, place);
         self.after_job(now, place);
         is_any
+    }
+
+    /// Returns true if the worker of an unbegun job should get no new jobs until it shows that it is alive. A job that
+    /// is cancelled as soon as it is sent says nothing about its worker.
+    fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
+        let due_after = patience(self.limits.lookahead, 0);
+        let job = self.jobs.get(index);
+        let Place::InFlight { since, .. } = job.place else { return false };
+        job.answer_by(since) <= now || self.live_slots > 1 && since + due_after <= now
     }
 
     /// Takes a job back from its worker unless the job has begun. The job then ends with this verdict, or waits again
