@@ -21,6 +21,8 @@ pub(super) struct Pauses {
     /// How far the clock that goes on while the machine is suspended was ahead of ours, in nanoseconds.
     ahead_ns: Option<u64>,
     told_at: Option<Time>,
+    /// True if the previous turn came too late.
+    is_over: bool,
 }
 
 impl Pauses {
@@ -36,12 +38,14 @@ impl Pauses {
 }
 
 impl DataPlane {
-    /// Notes at the begin of a turn that was due at `due` whether it comes too late.
-    pub(super) fn mind_pause(&mut self, due: Option<Time>) {
+    /// Detects at the begin of a turn that was due at `due` whether the turn comes too late. Returns true if timers
+    /// have to wait for the next turn, because answers that came during the pause may be unread and go first.
+    pub(super) fn mind_pause(&mut self, due: Option<Time>) -> bool {
         let suspended = self.pauses.suspended(self.now);
         let late = due.map_or(Duration::ZERO, |at| self.now.since(at));
-        if late.max(suspended) <= HELD_UP {
-            return;
+        self.pauses.is_over = late.max(suspended) > HELD_UP && !self.pauses.is_over;
+        if !self.pauses.is_over {
+            return false;
         }
         self.keeper.excuse(self.now);
         for session in self.sessions.values_mut() {
@@ -56,6 +60,7 @@ impl DataPlane {
             let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
             self.event(Severity::Warning, None, what);
         }
+        true
     }
 }
 

@@ -439,8 +439,8 @@ impl DataPlane {
             Ok(()) => {
                 self.has_more_events = events.iter().nth(EVENTS_PER_TURN - 1).is_some();
                 self.read_clock();
-                self.mind_pause(self.due);
-                self.turn(&events)
+                let was_paused = self.mind_pause(self.due);
+                self.turn(&events, was_paused)
             }
         };
         self.events = events;
@@ -458,8 +458,8 @@ impl DataPlane {
     pub fn hear_clients(&mut self) -> io::Result<()> {
         self.bell.rise();
         self.read_clock();
-        self.mind_pause(self.due);
-        self.turn(&Events::with_capacity(0))
+        let was_paused = self.mind_pause(self.due);
+        self.turn(&Events::with_capacity(0), was_paused)
     }
 
     /// Ends the keeper, and all workers with it. An error tells what else has ended before.
@@ -473,7 +473,7 @@ impl DataPlane {
         }
     }
 
-    fn turn(&mut self, events: &Events) -> io::Result<()> {
+    fn turn(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
         // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
         self.resume_links();
         let again = std::mem::take(&mut self.links.again);
@@ -493,7 +493,9 @@ impl DataPlane {
         self.hear_bell();
         self.obey();
         self.read_clients();
-        self.tick();
+        if !was_paused {
+            self.tick();
+        }
         Ok(())
     }
 
