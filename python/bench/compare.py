@@ -23,12 +23,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rivals import RIVALS, WORKERS, Rival, installed
+from rivals import RIVALS, WORKERS, ProcessPool, Rival, installed
 
 ONE_IN_FLIGHT_JOBS = 300
 OUTSTANDING = 64
 OUTSTANDING_JOBS = 4000
 MIB = 1 << 20
+ONE_WORKER = "64 outstanding, one worker, jobs/s"
+SPAWN = "ProcessPoolExecutor, spawn"
 FRESH = "max_tasks_per_child=1, calls/s"
 
 
@@ -113,14 +115,14 @@ def fresh_pools() -> dict[str, Any]:
     }
 
 
-def first_result_ms(name: str) -> float:
-    """From making a pool to its first result, in this interpreter."""
+def start_and_exit_ms(make: Callable[[], Rival]) -> tuple[float, float]:
+    """Times from making a pool to its first result, and of leaving it, in this interpreter."""
     began = time.perf_counter()
-    pool = RIVALS[name]()
+    pool = make()
     pool.submit(work, 1).result(60)
-    elapsed = (time.perf_counter() - began) * 1e3
+    started = time.perf_counter()
     pool.close()
-    return elapsed
+    return (started - began) * 1e3, (time.perf_counter() - started) * 1e3
 
 
 WORKER = """
@@ -130,15 +132,13 @@ serve(lambda payload, context: payload)
 
 
 @contextlib.contextmanager
-def echo_supervisor() -> Iterator[str]:
-    """A supervisor with two workers that answer with what they were sent; its socket."""
+def echo_supervisor(processes: int = WORKERS, max_in_flight: int = 1) -> Iterator[str]:
+    """A supervisor whose workers answer with what they were sent; its socket."""
     from bulkhead._private import PrivateSupervisor
 
-    supervisor = PrivateSupervisor(
-        "echo",
-        {"processes": WORKERS, "max_queue": 1000, "sandbox": {"profile": "none"}, "env": {"PYTHONPATH": _paths()}},
-        {},
-    )
+    keys = {"processes": processes, "max_in_flight": max_in_flight, "max_queue": 1000}
+    surroundings = {"sandbox": {"profile": "none"}, "env": {"PYTHONPATH": _paths()}}
+    supervisor = PrivateSupervisor("echo", {**keys, **surroundings}, {})
     worker = supervisor.write("worker.py", WORKER.encode())
     supervisor.start([sys.executable, worker])
     try:
@@ -243,9 +243,17 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
                         note(row, name, value)
     for pool in pools.values():
         pool.close()
+    with echo_supervisor(1) as one_at_a_time, echo_supervisor(1, OUTSTANDING) as side_by_side:
+        for number in range(rounds + 1):
+            for column, socket in ("one job at a time", one_at_a_time), ("64 jobs at once", side_by_side):
+                value = asyncio.run(async_rate(socket))
+                if number:
+                    note(ONE_WORKER, column, value)
     for _ in range(rounds):
-        for name in there:
-            note("first result, ms", name, first_result_ms(name))
+        for name, make in [*((name, RIVALS[name]) for name in there), (SPAWN, lambda: ProcessPool("spawn"))]:
+            start, leave = start_and_exit_ms(make)
+            note("first result, ms", name, start)
+            note("leaving a pool, ms", name, leave)
         for name, fresh in fresh_pools().items():
             note(FRESH, name, fresh_rate(fresh, 50 if "spawn" in name else 600))
     note("import, ms of CPU", "bulkhead", import_cpu_ms("import bulkhead"))
@@ -274,6 +282,12 @@ def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, boo
         ("executor, 64 outstanding, at least 2.5 x (3 wanted)", many["BulkheadExecutor"] / many[standard], 2.5, True),
         ("Client.call of 64 B, at most 0.7 x", one["Client.call"] / one[standard], 0.7, False),
         ("AsyncClient at 64, at least 3 x run_in_executor", many["AsyncClient"] / in_loop[standard], 3.0, True),
+        (
+            "a worker with one job at a time, at least 0.8 x one with 64",
+            figures[ONE_WORKER]["one job at a time"] / figures[ONE_WORKER]["64 jobs at once"],
+            0.8,
+            True,
+        ),
         ("Client.call of 1 MiB, at least 500 MiB/s", figures["1 MiB, MiB/s"]["Client.call"], 500.0, True),
         ("import bulkhead, at most 15 ms of CPU", figures["import, ms of CPU"]["bulkhead"], 15.0, False),
         (
@@ -292,7 +306,13 @@ def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, boo
             for (row, *_), least in zip(ARRAYS, (5.0, 4.0, 3.0), strict=True)
             if row in figures
         ),
-        ("first result, at most 200 ms", figures["first result, ms"]["BulkheadExecutor"], 200.0, False),
+        (
+            "first result, at most 1.2 x ProcessPoolExecutor with spawn",
+            figures["first result, ms"]["BulkheadExecutor"] / figures["first result, ms"][SPAWN],
+            1.2,
+            False,
+        ),
+        ("leaving a pool, at most 50 ms", figures["leaving a pool, ms"]["BulkheadExecutor"], 50.0, False),
     ]
     return [(words, value, value >= bound if is_least else value <= bound) for words, value, bound, is_least in rows]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib
+import importlib.util
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,8 @@ class Rival:
 class ProcessPool(Rival):
     """concurrent.futures.ProcessPoolExecutor, with the start method that 3.14 has by default."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, method: str = "forkserver") -> None:
+        context = multiprocessing.get_context(method)
         self.pool = concurrent.futures.ProcessPoolExecutor(WORKERS, mp_context=context)
 
     def submit(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
@@ -169,3 +170,8 @@ def installed() -> tuple[list[str], list[str]]:
         else:
             there.append(name)
     return there, missing
+
+
+def installed_modules() -> list[str]:
+    """The modules of the pools that can be compared here, as far as they are no part of Python."""
+    return [module for module in _MODULES.values() if importlib.util.find_spec(module)]

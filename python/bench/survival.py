@@ -1,23 +1,27 @@
-"""What becomes of a pool when one job does what jobs do: a table of all pools, printed in one run.
+"""Compares pools in one run: how each survives a bad job, and how well each fits into a program.
 
     python bench/survival.py [POOL...]
 
-Each case runs in an interpreter of its own: an honest job, then the bad one, then honest ones again.
+Prints two tables. Each case runs in an interpreter of its own. A case of the first table runs an honest job, then the
+bad one, then honest ones again.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rivals import RIVALS, installed
+from rivals import RIVALS, installed, installed_modules
 
 #: Seconds that a pool has to say what became of a job; billiard takes ten to notice a death.
 ANSWER_SECONDS_MAX = 15.0
@@ -25,6 +29,8 @@ ANSWER_SECONDS_MAX = 15.0
 TIMEOUT_SECONDS = 0.5
 #: Seconds after which a case is ended from outside.
 CASE_SECONDS_MAX = 45.0
+#: The same for a case that builds a program.
+BUILD_SECONDS_MAX = 300.0
 
 
 def honest(number: int) -> int:
@@ -75,6 +81,103 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 
+def write_file(path: str) -> None:
+    with open(path, "w") as file:
+        file.write("text")
+
+
+def is_traced() -> bool:
+    """Returns true if coverage.py measures this process."""
+    import coverage
+
+    return coverage.Coverage.current() is not None
+
+
+def write_and_wait(path: str) -> None:
+    write_file(path)
+    time.sleep(0.05)
+
+
+def cancelled(name: str, folder: str) -> str:
+    """Returns the number of calls that run although the pool is shut down as soon as the first has begun."""
+    pool = RIVALS[name]()
+    assert pool.submit(honest, 1).result(30) == 2
+    calls = [pool.submit(write_and_wait, f"{folder}/{number}") for number in range(CALLS)]
+    while not os.listdir(folder):
+        time.sleep(0.001)
+    try:
+        pool.pool.shutdown(wait=True, cancel_futures=True)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return "cannot cancel"
+    ran = len(os.listdir(folder))
+    assert ran + sum(call.cancelled() for call in calls) == CALLS
+    return f"{ran} of {CALLS} calls ran"
+
+
+def masked(name: str, folder: str) -> str:
+    """Returns the mode of a file that a call creates."""
+    os.umask(0o027)
+    RIVALS[name]().submit(write_file, f"{folder}/new").result(30)
+    return f"{os.stat(f'{folder}/new').st_mode & 0o777:04o}"
+
+
+def traced(name: str, folder: str) -> str:
+    if importlib.util.find_spec("coverage") is None:
+        return "NOT RUN: coverage is not installed"
+    with open(f"{folder}/.coveragerc", "w") as file:
+        file.write(f"[run]\ndata_file = {folder}/data\n")
+    os.environ["COVERAGE_PROCESS_START"] = f"{folder}/.coveragerc"
+    return "measured" if RIVALS[name]().submit(is_traced).result(30) else "not measured"
+
+
+#: A program for PyInstaller. The call comes from a module, because the program's own is no module in its workers.
+FROZEN = """
+import multiprocessing, os, sys
+
+if __name__ == "__main__":
+    multiprocessing.freeze_support()
+    import operator, rivals
+    pool = rivals.RIVALS[sys.argv[1]]()
+    print(pool.submit(operator.mul, 6, 7).result(20), flush=True)
+    os._exit(0)
+"""
+
+
+def frozen(name: str, folder: str) -> str:
+    if importlib.util.find_spec("PyInstaller") is None:
+        return "NOT RUN: PyInstaller is not installed"
+    with open(f"{folder}/program.py", "w") as file:
+        file.write(FROZEN)
+    modules = [option for module in installed_modules() for option in ("--collect-all", module)]
+    paths = ["--paths", os.path.dirname(os.path.abspath(__file__))]
+    build = [sys.executable, "-m", "PyInstaller", "--onedir", "--noconfirm", "--specpath", folder, "--workpath"]
+    build += [f"{folder}/work", "--distpath", f"{folder}/dist", *paths, *modules, f"{folder}/program.py"]
+    subprocess.run(build, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    program = subprocess.Popen(
+        [f"{folder}/dist/program/program", name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return "runs" if program.communicate(timeout=ANSWER_SECONDS_MAX)[0] == b"42\n" else "fails"
+    except subprocess.TimeoutExpired:
+        return "no answer"
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+#: Calls that are submitted before they are cancelled.
+CALLS = 40
+
+SURROUNDINGS: dict[str, Callable[[str, str], str]] = {
+    "calls cancelled by `shutdown(cancel_futures=True)`": cancelled,
+    "mode of a new file, umask 0027": masked,
+    "call measured by coverage.py": traced,
+    "program of PyInstaller": frozen,
+}
+
+
 def outcome_of(future: Any, limit: float) -> tuple[str, float]:
     """What a future says within ``limit`` seconds: a value, the name of an error, or nothing."""
     began = time.monotonic()
@@ -90,6 +193,12 @@ def outcome_of(future: Any, limit: float) -> tuple[str, float]:
 
 def one(name: str, case: str) -> str:
     """Runs one case in this process, and says in a few words what became of it."""
+    if surroundings := SURROUNDINGS.get(case):
+        with tempfile.TemporaryDirectory(prefix="bulkhead-survival-") as folder:
+            try:
+                return surroundings(name, folder)
+            except Exception as error:
+                return f"fails: {type(error).__name__}"
     try:
         pool = RIVALS[name]()
         assert pool.submit(honest, 1).result(30) == 2
@@ -155,7 +264,8 @@ def apart(name: str, case: str) -> str:
     assert child.stdout is not None
     try:
         # Its first line is its answer: it may never end.
-        timer = __import__("threading").Timer(CASE_SECONDS_MAX, lambda: os.killpg(child.pid, signal.SIGKILL))
+        limit = BUILD_SECONDS_MAX if SURROUNDINGS.get(case) is frozen else CASE_SECONDS_MAX
+        timer = threading.Timer(limit, lambda: os.killpg(child.pid, signal.SIGKILL))
         timer.start()
         line = child.stdout.readline()
         timer.cancel()
@@ -172,11 +282,14 @@ def apart(name: str, case: str) -> str:
 def main(names: list[str]) -> dict[str, dict[str, str]]:
     there, missing = installed()
     names = names or there
-    table = {case: {name: apart(name, case) for name in names} for case in CASES}
-    print("| one job ... | " + " | ".join(names) + " |")
-    print("| --- |" + " --- |" * len(names))
-    for case, row in table.items():
-        print(f"| {case} | " + " | ".join(row.values()) + " |", flush=True)
+    table = {}
+    for title, cases in ("one job ...", CASES), ("surroundings", SURROUNDINGS):
+        print(f"| {title} | " + " | ".join(names) + " |")
+        print("| --- |" + " --- |" * len(names))
+        for case in cases:
+            table[case] = {name: apart(name, case) for name in names}
+            print(f"| {case} | " + " | ".join(table[case].values()) + " |", flush=True)
+        print()
     for name in missing:
         print(f"not installed: {name}")
     return table
