@@ -9,6 +9,7 @@ bad one, then honest ones again.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import json
 import os
@@ -164,7 +165,8 @@ def frozen(name: str, folder: str) -> str:
     except subprocess.TimeoutExpired:
         return "no answer"
     finally:
-        os.killpg(program.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 #: Calls that are submitted before they are cancelled.
@@ -271,10 +273,8 @@ def apart(name: str, case: str) -> str:
         timer.cancel()
         return str(json.loads(line)) if line else "no answer, caller dead"
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.stdout.close()
         child.wait()
 
