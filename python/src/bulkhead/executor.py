@@ -109,24 +109,22 @@ class _Calls(Executor):
             raise ValueError("buffersize must be None or > 0")
         give_up = None if timeout is None else time.monotonic() + timeout
         calls: Iterator[tuple[Any, ...]] = zip(*iterables, strict=False)
-        if chunksize > 1:
-            results = self._map(
-                partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize)), buffersize
-            )
-            return _chained(_in_order(results, give_up, self._submit_next))
-        return _in_order(self._map(fn, calls, buffersize), give_up, self._submit_next)
+        if chunksize == 1:
+            return self._in_order(fn, calls, buffersize, give_up)
+        chunks = ((chunk,) for chunk in _chunks(calls, chunksize))
+        return _chained(self._in_order(partial(process_chunk, fn), chunks, buffersize, give_up))
 
-    def _map(
-        self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
-    ) -> tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]]:
-        futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
-        # An iterator that has ended is not asked again: `zip` would take one more of the longer ones each time.
-        return futures, fn, calls if len(futures) == buffersize else iter(())
+    def _in_order(
+        self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], ahead: int | None, give_up: float | None
+    ) -> Iterator[Any]:
+        """Submits the first calls, and returns the results in the order of all."""
+        submitted = self._submit_each(fn, calls)
+        return _results(deque(itertools.islice(submitted, ahead)), submitted, give_up)
 
-    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> Future[Any] | None:
-        for arguments in calls:
-            return self.submit(fn, *arguments)
-        return None
+    def _submit_each(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> Iterator[Future[Any]]:
+        """Submits a call for each future that is asked for, and holds neither."""
+        # A generator that has ended asks no more: `zip` would take one more of the longer iterables each time.
+        yield from itertools.starmap(partial(self.submit, fn), calls)
 
 
 class BulkheadExecutor(_Calls):
@@ -544,21 +542,11 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
         yield chunk
 
 
-def _in_order(
-    begun: tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]],
-    give_up: float | None,
-    submit_next: Callable[..., Future[Any] | None],
-) -> Iterator[Any]:
+def _results(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
-    futures, fn, calls = begun
-    has_more = True
     try:
         while futures:
-            following = submit_next(fn, calls) if has_more else None
-            has_more = following is not None
-            if following is not None:
-                futures.append(following)
-            del following
+            futures.extend(itertools.islice(submitted, 1))
             yield _taken(futures, give_up)
     finally:
         for future in futures:
