@@ -216,7 +216,7 @@ class Pool:
         workers: int,
         bulkhead: Mapping[str, Any],
         supervisor: Mapping[str, Any],
-        pickler: str,
+        pickler: Pickler,
         allowed: Mapping[tuple[str, str], type] | None,
         launch: Callable[[PrivateSupervisor], Fifos | Lines],
     ) -> None:
@@ -224,7 +224,7 @@ class Pool:
         self._bulkhead = bulkhead
         self._supervisor_keys = supervisor
         self._launch = launch
-        self.pickler = Pickler(pickler)
+        self.pickler = pickler
         #: Classes whose instances are accepted as results in addition to plain data; `None` accepts everything.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from . import _pool_worker, _wire
 from ._output import Fifos, Lines
@@ -188,7 +188,8 @@ class BulkheadExecutor(_Calls):
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
-        is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
+        profile = {"profile": sandbox} if isinstance(sandbox, str) else {"profile": "default", **sandbox}
+        is_confined = profile["profile"] != "none"
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
         if results is None:
             results = "data" if is_confined and pickler in READ_BY_PICKLE else "any"
@@ -210,61 +211,15 @@ class BulkheadExecutor(_Calls):
         self._metadata = _submission(self._options)
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
-        self._is_confined = is_confined
+        settings = {"preload": list(preload), "tasks": max_tasks_per_child, "is_data_only": allowed is not None}
         launch = _Launch(
-            is_confined=is_confined,
-            environment=env or {},
-            initializer=(initializer, tuple(initargs)),
-            pickler=pickler,
-            preload=preload,
-            tasks=max_tasks_per_child,
-            is_data_only=allowed is not None,
-            is_forked=is_forked,
+            is_confined, is_forked, dict(env or {}), (initializer, tuple(initargs)), Pickler(pickler), settings
         )
-        keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
-        if is_forked:
-            # What takes over when a worker has done its last call.
-            spares = 0 if max_tasks_per_child is None else min(2 * max_workers, SPARES_MAX)
-            keys["start"] = {**keys["start"], "mode": "fork", "spares": spares}
-        bulkhead = merged(keys, given)
-        self._pool = Pool(
-            max_workers,
-            bulkhead,
-            {**_SUPERVISOR_KEYS, **supervisor},
-            pickler,
-            allowed,
-            launch,
-        )
+        bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
+        supervisor = {**_SUPERVISOR_KEYS, **supervisor}
+        self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch)
         # One that is dropped ends as by shutdown(wait=False).
         weakref.finalize(self, self._pool.abandoned).atexit = False
-
-    def _keys(
-        self, workers: int, tasks: int | None, memory: int | str | None, sandbox: str | Mapping[str, Any]
-    ) -> dict[str, Any]:
-        profile: dict[str, Any] = (
-            {"profile": sandbox} if isinstance(sandbox, str) else {"profile": "default", **sandbox}
-        )
-        keys: dict[str, Any] = {
-            "processes": workers,
-            "max_in_flight": 1,
-            "max_queue": 1_000_000,
-            "deadline": "365d",
-            "grace": "0s",
-            # An initializer takes what it takes.
-            "start": {"handshake": "1m", "ready": "1h"},
-            "retry": {"attempts": 3, "budget": 1.0},
-            "cwd": os.getcwd(),
-            "sandbox": profile,
-        }
-        if tasks is not None:
-            keys["recycle"] = {"jobs": tasks}
-        if memory is not None:
-            keys["rlimits"] = {"data": memory}
-        if self._is_confined:
-            given = list(dict.fromkeys(os.fspath(path) for path in profile.get("read", [])))
-            named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
-            profile["read"] = given + [path for path in _readable_paths() if path not in named]
-        return keys
 
     def with_options(
         self,
@@ -336,6 +291,42 @@ _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloa
 _SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
+def _keys(
+    workers: int,
+    tasks: int | None,
+    memory: int | str | None,
+    profile: dict[str, Any],
+    is_confined: bool,
+    is_forked: bool,
+) -> dict[str, Any]:
+    """The keys of the bulkhead, as the parameters of the executor say."""
+    start: dict[str, Any] = {"handshake": "1m", "ready": "1h"}
+    keys: dict[str, Any] = {
+        "processes": workers,
+        "max_in_flight": 1,
+        "max_queue": 1_000_000,
+        "deadline": "365d",
+        "grace": "0s",
+        # An initializer takes what it takes.
+        "start": start,
+        "retry": {"attempts": 3, "budget": 1.0},
+        "cwd": os.getcwd(),
+        "sandbox": profile,
+    }
+    if tasks is not None:
+        keys["recycle"] = {"jobs": tasks}
+    if memory is not None:
+        keys["rlimits"] = {"data": memory}
+    if is_confined:
+        given = list(dict.fromkeys(os.fspath(path) for path in profile.get("read", [])))
+        named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
+        profile["read"] = given + [path for path in _readable_paths() if path not in named]
+    if is_forked:
+        # What takes over when a worker has done its last call.
+        start |= {"mode": "fork", "spares": 0 if tasks is None else min(2 * workers, SPARES_MAX)}
+    return keys
+
+
 def _submission(options: Mapping[str, Any]) -> bytes:
     given = dict(options)
     for name in ("timeout", "deadline"):
@@ -347,36 +338,23 @@ def _submission(options: Mapping[str, Any]) -> bytes:
     return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
 
 
-class _Launch:
+class _Launch(NamedTuple):
     """Starts supervisors for an executor, and holds what their workers begin with: not the executor, which may be
     dropped while one is started."""
 
-    def __init__(
-        self,
-        *,
-        is_confined: bool,
-        environment: Mapping[str, str],
-        initializer: tuple[Callable[..., object] | None, tuple[Any, ...]],
-        pickler: str,
-        preload: Sequence[str],
-        tasks: int | None,
-        is_data_only: bool,
-        is_forked: bool,
-    ) -> None:
-        self._is_data_only = is_data_only
-        self._is_forked = is_forked
-        self._is_confined = is_confined
-        self._environment = dict(environment)
-        self._initializer = initializer
-        self._pickler = Pickler(pickler)
-        self._preload = list(preload)
-        self._tasks = tasks
+    is_confined: bool
+    is_forked: bool
+    environment: dict[str, str]
+    initializer: tuple[Callable[..., object] | None, tuple[Any, ...]]
+    pickler: Pickler
+    #: For the preparation as they are.
+    settings: dict[str, Any]
 
     def variables(self) -> dict[str, str]:
         """The environment of workers."""
-        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self._is_confined else ()))
+        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self.is_confined else ()))
         own = {name: value for name, value in os.environ.items() if name not in left_out}
-        return {**(_OF_TEMPLATE if self._is_forked else {}), **own, **self._environment}
+        return {**(_OF_TEMPLATE if self.is_forked else {}), **own, **self.environment}
 
     def _preparation(self, output: list[str], passed: Mapping[str, str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
@@ -390,19 +368,17 @@ class _Launch:
             "environment": {name: value for name, value in self.variables().items() if name not in passed},
             "umask": _umask(),
             "initializer": self._pickled_initializer(),
-            "pickler": self._pickler.module,
-            "is_data_only": self._is_data_only,
+            "pickler": self.pickler.module,
             "output": output,
-            "preload": self._preload,
-            "tasks": self._tasks,
+            **self.settings,
         }
         return pickle.dumps(preparation)
 
     def _pickled_initializer(self) -> bytes:
         try:
-            if self._is_confined or self._pickler.module != "pickle":
-                return self._pickler.dumps(self._initializer)
-            return _pool_worker.dumps_with_primitives(self._initializer)
+            if self.is_confined or self.pickler.module != "pickle":
+                return self.pickler.dumps(self.initializer)
+            return _pool_worker.dumps_with_primitives(self.initializer)
         except Exception as error:
             raise _pool_worker.explained(error) from None
 
@@ -415,12 +391,12 @@ class _Launch:
                 "the main module submits calls while it is imported by a worker: put what it does under "
                 "if __name__ == '__main__':"
             )
-        output = Lines(supervisor) if self._is_confined else Fifos(supervisor)
+        output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
         try:
             passed = passed_environment(self.variables())
             supervisor.add_variables(passed)
             preparation = self._preparation(output.paths if isinstance(output, Fifos) else [], passed)
-            if self._is_confined:
+            if self.is_confined:
                 argument = _as_variable(supervisor, preparation)
             else:
                 argument = supervisor.write("preparation", preparation)
