@@ -158,16 +158,6 @@ def _traceback() -> bytes:
     return traceback.format_exc().encode(errors="backslashreplace")
 
 
-def _flush() -> None:
-    """What a call has written is out before its result."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            # This call or an earlier one has closed or replaced it.
-            pass
-
-
 class Calls:
     """The handler: unpickles a call, runs it, pickles what it returns or raises."""
 
@@ -183,7 +173,8 @@ class Calls:
             return UNREADABLE + _traceback()
         try:
             value = function(*arguments, **keywords)
-            _flush()
+            # Before its result.
+            _template.flush()
             # What a result holds on to goes with it, and not with the next call.
             del function, arguments, keywords
             result = pickler.dump(value)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["end", "is_wanted", "serve_forks", "start_again", "threads"]
+__all__ = ["end", "flush", "is_wanted", "serve_forks", "start_again", "threads"]
 
 TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
 #: Libraries that start threads when they are imported do not, unless these say otherwise.
@@ -76,7 +76,8 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
-            _flush()
+            # What is not written would be written twice.
+            flush()
             pid = system.fork()
             if pid == 0:
                 newcomer.become_worker(worker, secret, descriptors)
@@ -137,16 +138,17 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:
         pass
-    _flush()
+    flush()
     os._exit(1)
 
 
-def _flush() -> None:
-    """What is not written would be written twice."""
+def flush() -> None:
+    """Writes out what standard output and error still hold, if they can be written to."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):
+        except Exception:
+            # It was closed or replaced.
             pass
 
 
@@ -220,7 +222,7 @@ def start_again(variable: str) -> NoReturn:
         os.dup2(descriptor, 0)
     os.environ[variable] = "1"
     os.set_inheritable(int(os.environ[LINK_VARIABLE]), True)
-    _flush()
+    flush()
     os.execv(sys.executable, sys.orig_argv)
 
 

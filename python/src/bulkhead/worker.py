@@ -311,10 +311,8 @@ def _leave() -> NoReturn:
     """Ends a forked worker. The interpreter is not taken down: that would touch, and copy, all memory it shares."""
     import atexit
 
+    from . import _template
+
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass
+    _template.flush()
     os._exit(0)
