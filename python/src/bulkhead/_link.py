@@ -7,10 +7,9 @@ import _thread
 import errno
 import mmap
 import os
-import struct
 import time
 
-from . import _wire
+from . import _files, _wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ _Lock = _thread.allocate_lock
 
 LINK_VARIABLE = "BULKHEAD_LINK_FD"
 JOURNAL_BYTES = 69_632
-_MSG_CMSG_CLOEXEC = _socket.MSG_CMSG_CLOEXEC
-_SCM_RIGHTS = 1
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 _REGISTER_GLOBAL_EXPEDITED = 4
 
@@ -161,6 +158,7 @@ def shake_hands(
         capabilities |= _wire.WORKER_FILES
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
     lent: list[int] = []
+    receive = _files.receiver(link.socket, lent)
     is_lent = False
     while True:
         while reader.frames:
@@ -180,10 +178,7 @@ def shake_hands(
                 for descriptor in lent:
                     os.close(descriptor)
                 return welcome, journal
-        chunk, control, _, _ = link.socket.recvmsg(_wire.READ_BYTES, _socket.CMSG_SPACE(16), _MSG_CMSG_CLOEXEC)
-        for level, kind, data in control:
-            if level == _socket.SOL_SOCKET and kind == _SCM_RIGHTS:
-                lent.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
+        chunk = receive(_wire.READ_BYTES, 0)
         if not chunk:
             raise Refused("the supervisor closed the link before it said welcome")
         reader.take(chunk)

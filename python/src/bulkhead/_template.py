@@ -16,6 +16,8 @@ import struct
 import sys
 from collections import deque
 
+from . import _files
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -254,12 +256,11 @@ def _check_threads() -> None:
 def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
     """Waits for an order to fork: the worker's name, what makes its folder's one that cannot be guessed, and its link,
     standard output and error. Removes folders meanwhile."""
+    descriptors: list[int] = []
+    receive = _files.receiver(socket, descriptors)
     while True:
-        waits = _socket.MSG_DONTWAIT if _doomed else 0
         try:
-            message, control, _, _ = socket.recvmsg(
-                _ORDER_BYTES_MAX, _socket.CMSG_SPACE(4 * _DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC | waits
-            )
+            message = receive(_ORDER_BYTES_MAX, _socket.MSG_DONTWAIT if _doomed else 0)
         except BlockingIOError:
             temporary = None if rules is None else rules.temporary
             if temporary is None or temporary.remove(_doomed[0]):
@@ -267,10 +268,6 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
             continue
         if not message:
             raise ConnectionResetError
-        descriptors: list[int] = []
-        for level, kind, data in control:
-            if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
-                descriptors.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
         if message[:1] in (b"F", b"R") and len(message) == 25:
             (worker,) = struct.unpack_from("<Q", message, 1)
             if message[:1] == b"R":
@@ -279,8 +276,8 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
                 return worker, message[9:], descriptors
             else:
                 socket.send(b"X" + struct.pack("<Qi", worker, 24) + b"descriptors")  # EMFILE
-        for descriptor in descriptors:
-            os.close(descriptor)
+        while descriptors:
+            os.close(descriptors.pop())
 
 
 #: Names of folders that are to be removed.
