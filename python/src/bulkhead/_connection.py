@@ -514,7 +514,7 @@ class Connection:
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 
-def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
+def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[_socket.socket, _wire.Reader, int]:
     """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
     from . import __version__
 
@@ -524,7 +524,7 @@ def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
         sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
     try:
-        link.settimeout(HANDSHAKE_SECONDS_MAX)
+        link.settimeout(seconds)
         link.connect(path)
         try:
             link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
@@ -542,15 +542,11 @@ def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
-    except EOFError:
+    except BaseException as error:
         link.close()
-        raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
-    except (JobError, OSError, _wire.Unreadable) as error:
-        link.close()
-        if isinstance(error, JobError):
-            raise
-        said = getattr(error, "strerror", None) or error
-        raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
-    except BaseException:
-        link.close()
+        if isinstance(error, EOFError):
+            raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
+        if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
+            said = getattr(error, "strerror", None) or error
+            raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
         raise

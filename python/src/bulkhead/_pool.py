@@ -724,7 +724,7 @@ class Pool:
         before = self._thread
         try:
             session.output = self._launch(session.supervisor)
-            session.channel = connect(session.supervisor.socket, _version())
+            session.channel = connect(session.supervisor.socket)
             self._supervisor, self._channel = session.supervisor, session.channel
             # Known to callbacks on it from its first moment on.
             self._thread = _Thread(partial(_serve, self, session))
@@ -970,12 +970,6 @@ def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
     if isinstance(problem, Refused):
         return ResultRefused(f"{what} is not taken from a confined worker{said}: {problem}; {_ADVICE}")
     return ResultUnreadable(f"{what} cannot be unpickled{said}: {problem!r}")
-
-
-def _version() -> str:
-    from . import __version__
-
-    return __version__
 
 
 def _remote(text: str) -> BaseException:
