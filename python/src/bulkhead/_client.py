@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-    from ._connection import Waiter
     from ._future import JobFuture
 
 __all__ = ["Client", "as_buffer", "default_socket", "submission_with"]
@@ -131,17 +130,13 @@ class Client:
 
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         future = JobFuture()
-        self.start(submission_with(self._submissions, options), payload, future, run_limit)
-        return future
-
-    def start(self, metadata: bytes, payload: _wire.Buffer, waiter: Waiter, run_limit: float | None = None) -> None:
-        """Sends a job whose outcome ``waiter`` is told; ``metadata`` is that of SUBMIT."""
+        metadata = submission_with(self._submissions, options)
         data = as_buffer(payload)
         while True:
             connection, is_fresh = self._connected(run_limit)
             try:
-                connection.start(metadata, data, waiter)
-                return
+                connection.start(metadata, data, future)
+                return future
             except NotSent:
                 self._retire(connection, is_fresh)
 

@@ -18,19 +18,9 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Protocol
+    from typing import Any
 
-    class Waiter(Protocol):
-        """What a connection tells of a job that is a future. It ends with ``settle`` or ``lose``."""
-
-        #: Whether it was cancelled, perhaps before it was sent.
-        is_withdrawn: bool
-
-        def started(self, connection: Connection, number: int) -> None: ...
-        def settle(self, metadata: bytes, payload: bytes | bytearray) -> None: ...
-        def progress(self, metadata: bytes) -> None: ...
-        def lose(self, error: JobError) -> None: ...
-        def forget(self) -> None: ...
+    from ._future import JobFuture
 
 
 __all__ = ["Connection", "NotSent", "Reply", "open_connection"]
@@ -103,7 +93,7 @@ class Connection:
         # Guards all of the following.
         self._lock = threading.RLock()
         self._calls: dict[int, _Call] = {}
-        self._futures: dict[int, Waiter] = {}
+        self._futures: dict[int, JobFuture] = {}
         self._sleeping: dict[int, _Call] = {}
         # The call whose thread reads, or this connection for the thread of futures.
         self._leader: object = None
@@ -265,7 +255,7 @@ class Connection:
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
 
-    def start(self, metadata: bytes, payload: _wire.Buffer, waiter: Waiter) -> None:
+    def start(self, metadata: bytes, payload: _wire.Buffer, future: JobFuture) -> None:
         """Has a job done that a future waits for. Raises ``NotSent``."""
         number = next(self._numbers)
         with self._lock:
@@ -280,12 +270,12 @@ class Connection:
                     # There is no room for one now. The next future may have it.
                     self._thread_bell = None
                     raise
-            waiter.started(self, number)
-            self._futures[number] = waiter
+            future.started(self, number)
+            self._futures[number] = future
             self._wake_reader()
         try:
             self._submit(number, metadata, payload)
-            if waiter.is_withdrawn:
+            if future.cancelled():
                 self.cancel(number)
         except NotSent:
             # Whoever lost the connection may have told the future already.
@@ -447,15 +437,15 @@ class Connection:
                     self._sleeping.pop(number, None)
                     self._calls.pop(number)
                     return
-                waiter = self._futures.get(number)
-            if waiter is not None:
-                waiter.settle(metadata, payload)
+                future = self._futures.get(number)
+            if future is not None:
+                future.settle(metadata, payload)
                 with self._lock:
                     self._futures.pop(number, None)
         elif kind == _wire.PROGRESS:
-            waiter = self._futures.get(number)
-            if waiter is not None:
-                waiter.progress(metadata)
+            future = self._futures.get(number)
+            if future is not None:
+                future.progress(metadata)
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
             self.lose(f"the supervisor refused it ({reason}): {sentence}")
@@ -482,8 +472,8 @@ class Connection:
         except OSError:
             pass
         self._close()
-        for waiter in futures.values():
-            waiter.lose(Disconnected(self.lost.outcome.message, "unknown"))
+        for future in futures.values():
+            future.lose(Disconnected(self.lost.outcome.message, "unknown"))
 
     def _close(self) -> None:
         """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
@@ -508,9 +498,9 @@ class Connection:
         self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
-        for waiter in self._futures.values():
-            waiter.forget()
-            waiter.lose(self.lost)
+        for future in self._futures.values():
+            future.forget()
+            future.lose(self.lost)
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 

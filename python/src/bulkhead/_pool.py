@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import suppress
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 
 from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
-from ._future import Condition, call_back
+from ._future import CancellableFuture, Condition, call_back
 from ._output import Fifos, Lines
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
@@ -98,31 +97,18 @@ _CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
-class PoolFuture(Future[T]):
+class PoolFuture(CancellableFuture[T]):
     """A future whose ``cancel()`` also ends a call that runs, with its process and what that has started."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._condition: threading.Condition = Condition()
         self._pool = pool
         self._number = 0
         # Unlike the condition itself it is not left taken by an exception of a signal's handler.
         self._lock = self._condition._lock  # type: ignore[attr-defined]
 
-    def cancel(self) -> bool:
-        """Cancels the call; False only if it has its outcome already."""
-        with self._lock:
-            if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
-                return True
-            if self._state == FINISHED:
-                return False
-            self._state = CANCELLED_AND_NOTIFIED
-            for waiter in self._waiters:
-                waiter.add_cancelled(self)
-            self._condition.notify_all()
+    def _withdraw(self) -> None:
         self._pool.cancelled(self)
-        call_back(self)
-        return True
 
     def running(self) -> bool:
         """True for the oldest calls without an outcome, one for each worker."""
@@ -143,10 +129,6 @@ class PoolFuture(Future[T]):
         finally:
             # The exception holds this frame.
             del self
-
-    def _is_cancelled(self) -> bool:
-        # Without the lock, since the pool's is held; and what is cancelled stays so.
-        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
 
     def _begin(self) -> bool:
         """Makes it running, unless it was cancelled."""
@@ -455,7 +437,7 @@ class Pool:
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
-        if future._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
+        if future._is_cancelled():
             # By a thread that may have been before this one on the wire.
             self._send_cancel([number])
         elif self._is_cancelling and not self.is_among_oldest(number):
