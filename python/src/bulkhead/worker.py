@@ -78,18 +78,8 @@ class Context:
     """A job, as its handler sees it."""
 
     __slots__ = (
-        "_arrival",
-        "_deadline",
-        "_payload",
-        "_said",
-        "_server",
-        "_task",
-        "_told_at",
-        "cancelled",
-        "number",
-        "operation",
-        "tenant",
-        "traceparent",
+        *("_arrival", "_deadline", "_payload", "_said", "_server", "_task", "_told_at"),
+        *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
     #: What the client wants done, and the tenant; empty if it did not say.
