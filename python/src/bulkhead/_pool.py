@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
 from ._future import CancellableFuture, Condition, call_back
-from ._output import Fifos, Lines
+from ._output import Output
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
@@ -200,7 +200,7 @@ class Pool:
         supervisor: Mapping[str, Any],
         pickler: Pickler,
         allowed: Mapping[tuple[str, str], type] | None,
-        launch: Callable[[PrivateSupervisor], Fifos | Lines],
+        launch: Callable[[PrivateSupervisor], Output],
     ) -> None:
         self.workers = workers
         self._bulkhead = bulkhead
@@ -521,7 +521,7 @@ class Pool:
 
     # Outcomes.
 
-    def told(self, frames: list[_wire.Frame], output: Fifos | Lines) -> None:
+    def told(self, frames: list[_wire.Frame], output: Output) -> None:
         """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
         settled = []
         ending: list[PoolFuture[Any]] = []
@@ -868,7 +868,7 @@ class _Session:
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.supervisor = supervisor
         self.channel: Channel | None = None
-        self.output: Fifos | Lines | None = None
+        self.output: Output | None = None
 
     def end(self, *, at_once: bool) -> None:
         """Ends all of it; the last output is written."""

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from . import _pool_worker, _wire
-from ._output import Fifos, Lines
+from ._output import Fifos, Lines, Output
 from ._pool import (
     NAME,
     Call,
@@ -382,7 +382,7 @@ class _Launch(NamedTuple):
         except Exception as error:
             raise _pool_worker.explained(error) from None
 
-    def __call__(self, supervisor: PrivateSupervisor) -> Fifos | Lines:
+    def __call__(self, supervisor: PrivateSupervisor) -> Output:
         """Starts this supervisor; what is returned brings its workers' output."""
         _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
@@ -391,7 +391,7 @@ class _Launch(NamedTuple):
                 "the main module submits calls while it is imported by a worker: put what it does under "
                 "if __name__ == '__main__':"
             )
-        output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
+        output: Output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
         try:
             passed = passed_environment(self.variables())
             supervisor.add_variables(passed)
