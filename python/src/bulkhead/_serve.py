@@ -97,13 +97,12 @@ class Server:
 
     def _make_epolls(self) -> None:
         link = self._link.socket.fileno()
-        wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._wake_read = wake_read
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # In this order: see above.
         self._handlers = _epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-        self._handlers.register(wake_read, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._handlers.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._link_descriptor = link
         if self._is_for_one_job:
             self._handlers.register(self._signals, select.EPOLLIN)
@@ -191,13 +190,19 @@ class Server:
         self._handlers.close()
         if not self._is_for_one_job:
             self._watcher.close()
-        for descriptor in (self._wake, self._wake_read, self._signals, self._signalled):
+        for descriptor in (self._wake, self._signals, self._signalled):
             os.close(descriptor)
 
     def _end_if_child(self, error: BaseException | None) -> None:
-        """Ends a process that a handler forked and that came back: it must not speak for the worker."""
-        if not self._link.is_own():
-            _end_child(error)
+        """Ends a process that a handler forked and that came back, as ``SystemExit`` says if that was raised: it must
+        not speak for the worker."""
+        if self._link.is_own():
+            return
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            os._exit(error.code or 0)
+        if error is not None:
+            print_traceback(error)
+        os._exit(1)
 
     def _event_loop(self) -> Any:
         """The loop of all async handlers."""
@@ -244,7 +249,7 @@ class Server:
                 self._idle -= 1
                 if self._is_searching and not self._is_over:
                     self._is_searching = False
-                    _drain(self._wake_read)
+                    _drain(self._wake)
             for descriptor, _ in events:
                 if descriptor == self._link_descriptor:
                     self._take_in()
@@ -318,14 +323,14 @@ class Server:
     def _finish(self) -> None:
         """Nothing is left to do: all handler threads end. The lock is held."""
         self._is_over = True
-        _write(self._wake)
+        os.eventfd_write(self._wake, 1)
 
     def _call_help(self) -> None:
         """Has another thread look for jobs, if there may be one; the lock is held."""
         if self._idle:
             if not self._is_searching:
                 self._is_searching = True
-                _write(self._wake)
+                os.eventfd_write(self._wake, 1)
         elif self._threads < self._limit:
             self._threads += 1
             try:
@@ -435,12 +440,12 @@ class Server:
             self._leave_loop(job)
             return
 
-        async def run() -> object:
+        async def run() -> tuple[object, BaseException | None]:
             try:
-                return await awaitable
+                return await awaitable, None
             except (SystemExit, KeyboardInterrupt) as error:
                 # A task that ends so ends its loop, and with it all others.
-                return _Ended(error)
+                return None, error
 
         task = job._task = self._loop.create_task(run())
         if job.cancelled:
@@ -452,14 +457,14 @@ class Server:
         try:
             self._end_if_child(None)
             try:
-                result = task.result()
+                result, ended = task.result()
             except BaseException as error:
                 self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
-                if type(result) is _Ended:
-                    self._fail(job, result.error)
-                else:
+                if ended is None:
                     self._succeed(job, result)
+                else:
+                    self._fail(job, ended)
         finally:
             self._leave_loop(job)
 
@@ -594,13 +599,6 @@ def _was_cancelled() -> HandlerError:
     return HandlerError("cancelled", "no client waits any more", fault="caller")
 
 
-class _Ended:
-    """What an async handler has raised to end the program."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 def _as_bytes(result: object) -> bytes | memoryview:
     """What a handler has returned, as it is sent. Raises ``TypeError`` for what has no bytes, or whatever it raises."""
     if result is None:
@@ -654,24 +652,8 @@ def _is_async(handler: Any) -> bool:
     return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
 
 
-def _write(descriptor: int) -> None:
-    try:
-        os.write(descriptor, b"\0")
-    except BlockingIOError:
-        pass
-
-
 def _drain(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 4096)
     except BlockingIOError:
         return b""
-
-
-def _end_child(error: BaseException | None) -> NoReturn:
-    """Ends a child of a handler, as ``SystemExit`` says if that was raised."""
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        os._exit(error.code or 0)
-    if error is not None:
-        print_traceback(error)
-    os._exit(1)
