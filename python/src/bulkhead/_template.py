@@ -75,6 +75,8 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     try:
         socket.send(b"R")
         newcomer = _Newcomer(socket, system, rules)
+        if rules is not None:
+            rules.prepare()
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
@@ -90,7 +92,8 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
                 socket.send(b"D" + struct.pack("<QI", worker, pid))
             else:
                 socket.send(b"X" + struct.pack("<Qi", worker, -pid))
-            newcomer.renew_rules()
+            if rules is not None:
+                rules.prepare()
     except _Unfit as error:
         end(socket, str(error))
     except OSError:
@@ -296,13 +299,6 @@ class _Newcomer:
         self._system = system
         self._rules = rules
         self._parent, self._template = os.getppid(), os.getpid()
-        self._ruleset = None if rules is None else rules.prepare()
-
-    def renew_rules(self) -> None:
-        """In the template: what was prepared is the last worker's."""
-        if self._rules is not None and self._ruleset is not None:
-            os.close(self._ruleset)
-            self._ruleset = self._rules.prepare()
 
     def become_worker(self, worker: int, secret: bytes, descriptors: list[int]) -> None:
         """In the forked process: does all, or says what failed and ends."""
@@ -322,9 +318,12 @@ class _Newcomer:
             step = "random numbers"
             self._system.reseed()
             step = "temporary folder"
-            name, folder = self._make_folder(worker, secret)
+            name = _folder_name(worker, secret)
+            temporary = None if self._rules is None else self._rules.temporary
+            folder = None if temporary is None else temporary.make(name)
             step = "landlock"
-            self._step_apart(name, folder)
+            if self._rules is not None:
+                self._step_apart(self._rules, name, folder)
             step = "keeper"
             self._socket.send(b"B" + struct.pack("<Q", worker))
             # The environment says that the link is where the socket was.
@@ -341,36 +340,20 @@ class _Newcomer:
                 pass
             os._exit(1)
 
-    def _make_folder(self, worker: int, secret: bytes) -> tuple[bytes, int | None]:
-        """A temporary folder for this worker alone."""
-        name = _folder_name(worker, secret)
-        temporary = None if self._rules is None else self._rules.temporary
-        return name, None if temporary is None else temporary.make(name)
-
-    def _step_apart(self, name: bytes, folder: int | None) -> None:
+    def _step_apart(self, rules: Rules, name: bytes, folder: int | None) -> None:
         """Puts this process under rules that nothing else is under."""
-        rules, ruleset = self._rules, self._ruleset
-        if rules is None or ruleset is None:
-            return
-        rules.put_in_force(ruleset, folder)
-        os.close(ruleset)
-        if folder is not None:
-            os.close(folder)
+        rules.put_in_force(folder)
         try:
             os.kill(self._template, 0)
         except PermissionError:
             pass
         else:
             raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template is one that it must not reach.
-        temporary = rules.temporary
-        if temporary is not None:
+        if rules.temporary is not None:
+            path = rules.temporary.path
             for variable in _OF_FOLDER:
-                if os.environb.get(variable) in (None, temporary.path):
-                    os.environb[variable] = os.path.join(temporary.path, name)
-            _forget_temporary_folder()
-
-
-def _forget_temporary_folder() -> None:
-    tempfile: Any = sys.modules.get("tempfile")
-    if tempfile is not None:
-        tempfile.tempdir = None
+                if os.environb.get(variable) in (None, path):
+                    os.environb[variable] = os.path.join(path, name)
+            tempfile: Any = sys.modules.get("tempfile")
+            if tempfile is not None:
+                tempfile.tempdir = None
