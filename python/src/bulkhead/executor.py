@@ -12,6 +12,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import re
+import subprocess
 import sys
 import time
 import weakref
@@ -409,7 +410,8 @@ class _Launch(NamedTuple):
             if getattr(sys, "frozen", False):
                 # `multiprocessing.freeze_support()` recognises code to run by this beginning.
                 code = f"from multiprocessing.forkserver import main; {code}"
-            supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code])
             output.start()
         except BaseException:
             supervisor.stop(at_once=True)
@@ -451,13 +453,6 @@ def _umask() -> int:
     """The umask of this process. ``os.umask`` would have to change it, which other threads would notice."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-
-
-def _flags() -> list[str]:
-    import subprocess
-
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return flags
 
 
 def _processors() -> int:
