@@ -22,7 +22,6 @@ from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
     import _socket
-    from types import TracebackType
 
 __all__ = ["AsyncClient", "AsyncJob"]
 
@@ -70,7 +69,7 @@ class _Connection:
         self._loop = loop
         self._socket = link
         self._reader = reader
-        self.capabilities = capabilities
+        self._capabilities = capabilities
         self.is_lost = False
         self._last = 0
         self._jobs: dict[int, AsyncJob] = {}
@@ -82,8 +81,14 @@ class _Connection:
 
     # Sending.
 
-    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer) -> None:
-        """Sends a job."""
+    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
+        """Sends a job, or says why it was not sent."""
+        if self.is_lost:
+            job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
+            return
+        if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
+            job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
+            return
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number
         if len(payload) <= _wire.INLINE_BYTES_MAX:
@@ -242,7 +247,7 @@ class _OfLoop:
                 connection.lose("it was closed here")
             for job, metadata, payload, has_run_limit in waiting:
                 if not job.done():
-                    _start_on(connection, job, metadata, payload, has_run_limit)
+                    connection.start(job, metadata, payload, has_run_limit)
 
     def _fail_waiting(self, error: JobError) -> None:
         waiting, self.waiting = self.waiting, []
@@ -322,7 +327,7 @@ class AsyncClient:
         job = AsyncJob(loop)
         connection = state.connection
         if connection is not None and not connection.is_lost:
-            _start_on(connection, job, metadata, data, has_run_limit)
+            connection.start(job, metadata, data, has_run_limit)
         else:
             state.waiting.append((job, metadata, data, has_run_limit))
             if state.connecting is None:
@@ -361,12 +366,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -377,17 +377,6 @@ class AsyncClient:
         for state in states.values():
             if state.connection is not None:
                 state.connection.abandon()
-
-
-def _start_on(
-    connection: _Connection, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool
-) -> None:
-    if connection.is_lost:
-        job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
-    elif has_run_limit and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
-        job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
-    else:
-        connection.start(job, metadata, payload)
 
 
 _clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
