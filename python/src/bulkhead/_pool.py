@@ -272,7 +272,11 @@ class Pool:
                 if not call.is_ordered and (self._waiting or not self._has_place()):
                     self._waiting.append(call)
                     return
-                self._take_up(call)
+                # It is on its way to the supervisor.
+                self._pickling[call] = None
+                if not call.is_ordered:
+                    self._placed += 1
+                    call.has_place = True
             # The thread that reads, which runs callbacks, is not to wait for a supervisor that waits to be read.
             may_wait = threading.current_thread() is not self._thread
             if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
@@ -280,13 +284,6 @@ class Pool:
         except BaseException as error:
             self._give_up(call, error)
             raise
-
-    def _take_up(self, call: Call) -> None:
-        """It is on its way to the supervisor; the lock is held."""
-        self._pickling[call] = None
-        if not call.is_ordered:
-            self._placed += 1
-            call.has_place = True
 
     def _put_down(self, call: Call) -> None:
         """It is not; the lock is held."""
@@ -447,18 +444,17 @@ class Pool:
     def _lease(self, call: Call, size: int, may_wait: bool) -> _files.Lease | None:
         """A memory file for a large call. The first ones wait until the supervisor has made it."""
         channel = self._channel
-        for tries in range(2):
-            if channel is None or (tries and not may_wait):
+        for is_last in (not may_wait, True):
+            if channel is None:
                 break
-            if tries:
-                channel.flush(may_wait=True)
-                give_up = time.monotonic() + LEASE_SECONDS_MAX
-                while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
-                    time.sleep(LEASE_PAUSE_SECONDS)
             with self._lock:
                 call.lease = channel.leases.take(call.metadata, size, self.workers, channel.has_unread)
-            if call.lease is not None:
+            if call.lease is not None or is_last:
                 break
+            channel.flush(may_wait=True)
+            give_up = time.monotonic() + LEASE_SECONDS_MAX
+            while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
+                time.sleep(LEASE_PAUSE_SECONDS)
         return call.lease
 
     def _fill(self, *, may_wait: bool) -> None:
@@ -476,9 +472,8 @@ class Pool:
                     # No call from here on, so that no signal's exception comes between.
                     self._pickling[call] = None
                     del self._waiting[0]
-                    if not call.is_ordered:
-                        self._placed += 1
-                        call.has_place = True
+                    self._placed += 1
+                    call.has_place = True
                 self._send(call, may_wait=may_wait)
         except BaseException as error:
             if call is None:
@@ -705,11 +700,11 @@ class Pool:
         self._sessions.append(session)
         before = self._thread
         try:
-            session.output = self._launch(session.supervisor)
-            session.channel = connect(session.supervisor.socket)
-            self._supervisor, self._channel = session.supervisor, session.channel
+            session.output = output = self._launch(session.supervisor)
+            session.channel = channel = connect(session.supervisor.socket)
+            self._supervisor, self._channel = session.supervisor, channel
             # Known to callbacks on it from its first moment on.
-            self._thread = _Thread(partial(_serve, self, session))
+            self._thread = _Thread(partial(self._serve, session, channel, output))
             self._thread.start()
         except BaseException:
             self._supervisor = self._channel = None
@@ -717,6 +712,13 @@ class Pool:
             session.end(at_once=True)
             self._sessions.remove(session)
             raise
+
+    def _serve(self, session: _Session, channel: Channel, output: Output) -> None:
+        try:
+            channel.read(partial(self.told, output=output))
+        finally:
+            # Without this thread no call would have an outcome.
+            self.lost(session)
 
     def lost(self, session: _Session) -> None:
         """The connection has ended: in order, or since the supervisor is gone."""
@@ -924,22 +926,10 @@ class _Thread(threading.Thread):
             super().join(timeout)
 
 
-def _serve(pool: Pool, session: _Session) -> None:
-    channel, output = session.channel, session.output
-    assert channel is not None
-    assert output is not None
-    try:
-        channel.read(partial(pool.told, output=output))
-    finally:
-        # Without this thread no call would have an outcome.
-        pool.lost(session)
-
-
 def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
     """The parts of a result; an exception in their place if there are none."""
     try:
-        named = _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES) if call.lease is not None else None
-        if call.lease is not None and named is not None:
+        if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES)) is not None:
             return call.lease.read(named)
         return _files.parts(payload) if payload[:1] == _files.PIECES else [payload]
     except Exception as error:
@@ -972,8 +962,7 @@ def _explain_denial(error: Any) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+    return text.strip().rpartition("\n")[2]
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
