@@ -43,10 +43,7 @@ def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
 
 
 def _rest(connection: socket.socket) -> bytes:
-    pieces = []
-    while piece := connection.recv(65536):
-        pieces.append(piece)
-    return b"".join(pieces)
+    return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def get(admin: str, path: str) -> Any:

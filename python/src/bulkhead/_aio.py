@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _wire
 from ._client import as_buffer, default_socket, submission_with
-from ._connection import Reply, open_connection
+from ._connection import Reply, lost, open_connection
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Connection:
     # Reading.
 
     def _on_readable(self) -> None:
-        reader = self._reader
+        reader, why = self._reader, None
         try:
             for _ in range(READS_MAX):
                 if not reader.read():
@@ -155,14 +155,12 @@ class _Connection:
         except BlockingIOError:
             pass
         except EOFError:
-            self._take_all()
-            self.lose("the supervisor closed it")
-            return
+            why = "the supervisor closed it"
         except (OSError, _wire.Unreadable) as error:
-            self._take_all()
-            self.lose(str(error))
-            return
+            why = str(error)
         self._take_all()
+        if why is not None:
+            self.lose(why)
 
     def _take_all(self) -> None:
         frames, jobs = self._reader.frames, self._jobs
@@ -206,12 +204,10 @@ class _Connection:
         self._outgoing.clear()
         if self._loop.is_closed():
             return
-        advice = "whether the job ran is unknown: send it again only if it may run twice"
         for job in jobs.values():
             job._job_connection = None
             if not job.done():
-                sentence = f"the connection to the supervisor was lost ({why}); {advice}"
-                job.set_exception(Disconnected(sentence, "unknown"))
+                job.set_exception(lost(why))
 
     def abandon(self) -> None:
         """In a forked child: loop and connection are the parent's, and so is what the loop waits for."""

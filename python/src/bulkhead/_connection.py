@@ -27,7 +27,6 @@ __all__ = ["Connection", "NotSent", "Reply", "open_connection"]
 
 #: Seconds in which a supervisor has to welcome.
 HANDSHAKE_SECONDS_MAX = 10.0
-_MSG_DONTWAIT = _socket.MSG_DONTWAIT
 
 
 class Reply:
@@ -60,10 +59,10 @@ class Reply:
         return Reply, (self.payload, self._metadata)
 
 
-def refusal(reason: str, sentence: str) -> Rejected:
-    """The error for a connection that the supervisor did not take."""
-    retryable = reason in ("draining", "unavailable", "overloaded")
-    return Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
+def lost(why: str) -> Disconnected:
+    """The error for a job on a connection that was lost."""
+    advice = "whether the job ran is unknown: send it again only if it may run twice"
+    return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
 
 
 class NotSent(Exception):
@@ -141,13 +140,24 @@ class Connection:
                 entry[1].extend(map(self._send, (buffers[0],)))
             else:
                 outgoing.extend([(buffer, []) for buffer in buffers])
-            while outgoing:
-                buffer, counts = outgoing[0]
-                done = sum(counts)
-                if done < len(buffer):
-                    counts.extend(map(self._send, (memoryview(buffer)[done:],)))
-                else:
-                    outgoing.popleft()
+            self._drain(0)
+
+    def _drain(self, flags: int) -> None:
+        """Sends what is left; receives meanwhile if it may not wait."""
+        outgoing = self._outgoing
+        while outgoing:
+            buffer, counts = outgoing[0]
+            done = sum(counts)
+            if done == len(buffer):
+                outgoing.popleft()
+                continue
+            try:
+                counts.extend(map(self._send, (memoryview(buffer)[done:],), (flags,)))
+            except BlockingIOError:
+                if not flags:
+                    # Of a signal's handler.
+                    raise
+                self._receive(None)
 
     def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
         """The same where no thread reads what is left of a call that was given up; False if another one does now."""
@@ -167,21 +177,11 @@ class Connection:
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
         from a client that leaves its results unread."""
-        outgoing = self._outgoing
         try:
             while not self._writing.acquire(timeout=0.005):
                 self._receive(0)
-            outgoing.extend([(buffer, []) for buffer in buffers])
-            while outgoing:
-                buffer, counts = outgoing[0]
-                done = sum(counts)
-                if done == len(buffer):
-                    outgoing.popleft()
-                    continue
-                try:
-                    counts.extend(map(self._send, (memoryview(buffer)[done:],), (_MSG_DONTWAIT,)))
-                except BlockingIOError:
-                    self._receive(None)
+            self._outgoing.extend([(buffer, []) for buffer in buffers])
+            self._drain(_socket.MSG_DONTWAIT)
         finally:
             # A signal's exception may have come before it was taken, or at once behind that.
             if self._writing._is_owned():  # type: ignore[attr-defined]
@@ -454,15 +454,14 @@ class Connection:
 
     def lose(self, why: str) -> None:
         """Ends the connection, and tells all jobs on it."""
-        advice = "whether the job ran is unknown: send it again only if it may run twice"
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
+            self.lost = lost(why)
             calls, self._calls = self._calls, {}
             futures, self._futures = self._futures, {}
             for call in calls.values():
-                call.error = Disconnected(self.lost.outcome.message, "unknown")
+                call.error = lost(why)
                 self._wake(call)
             self._sleeping.clear()
             self._wake_reader()
@@ -473,7 +472,7 @@ class Connection:
             pass
         self._close()
         for future in futures.values():
-            future.lose(Disconnected(self.lost.outcome.message, "unknown"))
+            future.lose(lost(why))
 
     def _close(self) -> None:
         """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
@@ -526,7 +525,9 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
             reader.read()
         kind, _, metadata, _ = reader.frames.popleft()
         if kind == _wire.REFUSED:
-            raise refusal(*_wire.refused(metadata))
+            reason, sentence = _wire.refused(metadata)
+            retryable = reason in ("draining", "unavailable", "overloaded")
+            raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
             raise _wire.Malformed(f"it answered by a frame of kind {kind}")
         capabilities = _wire.client_welcome(metadata)

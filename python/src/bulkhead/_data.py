@@ -452,14 +452,10 @@ _HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-def _length_of_path(path: pathlib.PurePath) -> int:
-    return len(str(path))
-
-
 #: How long leaves are that can be long.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
-    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _length_of_path),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),
     int: lambda number: number.bit_length() >> 3,
     decimal.Decimal: sys.getsizeof,
 }

@@ -355,11 +355,8 @@ class Pool:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     def _has_place(self) -> bool:
-        return (
-            self._placed < self._window
-            and self._large < self.workers
-            and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
-        )
+        has_room = self._bytes < WINDOW_BYTES_MAX or not self._sent
+        return has_room and self._placed < self._window and self._large < self.workers
 
     def _send(self, call: Call, *, may_wait: bool, is_own: bool = False) -> bool:
         """Pickles a call that has a place, and sends it; False if it does not need the place any more.
@@ -709,7 +706,8 @@ class Pool:
         except BaseException:
             self._supervisor = self._channel = None
             self._thread = before
-            session.end(at_once=True)
+            session.stop(at_once=True)
+            session.finish()
             self._sessions.remove(session)
             raise
 
@@ -768,14 +766,9 @@ class Pool:
         self._fill(may_wait=False)
 
     def _is_over(self) -> bool:
-        return (
-            (self.is_shut_down or self.broken is not None)
-            and not self._sent
-            and not self._pickling
-            and not self._waiting
-            and not self._stacks
-            and self._channel is not None
-        )
+        is_ending = self.is_shut_down or self.broken is not None
+        is_empty = not (self._sent or self._pickling or self._waiting or self._stacks)
+        return is_ending and is_empty and self._channel is not None
 
     def _end_channel(self) -> None:
         channel = self._channel
@@ -871,11 +864,6 @@ class _Session:
         self.supervisor = supervisor
         self.channel: Channel | None = None
         self.output: Output | None = None
-
-    def end(self, *, at_once: bool) -> None:
-        """Ends all of it; the last output is written."""
-        self.stop(at_once=at_once)
-        self.finish()
 
     def stop(self, *, at_once: bool) -> None:
         """Ends the processes; the last output is written, or its stream stands still."""

@@ -133,8 +133,7 @@ class Context:
         hears ten times a second at most, and the last word before the result."""
         if not isinstance(text, str):
             raise TypeError(f"text must be str, not {type(text).__name__}")
-        fraction = float(fraction)
-        self._server.say_progress(self, fraction, text)
+        self._server.say_progress(self, float(fraction), text)
 
     def __repr__(self) -> str:
         return f"<Context of job {self.number:x} {self.operation!r}>"
@@ -219,10 +218,7 @@ def serve_module(name: str, entry: str | None = None) -> NoReturn:
         import importlib
 
         module = importlib.import_module(name)
-        if entry is not None:
-            default: Handler | None = getattr(module, entry)
-        else:
-            default = _handlers.get(None)
+        default: Handler | None = _handlers.get(None) if entry is None else getattr(module, entry)
         named = {operation: function for operation, function in _handlers.items() if operation is not None}
         if default is None and not named:
             raise LookupError(f"the module {name!r} has no function with @bulkhead.handler")
