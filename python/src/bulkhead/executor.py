@@ -218,7 +218,7 @@ class BulkheadExecutor(_Calls):
         )
         bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
         supervisor = {**_SUPERVISOR_KEYS, **supervisor}
-        self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch)
+        self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch.start)
         # One that is dropped ends as by shutdown(wait=False).
         weakref.finalize(self, self._pool.abandoned).atexit = False
 
@@ -383,7 +383,7 @@ class _Launch(NamedTuple):
         except Exception as error:
             raise _pool_worker.explained(error) from None
 
-    def __call__(self, supervisor: PrivateSupervisor) -> Output:
+    def start(self, supervisor: PrivateSupervisor) -> Output:
         """Starts this supervisor; what is returned brings its workers' output."""
         _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
