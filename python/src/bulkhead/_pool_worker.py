@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+from functools import partial
 
 from . import _files, _libraries, _template
 
@@ -158,7 +159,7 @@ def _traceback() -> bytes:
     return traceback.format_exc().encode(errors="backslashreplace")
 
 
-def _run(pickler: Pickler, payload: Any) -> bytes | _files.Written:
+def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Written:
     """Unpickles a call, runs it, pickles what it returns or raises."""
     loan = payload if isinstance(payload, _files.Loan) else None
     try:
@@ -204,8 +205,7 @@ class _Worker:
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
         self._pickler = Pickler("pickle")
-        #: The answer to all calls if the initializer has failed.
-        self._unfit: bytes | None = None
+        self._calls: Callable[[Any, Any], bytes | _files.Written] = partial(_run, self._pickler)
 
     def init(self) -> None:
         """Before the first call. With a template that is all it does, and ``after_fork`` the rest."""
@@ -264,17 +264,19 @@ class _Worker:
     def _initialize(self) -> None:
         # It may be large, and is nothing for programs that calls start.
         os.environ.pop(PREPARATION_VARIABLE, None)
+        self._calls = partial(_run, self._pickler)
         try:
             initializer, arguments = self._pickler.loads(self._preparation["initializer"])
             if initializer is not None:
                 initializer(*arguments)
         except BaseException:
             # Told to the first call, which ends the pool: at once, and with the traceback.
-            self._unfit = UNFIT + _traceback()
+            told = UNFIT + _traceback()
+            self._calls = lambda _payload, _context: told
 
-    def __call__(self, payload: Any, _context: Any) -> bytes | _files.Written:
+    def __call__(self, payload: Any, context: Any) -> bytes | _files.Written:
         try:
-            return self._unfit or _run(self._pickler, payload)
+            return self._calls(payload, context)
         finally:
             # The call's own frame is gone, and with it what the function has not kept.
             if isinstance(payload, _files.Loan):
