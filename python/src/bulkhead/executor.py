@@ -73,7 +73,6 @@ class _Calls(Executor):
     _metadata: bytes
     #: Whether the supervisor decides when it is a call's turn.
     _is_ordered = False
-    _options: dict[str, Any]
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
@@ -177,11 +176,10 @@ class BulkheadExecutor(_Calls):
             raise ValueError(f"max_workers must be <= {WORKERS_MAX}")
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
-        if max_tasks_per_child is not None:
-            if not isinstance(max_tasks_per_child, int):
-                raise TypeError("max_tasks_per_child must be an integer")
-            if max_tasks_per_child <= 0:
-                raise ValueError("max_tasks_per_child must be >= 1")
+        if max_tasks_per_child is not None and not isinstance(max_tasks_per_child, int):
+            raise TypeError("max_tasks_per_child must be an integer")
+        if max_tasks_per_child is not None and max_tasks_per_child <= 0:
+            raise ValueError("max_tasks_per_child must be >= 1")
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
@@ -208,8 +206,8 @@ class BulkheadExecutor(_Calls):
         for name, value in (env or {}).items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"env: {name!r} and its value must be str, not {type(value).__name__}")
-        self._options = {"timeout": timeout, "deadline": None, "priority": "normal", "tenant": "", "idempotent": False}
-        self._metadata = _submission(self._options)
+        self._timeout = timeout
+        self._metadata = _submission(timeout)
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
         settings = {"preload": list(preload), "tasks": max_tasks_per_child, "is_data_only": allowed is not None}
@@ -240,10 +238,9 @@ class BulkheadExecutor(_Calls):
         holds at most 4 GiB of them; all others wait here until it wants them.
         """
         if timeout is None:
-            timeout = self._options["timeout"]
-        return _Configured(
-            self, timeout=timeout, deadline=deadline, priority=priority, tenant=tenant, idempotent=idempotent
-        )
+            timeout = self._timeout
+        metadata = _submission(timeout, deadline, priority=priority, tenant=tenant, idempotent=idempotent)
+        return _Configured(self, metadata, is_ordered=bool(deadline or tenant or priority != "normal"))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no further calls. Submitted calls are finished; with ``cancel_futures``, calls that have not begun and
@@ -275,12 +272,11 @@ class BulkheadExecutor(_Calls):
 class _Configured(_Calls):
     """An executor's ``with_options``. Its end does not end the executor."""
 
-    def __init__(self, executor: BulkheadExecutor, **options: Any) -> None:
+    def __init__(self, executor: BulkheadExecutor, metadata: bytes, *, is_ordered: bool) -> None:
         self._executor = executor
         self._pool = executor._pool
-        self._options = options
-        self._metadata = _submission(options)
-        self._is_ordered = bool(options["deadline"] or options["tenant"] or options["priority"] != "normal")
+        self._metadata = metadata
+        self._is_ordered = is_ordered
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Does nothing: the executor is shut down where it was made."""
@@ -328,15 +324,13 @@ def _keys(
     return keys
 
 
-def _submission(options: Mapping[str, Any]) -> bytes:
-    given = dict(options)
-    for name in ("timeout", "deadline"):
-        seconds = given[name]
+def _submission(timeout: float | None, deadline: float | None = None, **options: Any) -> bytes:
+    for name, seconds in (("timeout", timeout), ("deadline", deadline)):
         if seconds is not None and not isinstance(seconds, (int, float)):
             raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name} must be more than 0 seconds")
-    return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
+    return _wire.submission(NAME, run_limit=timeout, deadline=deadline, **options)
 
 
 class _Launch(NamedTuple):
