@@ -240,13 +240,10 @@ class Connection:
                 if call.error is not None:
                     raise call.error
                 self._read_or_sleep(number, call)
-        except NotSent:
-            self._forget(number, call)
-            raise
         except JobError:
             raise
         except BaseException:
-            # KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
+            # NotSent; KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
             self._forget(number, call)
             self.cancel(number)
             raise

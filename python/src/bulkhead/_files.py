@@ -279,13 +279,7 @@ class Loan:
         if size >= MAPPED_BYTES_MIN and len(self._mappings) + len(_kept) < _MAPPINGS_MAX:
             try:
                 # Each page is the file's until it is written to.
-                mapping = mmap.mmap(
-                    self._files.other_file,
-                    size,
-                    flags=mmap.MAP_PRIVATE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                    offset=place.start,
-                )
+                mapping = mmap.mmap(self._files.other_file, size, flags=mmap.MAP_PRIVATE, offset=place.start)
                 self._mappings.append(mapping)
                 return mapping
             except OSError:

@@ -135,9 +135,8 @@ def _make_folder(outer: str | None) -> str:
     """A folder for this process alone, whose sockets have paths that are short enough."""
     tried: list[str] = []
     prefix = f"bulkhead-{os.getpid()}-" if outer else "bulkhead-"
-    for parent in (*filter(None, [outer]), None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm"):
-        if parent is None:
-            parent = tempfile.gettempdir()
+    parents = (outer, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm")
+    for parent in filter(None, parents):
         longest = os.path.join(parent, f"{prefix}12345678", LONGEST_NAME)
         if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
             continue

@@ -45,7 +45,7 @@ class Temporary:
 
     def make(self, name: bytes) -> int:
         """Makes a folder in it."""
-        self._open_up()
+        _open_up(self.folder)
         os.mkdir(name, 0o700, dir_fd=self.folder)
         return os.open(name, _FOLDER | os.O_PATH, dir_fd=self.folder)
 
@@ -59,7 +59,7 @@ class Temporary:
 
     def remove(self, name: bytes) -> bool:
         """Removes a folder in it, with up to ``ENTRIES_AT_ONCE`` entries; whether nothing is left to do."""
-        self._open_up()
+        _open_up(self.folder)
         try:
             os.rmdir(name, dir_fd=self.folder)
         except OSError:
@@ -81,25 +81,21 @@ class Temporary:
             os.close(folder)
         return True
 
-    def _open_up(self) -> None:
-        """Workers have the template's user, and may have shut it."""
-        if os.fstat(self.folder).st_mode & 0o700 != 0o700:
-            _unlock(self.folder)
 
-
-def _unlock(folder: int) -> None:
-    try:
-        os.chmod(f"/proc/self/fd/{folder}", 0o700)
-    except OSError:
-        pass
+def _open_up(folder: int) -> None:
+    """Workers have the template's user, and may have shut it."""
+    if os.fstat(folder).st_mode & 0o700 != 0o700:
+        try:
+            os.chmod(f"/proc/self/fd/{folder}", 0o700)
+        except OSError:
+            pass
 
 
 def _opened(name: bytes, parent: int) -> int:
     """A folder to list and to change, whatever its mode was."""
     place = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
     try:
-        if os.fstat(place).st_mode & 0o700 != 0o700:
-            _unlock(place)
+        _open_up(place)
     finally:
         os.close(place)
     return os.open(name, _FOLDER | os.O_RDONLY, dir_fd=parent)

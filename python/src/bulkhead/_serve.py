@@ -81,7 +81,7 @@ class Server:
         self._begun = 0
         self._running = 0
         self._threads = 1
-        self._limit = self._within(self.welcome.max_in_flight)
+        self._limit = _within(self.welcome.max_in_flight)
         self._idle = 0
         self._is_searching = False
         self._is_draining = False
@@ -90,10 +90,6 @@ class Server:
         self._typical = STUCK_SECONDS
         self._looked_at = 0.0
         self._make_epolls()
-
-    @staticmethod
-    def _within(limit: int) -> int:
-        return min(max(limit, 1), THREADS_MAX)
 
     def _make_epolls(self) -> None:
         link = self._link.socket.fileno()
@@ -526,7 +522,7 @@ class Server:
         elif kind == _wire.FILES_ENDED:
             self._lent.pop(number, None)
         elif kind == _wire.LIMITS:
-            self._limit = self._within(_wire.LIMIT.unpack_from(metadata)[0])
+            self._limit = _within(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:
                 self._call_help()
         elif kind == _wire.DRAIN:
@@ -593,6 +589,10 @@ class Server:
                 if job._said:
                     job._told_at = time.monotonic()
                     self._tell(job)
+
+
+def _within(limit: int) -> int:
+    return min(max(limit, 1), THREADS_MAX)
 
 
 def _was_cancelled() -> HandlerError:
