@@ -109,22 +109,13 @@ class _Calls(Executor):
             raise ValueError("buffersize must be None or > 0")
         give_up = None if timeout is None else time.monotonic() + timeout
         calls: Iterator[tuple[Any, ...]] = zip(*iterables, strict=False)
-        if chunksize == 1:
-            return self._in_order(fn, calls, buffersize, give_up)
-        chunks = ((chunk,) for chunk in _chunks(calls, chunksize))
-        return _chained(self._in_order(partial(process_chunk, fn), chunks, buffersize, give_up))
-
-    def _in_order(
-        self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], ahead: int | None, give_up: float | None
-    ) -> Iterator[Any]:
-        """Submits the first calls, and returns the results in the order of all."""
-        submitted = self._submit_each(fn, calls)
-        return _results(deque(itertools.islice(submitted, ahead)), submitted, give_up)
-
-    def _submit_each(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> Iterator[Future[Any]]:
-        """Submits a call for each future that is asked for, and holds neither."""
+        function: Callable[..., Any] = fn
+        if chunksize > 1:
+            function, calls = partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize))
         # A generator that has ended asks no more: `zip` would take one more of the longer iterables each time.
-        yield from itertools.starmap(partial(self.submit, fn), calls)
+        submitted = (future for future in itertools.starmap(partial(self.submit, function), calls))
+        results = _in_order(deque(itertools.islice(submitted, buffersize)), submitted, give_up)
+        return _chained(results) if chunksize > 1 else results
 
 
 class BulkheadExecutor(_Calls):
@@ -507,7 +498,7 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
         yield chunk
 
 
-def _results(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
+def _in_order(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
     try:
         while futures:
