@@ -33,15 +33,14 @@ class Refused(Exception):
 class Journal:
     """Memory that outlives this process: what was begun, and when it was last alive."""
 
-    __slots__ = ("_map", "words")
+    __slots__ = ("words",)
 
     def __init__(self, descriptor: int) -> None:
         if os.fstat(descriptor).st_size != JOURNAL_BYTES:
             raise Refused("its journal has an odd size")
-        self._map = mmap.mmap(descriptor, JOURNAL_BYTES)
         #: Each number is written by one store: 1 is the last job begun, 2 the time of the last heartbeat. The
         #: supervisor writes 3, also by one store: the last job taken back.
-        self.words = memoryview(self._map).cast("Q")
+        self.words = memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
     def beat(self) -> None:
         """This process lives."""
