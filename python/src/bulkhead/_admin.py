@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-__all__ = ["AdminError", "ask", "get", "lines"]
-
 #: Seconds in which an answer must come.
 ANSWER_SECONDS_MAX = 10.0
 

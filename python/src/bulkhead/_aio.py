@@ -23,8 +23,6 @@ from .errors import Disconnected, JobError
 if TYPE_CHECKING:
     import _socket
 
-__all__ = ["AsyncClient", "AsyncJob"]
-
 #: Reads in one turn of the loop, which others want as well.
 READS_MAX = 16
 #: Buffers of one write; the kernel takes 1024.

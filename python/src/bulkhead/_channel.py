@@ -16,8 +16,6 @@ from . import _files, _wire
 from ._connection import open_connection
 from .errors import Disconnected, Rejected
 
-__all__ = ["Channel", "connect"]
-
 #: Payloads up to this size are joined with others into one write.
 _JOINED_BYTES_MAX = 64 * 1024
 #: Frames of one write, of two pieces each; the kernel takes 1024 pieces.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ._future import JobFuture
 
-__all__ = ["Client", "as_buffer", "default_socket", "submission_with"]
-
 #: How many combinations of options are remembered.
 SUBMISSIONS_MAX = 1024
 

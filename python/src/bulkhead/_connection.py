@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ._future import JobFuture
 
 
-__all__ = ["Connection", "NotSent", "Reply", "open_connection"]
-
 #: Seconds in which a supervisor has to welcome.
 HANDSHAKE_SECONDS_MAX = 10.0
 

@@ -27,8 +27,6 @@ from typing import Any, NoReturn
 
 from . import _libraries
 
-__all__ = ["DataOnly", "loads"]
-
 #: How deep data is nested: to hash, print or compare what is deeper can overflow the stack.
 DEPTH_MAX = 1000
 #: Bytes of data when all objects are counted as often as they are found: what prints or hashes it goes to all of them.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-__all__ = ["LARGE_BYTES_MIN", "Lease", "Leases", "Loan", "Pair", "Pieces", "Written", "parts", "pieces", "receiver"]
-
 #: First byte of a value in one piece.
 PIECES = b"P"
 #: The letter, the number of buffers, the bytes of the pickle. The sizes of the buffers follow.

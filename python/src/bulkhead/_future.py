@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ._connection import Connection
     from .errors import JobError
 
-__all__ = ["CancellableFuture", "Condition", "JobFuture", "call_back"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["Journal", "Link", "Refused", "inherited", "shake_hands"]
-
 # Taken before a main module that is imported by workers can replace it, as gevent does.
 _Lock = _thread.allocate_lock
 

@@ -20,8 +20,6 @@ from typing import Any
 from . import _admin
 from ._private import PrivateSupervisor
 
-__all__ = ["Fifos", "Lines", "Output"]
-
 #: Seconds that results wait for a stream.
 CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")

@@ -30,18 +30,6 @@ from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
-__all__ = [
-    "NAME",
-    "Call",
-    "CallTimeout",
-    "Pool",
-    "PoolDisconnected",
-    "PoolFuture",
-    "ResultRefused",
-    "ResultUnreadable",
-    "WorkerCrashed",
-]
-
 T = TypeVar("T")
 
 #: The name of the one bulkhead of the private supervisor.

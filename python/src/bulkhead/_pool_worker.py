@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-__all__ = ["main"]
-
 #: The function raised: u32 length, the traceback as text, then the exception, pickled.
 RAISED = b"E"
 #: The job could not be unpickled: the traceback as text.

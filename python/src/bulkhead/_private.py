@@ -23,8 +23,6 @@ from typing import Any
 
 from .errors import SupervisorNotFound
 
-__all__ = ["PrivateSupervisor", "SupervisorFailed", "find_supervisor", "to_toml"]
-
 #: What a service manager tells the caller, and which it alone answers.
 OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["end", "flush", "is_wanted", "serve_forks", "start_again", "threads"]
-
 TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
 #: Libraries that start threads when they are imported do not, unless these say otherwise.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
