@@ -149,10 +149,7 @@ class PoolFuture(CancellableFuture[T]):
 class Call:
     """A function with its arguments, and SUBMIT's metadata for it."""
 
-    __slots__ = (
-        *("arguments", "bytes", "function", "future", "has_place"),
-        *("is_large", "is_ordered", "keywords", "lease", "metadata"),
-    )
+    __slots__ = ("bytes", "future", "has_place", "is_large", "is_ordered", "job", "lease", "metadata")
 
     def __init__(
         self,
@@ -169,9 +166,7 @@ class Call:
         self.is_ordered = is_ordered
         #: One of the window's.
         self.has_place = False
-        self.function: Callable[..., Any] | None = function
-        self.arguments = arguments
-        self.keywords = keywords
+        self.job: tuple[Callable[..., Any], Any, Any] | None = (function, arguments, keywords)
         self.bytes = 0
         #: True for a large call in the window. Each worker has at most one.
         self.is_large = False
@@ -356,7 +351,7 @@ class Pool:
         payload: _files.Pieces = []
         problem: BaseException | None = None
         try:
-            payload = self.pickler.dump((call.function, call.arguments, call.keywords))
+            payload = self.pickler.dump(call.job)
         except BaseException as error:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
@@ -414,7 +409,7 @@ class Pool:
         if channel is None and problem is not None:
             future._settle(None, problem)
         # What the caller's objects hold on to is not held here.
-        call.function = call.arguments = call.keywords = None
+        call.job = None
         if channel is None:
             return False
         if not is_deferred:
