@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import _wire
-from ._client import as_buffer, default_socket, submission_with
+from ._client import BaseClient, as_buffer, submission_with
 from ._connection import Reply, lost, open_connection
 from .errors import Disconnected, JobError
 
@@ -258,7 +257,7 @@ class _OfLoop:
             self.connection.lose(why)
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Sends jobs to a supervisor from asyncio: see ``Client``, whose methods it has. One for a program is enough.
 
     Each event loop that uses it has a connection of its own, on whichever thread it runs. Cancelling a task that waits
@@ -266,13 +265,10 @@ class AsyncClient:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path) if path is not None else default_socket()
         self._states: dict[asyncio.AbstractEventLoop, _OfLoop] = {}
         # Guards changes of these, since each loop may run on a thread of its own.
         self._changing = threading.Lock()
-        self._submissions: dict[tuple[Any, ...], bytes] = {}
-        self._is_closed = False
-        _clients.add(self)
+        super().__init__(path)
 
     async def call(
         self,
@@ -363,22 +359,8 @@ class AsyncClient:
     async def __aexit__(self, *_raised: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"AsyncClient({self.path!r})"
-
     def _after_fork(self) -> None:
         states, self._states, self._changing = self._states, {}, threading.Lock()
         for state in states.values():
             if state.connection is not None:
                 state.connection.abandon()
-
-
-_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -54,7 +54,24 @@ def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any
     return metadata
 
 
-class Client:
+class BaseClient:
+    """What both clients have: the path of the socket, and the options of earlier jobs."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = os.fspath(path) if path is not None else default_socket()
+        self._submissions: dict[tuple[Any, ...], bytes] = {}
+        self._is_closed = False
+        _clients.add(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    def _after_fork(self) -> None:
+        """Leaves connections and jobs to the parent."""
+        raise NotImplementedError
+
+
+class Client(BaseClient):
     """Sends jobs to a supervisor. One for a program is enough: all threads may use it.
 
     It connects with the first job, again after a loss, and again in a child after fork. ``path`` is that of the jobs
@@ -63,13 +80,10 @@ class Client:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path) if path is not None else default_socket()
         # Taken twice by a signal's handler that comes while it connects.
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        self._submissions: dict[tuple[Any, ...], bytes] = {}
-        self._is_closed = False
-        _clients.add(self)
+        super().__init__(path)
 
     def call(
         self,
@@ -183,9 +197,6 @@ class Client:
         if connection is not None:
             connection.release()
 
-    def __repr__(self) -> str:
-        return f"Client({self.path!r})"
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Client, (self.path,)
 
@@ -196,7 +207,7 @@ class Client:
             connection.abandon()
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
