@@ -7,7 +7,6 @@ import _thread
 import errno
 import mmap
 import os
-import time
 
 from . import _files, _wire
 
@@ -28,21 +27,12 @@ class Refused(Exception):
     """The supervisor did not welcome this worker; the text says why."""
 
 
-class Journal:
-    """Memory that outlives this process: what was begun, and when it was last alive."""
-
-    __slots__ = ("words",)
-
-    def __init__(self, descriptor: int) -> None:
-        if os.fstat(descriptor).st_size != JOURNAL_BYTES:
-            raise Refused("its journal has an odd size")
-        #: Each number is written by one store: 1 is the last job begun, 2 the time of the last heartbeat. The
-        #: supervisor writes 3, also by one store: the last job taken back.
-        self.words = memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
-
-    def beat(self) -> None:
-        """This process lives."""
-        self.words[2] = time.monotonic_ns()
+def _journal(descriptor: int) -> memoryview:
+    """Words of memory that outlives this process. Each number is written by one store: 1 is the last job begun, 2 the
+    time of the last heartbeat. The supervisor writes 3, also by one store: the last job taken back."""
+    if os.fstat(descriptor).st_size != JOURNAL_BYTES:
+        raise Refused("its journal has an odd size")
+    return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
 
 class Link:
@@ -146,8 +136,9 @@ def inherited() -> _socket.socket | None:
 
 def shake_hands(
     link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
-) -> tuple[_wire.WorkerWelcome, Journal | None]:
-    """Says hello and waits for the welcome; frames behind it stay with the reader. Raises ``Refused``."""
+) -> tuple[_wire.WorkerWelcome, memoryview | None]:
+    """Says hello and waits for the welcome, and the words of the journal if there is one. Frames behind the welcome stay
+    with the reader. Raises ``Refused``."""
     capabilities = _wire.WORKER_LIMITS
     if takes_ahead and _order_memory():
         capabilities |= _wire.WORKER_CLAIMS | _wire.WORKER_BEATS
@@ -171,7 +162,7 @@ def shake_hands(
                 # The supervisor counts on it from here on.
                 if not lent:
                     raise Refused("its journal did not come along: see `rlimits.nofile`")
-                journal = Journal(lent[-1])
+                journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)
                 return welcome, journal

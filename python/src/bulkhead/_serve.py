@@ -62,10 +62,9 @@ class Server:
         self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         takes_ahead = not is_for_one_job
-        self.welcome, self._journal = _link.shake_hands(
+        self.welcome, self._words = _link.shake_hands(
             self._link, self._reader, version, takes_ahead=takes_ahead, takes_files=takes_files
         )
-        self._words = self._journal.words if self._journal is not None else None
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -158,8 +157,8 @@ class Server:
                 put_in_force(self.welcome.seal)
             except SealFailed as error:
                 self.give_up(f"failed to seal the worker: {error}")
-        if self._journal is not None:
-            self._journal.beat()
+        if self._words is not None:
+            self._words[2] = time.monotonic_ns()
         self._link.send(_wire.READY, 0)
         # What came with the welcome has been read, so that the link says nothing of it.
         self._take_in()
@@ -565,9 +564,9 @@ class Server:
                     is_on_link = True
                 seen = self._begun
             if interval and time.monotonic() >= next_beat:
-                if self._journal is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
+                if self._words is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
                     self._link.check()
-                    self._journal.beat()
+                    self._words[2] = time.monotonic_ns()
                 else:
                     self._link.heartbeat()
                 self._settle_progress()
