@@ -137,8 +137,8 @@ def inherited() -> _socket.socket | None:
 def shake_hands(
     link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
 ) -> tuple[_wire.WorkerWelcome, memoryview | None]:
-    """Says hello and waits for the welcome, and the words of the journal if there is one. Frames behind the welcome stay
-    with the reader. Raises ``Refused``."""
+    """Says hello and waits for the welcome, and the words of the journal if there is one. Frames behind it stay with
+    the reader. Raises ``Refused``."""
     capabilities = _wire.WORKER_LIMITS
     if takes_ahead and _order_memory():
         capabilities |= _wire.WORKER_CLAIMS | _wire.WORKER_BEATS
