@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,15 +76,7 @@ def platform_tag(programs: list[Path]) -> str:
     if any(is_musl):
         raise ValueError("some programs need musl and others glibc")
     # 2.17 is the oldest that there is a tag for; static programs run there as well.
-    version = max((_number(name) for each in needs for name in each.versions if _is_glibc(name)), default=(2, 17))
-    major, minor = max(version, (2, 17))
+    names = "\n".join(name for each in needs for name in each.versions)
+    versions = [(int(major), int(minor)) for major, minor in re.findall(r"^GLIBC_(\d+)\.(\d+)", names, re.MULTILINE)]
+    major, minor = max([*versions, (2, 17)])
     return f"manylinux_{major}_{minor}_{machine}"
-
-
-def _is_glibc(name: str) -> bool:
-    return name.startswith("GLIBC_") and name[6:].replace(".", "").isdigit()
-
-
-def _number(name: str) -> tuple[int, int]:
-    major, minor = name[6:].split(".")[:2]
-    return int(major), int(minor)

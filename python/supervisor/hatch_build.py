@@ -27,11 +27,7 @@ def find_programs() -> Path:
     """The folder of the programs: ``$BULKHEAD_PROGRAMS``, or the target folder of cargo. There they are built if they
     are missing."""
     named = os.environ.get("BULKHEAD_PROGRAMS")
-    if named:
-        folders = [Path(named)]
-    else:
-        target = _target_folder()
-        folders = [target / "dist", target / "release"]
+    folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]
     if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
         print("building the programs, which takes some minutes", file=sys.stderr, flush=True)
         packages = [word for package in PACKAGES for word in ("--package", package)]

@@ -42,34 +42,23 @@ if TYPE_CHECKING:
     from .worker import initializer as initializer
     from .worker import serve as serve
 
-_MODULE_OF = {
-    "AsyncClient": "_aio",
-    "BulkheadExecutor": "executor",
-    "CallTimeout": "executor",
-    "Cancelled": "errors",
-    "Client": "_client",
-    "Context": "worker",
-    "Crashed": "errors",
-    "DeadlineExceeded": "errors",
-    "Disconnected": "errors",
-    "Failed": "errors",
-    "HandlerError": "worker",
-    "JobError": "errors",
-    "JobFuture": "_future",
-    "Outcome": "errors",
-    "PoolDisconnected": "executor",
-    "Rejected": "errors",
-    "Reply": "_connection",
-    "ResultRefused": "executor",
-    "ResultUnreadable": "executor",
-    "SupervisorNotFound": "errors",
-    "WorkerCrashed": "executor",
-    "handler": "worker",
-    "initializer": "worker",
-    "serve": "worker",
+_NAMES_OF = {
+    "_aio": ("AsyncClient",),
+    "_client": ("Client",),
+    "_connection": ("Reply",),
+    "_future": ("JobFuture",),
+    "errors": (
+        *("Cancelled", "Crashed", "DeadlineExceeded", "Disconnected", "Failed", "JobError", "Outcome", "Rejected"),
+        "SupervisorNotFound",
+    ),
+    "executor": (
+        *("BulkheadExecutor", "CallTimeout", "PoolDisconnected", "ResultRefused", "ResultUnreadable", "WorkerCrashed"),
+    ),
+    "worker": ("Context", "HandlerError", "handler", "initializer", "serve"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
-__all__ = list(_MODULE_OF)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:

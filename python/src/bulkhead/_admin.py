@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
-
-__all__ = ["AdminError", "ask", "get", "lines"]
 
 #: Seconds in which an answer must come.
 ANSWER_SECONDS_MAX = 10.0
@@ -34,7 +33,7 @@ def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
         head, _, body = answer.partition(b"\r\n\r\n")
         status = head.split(b" ", 2)[1]
         if status != b"200":
-            body += _rest(connection)
+            body += b"".join(_pieces(connection))
             raise AdminError(f"GET {path}: {status.decode()} {body.decode(errors='replace')}")
         return connection, body
     except BaseException:
@@ -42,30 +41,22 @@ def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
         raise
 
 
-def _rest(connection: socket.socket) -> bytes:
-    pieces = []
-    while piece := connection.recv(65536):
-        pieces.append(piece)
-    return b"".join(pieces)
+def _pieces(connection: socket.socket) -> Iterator[bytes]:
+    return iter(lambda: connection.recv(65536), b"")
 
 
 def get(admin: str, path: str) -> Any:
     """What a path answers, as JSON. Raises ``AdminError``, or ``OSError`` if there is no supervisor."""
     connection, body = ask(admin, path)
     with connection:
-        return json.loads(body + _rest(connection))
+        return json.loads(body + b"".join(_pieces(connection)))
 
 
 def lines(connection: socket.socket, body: bytes) -> Iterator[Any]:
     """The JSON lines of an answer as they come, until the supervisor ends."""
     with connection:
         connection.settimeout(None)
-        while True:
-            *whole, body = body.split(b"\n")
-            for line in whole:
-                if line:
-                    yield json.loads(line)
-            more = connection.recv(65536)
-            if not more:
-                return
-            body += more
+        rest = b""
+        for piece in chain((body,), _pieces(connection)):
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from map(json.loads, filter(None, whole))

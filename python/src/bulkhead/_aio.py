@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,15 +15,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import _wire
-from ._client import as_buffer, default_socket, submission_with
-from ._connection import Reply, open_connection
+from ._client import BaseClient, as_buffer, submission_with
+from ._connection import Reply, lost, open_connection
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
     import _socket
-    from types import TracebackType
-
-__all__ = ["AsyncClient", "AsyncJob"]
 
 #: Reads in one turn of the loop, which others want as well.
 READS_MAX = 16
@@ -70,7 +66,7 @@ class _Connection:
         self._loop = loop
         self._socket = link
         self._reader = reader
-        self.capabilities = capabilities
+        self._capabilities = capabilities
         self.is_lost = False
         self._last = 0
         self._jobs: dict[int, AsyncJob] = {}
@@ -82,8 +78,14 @@ class _Connection:
 
     # Sending.
 
-    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer) -> None:
-        """Sends a job."""
+    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
+        """Sends a job, or says why it was not sent."""
+        if self.is_lost:
+            job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
+            return
+        if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
+            job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
+            return
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number
         if len(payload) <= _wire.INLINE_BYTES_MAX:
@@ -142,7 +144,7 @@ class _Connection:
     # Reading.
 
     def _on_readable(self) -> None:
-        reader = self._reader
+        reader, why = self._reader, None
         try:
             for _ in range(READS_MAX):
                 if not reader.read():
@@ -150,14 +152,12 @@ class _Connection:
         except BlockingIOError:
             pass
         except EOFError:
-            self._take_all()
-            self.lose("the supervisor closed it")
-            return
+            why = "the supervisor closed it"
         except (OSError, _wire.Unreadable) as error:
-            self._take_all()
-            self.lose(str(error))
-            return
+            why = str(error)
         self._take_all()
+        if why is not None:
+            self.lose(why)
 
     def _take_all(self) -> None:
         frames, jobs = self._reader.frames, self._jobs
@@ -201,12 +201,10 @@ class _Connection:
         self._outgoing.clear()
         if self._loop.is_closed():
             return
-        advice = "whether the job ran is unknown: send it again only if it may run twice"
         for job in jobs.values():
             job._job_connection = None
             if not job.done():
-                sentence = f"the connection to the supervisor was lost ({why}); {advice}"
-                job.set_exception(Disconnected(sentence, "unknown"))
+                job.set_exception(lost(why))
 
     def abandon(self) -> None:
         """In a forked child: loop and connection are the parent's, and so is what the loop waits for."""
@@ -242,7 +240,7 @@ class _OfLoop:
                 connection.lose("it was closed here")
             for job, metadata, payload, has_run_limit in waiting:
                 if not job.done():
-                    _start_on(connection, job, metadata, payload, has_run_limit)
+                    connection.start(job, metadata, payload, has_run_limit)
 
     def _fail_waiting(self, error: JobError) -> None:
         waiting, self.waiting = self.waiting, []
@@ -259,7 +257,7 @@ class _OfLoop:
             self.connection.lose(why)
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Sends jobs to a supervisor from asyncio: see ``Client``, whose methods it has. One for a program is enough.
 
     Each event loop that uses it has a connection of its own, on whichever thread it runs. Cancelling a task that waits
@@ -267,13 +265,10 @@ class AsyncClient:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path) if path is not None else default_socket()
         self._states: dict[asyncio.AbstractEventLoop, _OfLoop] = {}
         # Guards changes of these, since each loop may run on a thread of its own.
         self._changing = threading.Lock()
-        self._submissions: dict[tuple[Any, ...], bytes] = {}
-        self._is_closed = False
-        _clients.add(self)
+        super().__init__(path)
 
     async def call(
         self,
@@ -322,7 +317,7 @@ class AsyncClient:
         job = AsyncJob(loop)
         connection = state.connection
         if connection is not None and not connection.is_lost:
-            _start_on(connection, job, metadata, data, has_run_limit)
+            connection.start(job, metadata, data, has_run_limit)
         else:
             state.waiting.append((job, metadata, data, has_run_limit))
             if state.connecting is None:
@@ -361,41 +356,11 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_raised: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"AsyncClient({self.path!r})"
 
     def _after_fork(self) -> None:
         states, self._states, self._changing = self._states, {}, threading.Lock()
         for state in states.values():
             if state.connection is not None:
                 state.connection.abandon()
-
-
-def _start_on(
-    connection: _Connection, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool
-) -> None:
-    if connection.is_lost:
-        job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
-    elif has_run_limit and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
-        job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
-    else:
-        connection.start(job, metadata, payload)
-
-
-_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

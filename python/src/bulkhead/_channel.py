@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from . import _files, _wire
-from .errors import Disconnected
-
-__all__ = ["Channel", "connect"]
+from ._connection import open_connection
+from .errors import Disconnected, Rejected
 
 #: Payloads up to this size are joined with others into one write.
 _JOINED_BYTES_MAX = 64 * 1024
@@ -27,29 +26,17 @@ _HELLO_SECONDS_MAX = 30.0
 _POP: Callable[[deque[Sequence[_wire.Buffer]]], Sequence[_wire.Buffer]] = deque.popleft
 
 
-def connect(path: str, version: str) -> Channel:
+def connect(path: str) -> Channel:
     """Connects to a jobs socket. Raises ``Disconnected`` if it is refused, or there is none."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_HELLO_SECONDS_MAX)
-        connection.connect(path)
-        connection.sendall(_wire.hello(_wire.CLIENT, 0, version))
-        reader = _wire.Reader(connection.recv, connection.recv_into)
-        while not reader.frames:
-            reader.read()
-        kind, _, metadata, _ = reader.frames.popleft()
-        if kind == _wire.REFUSED:
-            raise Disconnected(": ".join(_wire.refused(metadata)))
-        capabilities = _wire.client_welcome(metadata) if kind == _wire.CLIENT_WELCOME else 0
-        if not capabilities & _wire.CLIENT_RUN_LIMIT:
-            raise Disconnected("this supervisor is too old for the executor: it knows no run limit")
-        connection.settimeout(None)
-        return Channel(connection, capabilities)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, (EOFError, OSError)) and not isinstance(error, Disconnected):
-            raise Disconnected(f"the supervisor is not reachable at {path}: {error}") from error
-        raise
+        link, _, capabilities = open_connection(path, _HELLO_SECONDS_MAX)
+    except Rejected as refused:
+        raise Disconnected(f"{refused.outcome.reason}: {refused.outcome.message}") from None
+    if not capabilities & _wire.CLIENT_RUN_LIMIT:
+        link.close()
+        raise Disconnected("this supervisor is too old for the executor: it knows no run limit")
+    # A socket as the program has them, which gevent may have replaced.
+    return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=link.detach()), capabilities)
 
 
 class Channel:

@@ -12,13 +12,9 @@ from .errors import Disconnected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Any
 
-    from ._connection import Waiter
     from ._future import JobFuture
-
-__all__ = ["Client", "as_buffer", "default_socket", "submission_with"]
 
 #: How many combinations of options are remembered.
 SUBMISSIONS_MAX = 1024
@@ -58,7 +54,24 @@ def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any
     return metadata
 
 
-class Client:
+class BaseClient:
+    """What both clients have: the path of the socket, and the options of earlier jobs."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = os.fspath(path) if path is not None else default_socket()
+        self._submissions: dict[tuple[Any, ...], bytes] = {}
+        self._is_closed = False
+        _clients.add(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    def _after_fork(self) -> None:
+        """Leaves connections and jobs to the parent."""
+        raise NotImplementedError
+
+
+class Client(BaseClient):
     """Sends jobs to a supervisor. One for a program is enough: all threads may use it.
 
     It connects with the first job, again after a loss, and again in a child after fork. ``path`` is that of the jobs
@@ -67,13 +80,10 @@ class Client:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path) if path is not None else default_socket()
         # Taken twice by a signal's handler that comes while it connects.
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        self._submissions: dict[tuple[Any, ...], bytes] = {}
-        self._is_closed = False
-        _clients.add(self)
+        super().__init__(path)
 
     def call(
         self,
@@ -131,17 +141,13 @@ class Client:
 
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         future = JobFuture()
-        self.start(submission_with(self._submissions, options), payload, future, run_limit)
-        return future
-
-    def start(self, metadata: bytes, payload: _wire.Buffer, waiter: Waiter, run_limit: float | None = None) -> None:
-        """Sends a job whose outcome ``waiter`` is told; ``metadata`` is that of SUBMIT."""
+        metadata = submission_with(self._submissions, options)
         data = as_buffer(payload)
         while True:
             connection, is_fresh = self._connected(run_limit)
             try:
-                connection.start(metadata, data, waiter)
-                return
+                connection.start(metadata, data, future)
+                return future
             except NotSent:
                 self._retire(connection, is_fresh)
 
@@ -182,12 +188,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -195,9 +196,6 @@ class Client:
         connection: Connection | None = getattr(self, "_connection", None)
         if connection is not None:
             connection.release()
-
-    def __repr__(self) -> str:
-        return f"Client({self.path!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Client, (self.path,)
@@ -209,7 +207,7 @@ class Client:
             connection.abandon()
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

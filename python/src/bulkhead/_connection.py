@@ -18,26 +18,13 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Protocol
+    from typing import Any
 
-    class Waiter(Protocol):
-        """What a connection tells of a job that is a future. It ends with ``settle`` or ``lose``."""
+    from ._future import JobFuture
 
-        #: Whether it was cancelled, perhaps before it was sent.
-        is_withdrawn: bool
-
-        def started(self, connection: Connection, number: int) -> None: ...
-        def settle(self, metadata: bytes, payload: bytes | bytearray) -> None: ...
-        def progress(self, metadata: bytes) -> None: ...
-        def lose(self, error: JobError) -> None: ...
-        def forget(self) -> None: ...
-
-
-__all__ = ["Connection", "NotSent", "Reply", "open_connection"]
 
 #: Seconds in which a supervisor has to welcome.
 HANDSHAKE_SECONDS_MAX = 10.0
-_MSG_DONTWAIT = _socket.MSG_DONTWAIT
 
 
 class Reply:
@@ -70,10 +57,10 @@ class Reply:
         return Reply, (self.payload, self._metadata)
 
 
-def refusal(reason: str, sentence: str) -> Rejected:
-    """The error for a connection that the supervisor did not take."""
-    retryable = reason in ("draining", "unavailable", "overloaded")
-    return Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
+def lost(why: str) -> Disconnected:
+    """The error for a job on a connection that was lost."""
+    advice = "whether the job ran is unknown: send it again only if it may run twice"
+    return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
 
 
 class NotSent(Exception):
@@ -103,7 +90,7 @@ class Connection:
         # Guards all of the following.
         self._lock = threading.RLock()
         self._calls: dict[int, _Call] = {}
-        self._futures: dict[int, Waiter] = {}
+        self._futures: dict[int, JobFuture] = {}
         self._sleeping: dict[int, _Call] = {}
         # The call whose thread reads, or this connection for the thread of futures.
         self._leader: object = None
@@ -151,13 +138,24 @@ class Connection:
                 entry[1].extend(map(self._send, (buffers[0],)))
             else:
                 outgoing.extend([(buffer, []) for buffer in buffers])
-            while outgoing:
-                buffer, counts = outgoing[0]
-                done = sum(counts)
-                if done < len(buffer):
-                    counts.extend(map(self._send, (memoryview(buffer)[done:],)))
-                else:
-                    outgoing.popleft()
+            self._drain(0)
+
+    def _drain(self, flags: int) -> None:
+        """Sends what is left; receives meanwhile if it may not wait."""
+        outgoing = self._outgoing
+        while outgoing:
+            buffer, counts = outgoing[0]
+            done = sum(counts)
+            if done == len(buffer):
+                outgoing.popleft()
+                continue
+            try:
+                counts.extend(map(self._send, (memoryview(buffer)[done:],), (flags,)))
+            except BlockingIOError:
+                if not flags:
+                    # Of a signal's handler.
+                    raise
+                self._receive(None)
 
     def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
         """The same where no thread reads what is left of a call that was given up; False if another one does now."""
@@ -177,21 +175,11 @@ class Connection:
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
         from a client that leaves its results unread."""
-        outgoing = self._outgoing
         try:
             while not self._writing.acquire(timeout=0.005):
                 self._receive(0)
-            outgoing.extend([(buffer, []) for buffer in buffers])
-            while outgoing:
-                buffer, counts = outgoing[0]
-                done = sum(counts)
-                if done == len(buffer):
-                    outgoing.popleft()
-                    continue
-                try:
-                    counts.extend(map(self._send, (memoryview(buffer)[done:],), (_MSG_DONTWAIT,)))
-                except BlockingIOError:
-                    self._receive(None)
+            self._outgoing.extend([(buffer, []) for buffer in buffers])
+            self._drain(_socket.MSG_DONTWAIT)
         finally:
             # A signal's exception may have come before it was taken, or at once behind that.
             if self._writing._is_owned():  # type: ignore[attr-defined]
@@ -250,13 +238,10 @@ class Connection:
                 if call.error is not None:
                     raise call.error
                 self._read_or_sleep(number, call)
-        except NotSent:
-            self._forget(number, call)
-            raise
         except JobError:
             raise
         except BaseException:
-            # KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
+            # NotSent; KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
             self._forget(number, call)
             self.cancel(number)
             raise
@@ -265,7 +250,7 @@ class Connection:
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
 
-    def start(self, metadata: bytes, payload: _wire.Buffer, waiter: Waiter) -> None:
+    def start(self, metadata: bytes, payload: _wire.Buffer, future: JobFuture) -> None:
         """Has a job done that a future waits for. Raises ``NotSent``."""
         number = next(self._numbers)
         with self._lock:
@@ -280,12 +265,12 @@ class Connection:
                     # There is no room for one now. The next future may have it.
                     self._thread_bell = None
                     raise
-            waiter.started(self, number)
-            self._futures[number] = waiter
+            future.started(self, number)
+            self._futures[number] = future
             self._wake_reader()
         try:
             self._submit(number, metadata, payload)
-            if waiter.is_withdrawn:
+            if future.cancelled():
                 self.cancel(number)
         except NotSent:
             # Whoever lost the connection may have told the future already.
@@ -447,15 +432,15 @@ class Connection:
                     self._sleeping.pop(number, None)
                     self._calls.pop(number)
                     return
-                waiter = self._futures.get(number)
-            if waiter is not None:
-                waiter.settle(metadata, payload)
+                future = self._futures.get(number)
+            if future is not None:
+                future.settle(metadata, payload)
                 with self._lock:
                     self._futures.pop(number, None)
         elif kind == _wire.PROGRESS:
-            waiter = self._futures.get(number)
-            if waiter is not None:
-                waiter.progress(metadata)
+            future = self._futures.get(number)
+            if future is not None:
+                future.progress(metadata)
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
             self.lose(f"the supervisor refused it ({reason}): {sentence}")
@@ -464,15 +449,14 @@ class Connection:
 
     def lose(self, why: str) -> None:
         """Ends the connection, and tells all jobs on it."""
-        advice = "whether the job ran is unknown: send it again only if it may run twice"
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
+            self.lost = lost(why)
             calls, self._calls = self._calls, {}
             futures, self._futures = self._futures, {}
             for call in calls.values():
-                call.error = Disconnected(self.lost.outcome.message, "unknown")
+                call.error = lost(why)
                 self._wake(call)
             self._sleeping.clear()
             self._wake_reader()
@@ -482,8 +466,8 @@ class Connection:
         except OSError:
             pass
         self._close()
-        for waiter in futures.values():
-            waiter.lose(Disconnected(self.lost.outcome.message, "unknown"))
+        for future in futures.values():
+            future.lose(lost(why))
 
     def _close(self) -> None:
         """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
@@ -508,13 +492,13 @@ class Connection:
         self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
-        for waiter in self._futures.values():
-            waiter.forget()
-            waiter.lose(self.lost)
+        for future in self._futures.values():
+            future.forget()
+            future.lose(self.lost)
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 
-def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
+def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[_socket.socket, _wire.Reader, int]:
     """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
     from . import __version__
 
@@ -524,7 +508,7 @@ def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
         sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
     try:
-        link.settimeout(HANDSHAKE_SECONDS_MAX)
+        link.settimeout(seconds)
         link.connect(path)
         try:
             link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
@@ -536,21 +520,19 @@ def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
             reader.read()
         kind, _, metadata, _ = reader.frames.popleft()
         if kind == _wire.REFUSED:
-            raise refusal(*_wire.refused(metadata))
+            reason, sentence = _wire.refused(metadata)
+            retryable = reason in ("draining", "unavailable", "overloaded")
+            raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
             raise _wire.Malformed(f"it answered by a frame of kind {kind}")
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
-    except EOFError:
+    except BaseException as error:
         link.close()
-        raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
-    except (JobError, OSError, _wire.Unreadable) as error:
-        link.close()
-        if isinstance(error, JobError):
-            raise
-        said = getattr(error, "strerror", None) or error
-        raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
-    except BaseException:
-        link.close()
+        if isinstance(error, EOFError):
+            raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
+        if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
+            said = getattr(error, "strerror", None) or error
+            raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
         raise

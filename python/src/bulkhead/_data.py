@@ -27,8 +27,6 @@ from typing import Any, NoReturn
 
 from . import _libraries
 
-__all__ = ["DataOnly", "loads"]
-
 #: How deep data is nested: to hash, print or compare what is deeper can overflow the stack.
 DEPTH_MAX = 1000
 #: Bytes of data when all objects are counted as often as they are found: what prints or hashes it goes to all of them.
@@ -225,17 +223,20 @@ class _Name:
         self.make = make
 
 
+def _maker(kind: Callable[..., Any], most: int, *kinds: type) -> Callable[[_Reader, tuple[Any, ...]], Any]:
+    """Returns a function that makes a value of at most so many arguments, which are of these types."""
+
+    def make(_reader: _Reader, arguments: tuple[Any, ...]) -> Any:
+        made = kind(*_checked(arguments, most, {*kinds}))
+        # What a date or a time is made of as bytes is not checked: replace() does that.
+        return made.replace() if isinstance(made, (datetime.date, datetime.time)) else made
+
+    return make
+
+
 def _make_bytearray(reader: _Reader, arguments: tuple[Any, ...]) -> bytearray:
     reader.work(sum(map(len, _checked(arguments, 1, {bytes}))))
     return bytearray(*arguments)
-
-
-def _make_complex(_reader: _Reader, arguments: tuple[Any, ...]) -> complex:
-    return complex(*_checked(arguments, 2, {float}))
-
-
-def _make_range(_reader: _Reader, arguments: tuple[Any, ...]) -> range:
-    return range(*_checked(arguments, 3, {int}))
 
 
 def _make_slice(_reader: _Reader, arguments: tuple[Any, ...]) -> slice:
@@ -254,36 +255,12 @@ def _make_counter(reader: _Reader, arguments: tuple[Any, ...]) -> collections.Co
     return counts
 
 
-def _make_ordered(_reader: _Reader, arguments: tuple[Any, ...]) -> collections.OrderedDict[Any, Any]:
-    _checked(arguments, 0, set())
-    return collections.OrderedDict()
-
-
 def _make_deque(_reader: _Reader, arguments: tuple[Any, ...]) -> collections.deque[Any]:
     if len(arguments) > 1 and arguments[0] == ():
         return collections.deque([], *_checked(arguments[1:], 1, {int, type(None)}))  # noqa: RUF037
     if arguments and arguments != ((),):
         _refuse("a deque made of something")
     return collections.deque()
-
-
-def _make_date(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.date:
-    # What is made of bytes is not checked: replace() does that.
-    return datetime.date(*_checked(arguments, 1, {bytes})).replace()
-
-
-def _make_datetime(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.datetime:
-    _checked(arguments, 2, {bytes, datetime.timezone})
-    return datetime.datetime(*arguments).replace()
-
-
-def _make_time(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.time:
-    _checked(arguments, 2, {bytes, datetime.timezone})
-    return datetime.time(*arguments).replace()
-
-
-def _make_timedelta(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.timedelta:
-    return datetime.timedelta(*_checked(arguments, 3, {int}))
 
 
 def _make_timezone(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.timezone:
@@ -299,19 +276,14 @@ def _make_decimal(reader: _Reader, arguments: tuple[Any, ...]) -> decimal.Decima
     return decimal.Decimal(digits)
 
 
-def _make_path(reader: _Reader, arguments: tuple[Any, ...]) -> pathlib.PosixPath:
-    return pathlib.PosixPath(*_checked_path(reader, arguments))
+def _maker_of_path(kind: type[pathlib.PurePath]) -> Callable[[_Reader, tuple[Any, ...]], Any]:
+    def make(reader: _Reader, arguments: tuple[Any, ...]) -> pathlib.PurePath:
+        size = len(arguments) + sum(map(len, _checked(arguments, len(arguments), {str})))
+        reader.work(size)
+        reader.longest = max(reader.longest, size)
+        return kind(*arguments)
 
-
-def _make_pure_path(reader: _Reader, arguments: tuple[Any, ...]) -> pathlib.PurePosixPath:
-    return pathlib.PurePosixPath(*_checked_path(reader, arguments))
-
-
-def _checked_path(reader: _Reader, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    size = len(arguments) + sum(map(len, _checked(arguments, len(arguments), {str})))
-    reader.work(size)
-    reader.longest = max(reader.longest, size)
-    return arguments
+    return make
 
 
 def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
@@ -348,23 +320,24 @@ def _check_names(arguments: tuple[Any, ...]) -> None:
 
 _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
     ("builtins", "bytearray"): _make_bytearray,
-    ("builtins", "complex"): _make_complex,
-    ("builtins", "range"): _make_range,
+    ("builtins", "complex"): _maker(complex, 2, float),
+    ("builtins", "range"): _maker(range, 3, int),
     ("builtins", "slice"): _make_slice,
     ("collections", "Counter"): _make_counter,
-    ("collections", "OrderedDict"): _make_ordered,
+    ("collections", "OrderedDict"): _maker(collections.OrderedDict, 0),
     ("collections", "deque"): _make_deque,
-    ("datetime", "date"): _make_date,
-    ("datetime", "datetime"): _make_datetime,
-    ("datetime", "time"): _make_time,
-    ("datetime", "timedelta"): _make_timedelta,
+    ("datetime", "date"): _maker(datetime.date, 1, bytes),
+    ("datetime", "datetime"): _maker(datetime.datetime, 2, bytes, datetime.timezone),
+    ("datetime", "time"): _maker(datetime.time, 2, bytes, datetime.timezone),
+    ("datetime", "timedelta"): _maker(datetime.timedelta, 3, int),
     ("datetime", "timezone"): _make_timezone,
     ("decimal", "Decimal"): _make_decimal,
-    ("pathlib", "PosixPath"): _make_path,
-    ("pathlib", "PurePosixPath"): _make_pure_path,
-    # In 3.13 they are found there.
-    ("pathlib._local", "PosixPath"): _make_path,
-    ("pathlib._local", "PurePosixPath"): _make_pure_path,
+    **{
+        # In 3.13 they are found in the second.
+        (module, kind.__name__): _maker_of_path(kind)
+        for module in ("pathlib", "pathlib._local")
+        for kind in (pathlib.PosixPath, pathlib.PurePosixPath)
+    },
     ("uuid", "UUID"): _make_uuid,
     **{("bulkhead._libraries", name): _maker_of_library(make) for name, make in _libraries.MAKERS.items()},
 }
@@ -477,14 +450,10 @@ _HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-def _length_of_path(path: pathlib.PurePath) -> int:
-    return len(str(path))
-
-
 #: How long leaves are that can be long.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
-    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _length_of_path),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),
     int: lambda number: number.bit_length() >> 3,
     decimal.Decimal: sys.getsizeof,
 }
@@ -596,9 +565,12 @@ _NUMBERS = re.compile(rb"(?:K.|[N\x88\x89]|M..|J.{4}|G.{8}){4,2000}", re.DOTALL)
 _FLOAT = Struct(">d")
 _INT = Struct("<i")
 _CONSTANTS: Mapping[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
-#: Bytes of the lengths of texts and of bytes.
-_TEXTS: Mapping[int, int] = {0x8C: 1, ord("X"): 4, 0x8D: 8}
-_BYTES: Mapping[int, int] = {ord("C"): 1, ord("B"): 4, 0x8E: 8}
+#: Bytes of the lengths of texts, of bytes and of a bytearray; and what makes these.
+_SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
+    **{code: (size, lambda view: str(view, "utf-8", "surrogatepass")) for code, size in ((ord("X"), 4), (0x8D, 8))},
+    **{code: (size, bytes) for code, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
+    0x96: (8, bytearray),
+}
 
 
 class _Reader:
@@ -684,11 +656,12 @@ class _Reader:
             elif code == 0x52:  # REDUCE
                 arguments = stack.pop()
                 stack[-1] = self._make(stack[-1], arguments)
-            elif code in _BYTES:
-                start = at + _BYTES[code]
+            elif code in _SIZED:
+                width, make = _SIZED[code]
+                start = at + width
                 size = from_bytes(data[at:start], "little")
                 at, self.longest = start + size, max(self.longest, size)
-                stack.append(bytes(view[start:at]))
+                stack.append(make(view[start:at]))
             elif code == 0x75:  # SETITEMS
                 items, stack = stack, marks.pop()
                 self._set(stack[-1], items)
@@ -736,11 +709,6 @@ class _Reader:
             elif code == 0x61:  # APPEND
                 item = stack.pop()
                 self._append(stack[-1], [item])
-            elif code in _TEXTS:
-                start = at + _TEXTS[code]
-                size = from_bytes(data[at:start], "little")
-                at, self.longest = start + size, max(self.longest, size)
-                stack.append(str(view[start:at], "utf-8", "surrogatepass"))
             elif code == 0x8F:  # EMPTY_SET
                 stack.append(set())
             elif code == 0x90:  # ADDITEMS
@@ -756,11 +724,6 @@ class _Reader:
                 self.insert(members, items, len(items))
                 stack.append(frozenset(members))
                 self._has_frozensets = True
-            elif code == 0x96:  # BYTEARRAY8
-                start = at + 8
-                size = from_bytes(data[at:start], "little")
-                at, self.longest = start + size, max(self.longest, size)
-                stack.append(bytearray(view[start:at]))
             elif code == 0x93:  # STACK_GLOBAL
                 name = stack.pop()
                 stack[-1] = self._named(stack[-1], name)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-__all__ = ["LARGE_BYTES_MIN", "Lease", "Leases", "Loan", "Pair", "Pieces", "Written", "parts", "pieces", "receiver"]
-
 #: First byte of a value in one piece.
 PIECES = b"P"
 #: The letter, the number of buffers, the bytes of the pickle. The sizes of the buffers follow.
@@ -63,11 +61,8 @@ def pieces(pickled: bytes, buffers: Sequence[memoryview]) -> Pieces:
 
 def _write(payload: Pieces, target: mmap.mmap) -> int:
     """Copies a payload to the beginning of a file that has room for it; how many bytes it has."""
-    at = 0
-    for piece in payload:
-        target[at : at + len(piece)] = piece
-        at += len(piece)
-    return at
+    target.seek(0)
+    return sum(map(target.write, payload))
 
 
 def _places(data: memoryview) -> Iterator[slice]:
@@ -152,6 +147,7 @@ class Lease(Pair):
         super().__init__(size, descriptors, 0)
         self.number = number
         self.whose = whose
+        self.is_recalled = False
         self.used_at = time.monotonic()
 
     def write(self, submission: bytes, payload: Pieces) -> bytes:
@@ -180,8 +176,6 @@ class Leases:
         self._free: list[Lease] = []
         #: Leases that calls use, by number.
         self.used: dict[int, Lease] = {}
-        #: Numbers of used leases that were recalled.
-        self._recalled: set[int] = set()
         #: Bulkhead and tenant of leases that were asked for, by the number of the request.
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
@@ -221,8 +215,7 @@ class Leases:
         if self.used.get(lease.number) is not lease:
             return
         del self.used[lease.number]
-        if lease.number in self._recalled or not is_answered:
-            self._recalled.discard(lease.number)
+        if lease.is_recalled or not is_answered:
             self._tell(_wire.LEASE_RETURNED, lease.number)
         else:
             lease.used_at = time.monotonic()
@@ -232,13 +225,12 @@ class Leases:
         """Takes a frame of the supervisor about leases."""
         if kind == _wire.LEASE_ENDED:
             if number in self.used:
-                self._recalled.add(number)
+                self.used[number].is_recalled = True
                 return
             # A lease that is not free was given back already.
-            for lease in self._free[:]:
-                if lease.number == number:
-                    self._free.remove(lease)
-                    self._tell(_wire.LEASE_RETURNED, number)
+            for lease in [lease for lease in self._free if lease.number == number]:
+                self._free.remove(lease)
+                self._tell(_wire.LEASE_RETURNED, number)
             return
         whose = self._asked.pop(number, None)
         self.is_answered = True
@@ -285,13 +277,7 @@ class Loan:
         if size >= MAPPED_BYTES_MIN and len(self._mappings) + len(_kept) < _MAPPINGS_MAX:
             try:
                 # Each page is the file's until it is written to.
-                mapping = mmap.mmap(
-                    self._files.other_file,
-                    size,
-                    flags=mmap.MAP_PRIVATE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                    offset=place.start,
-                )
+                mapping = mmap.mmap(self._files.other_file, size, flags=mmap.MAP_PRIVATE, offset=place.start)
                 self._mappings.append(mapping)
                 return mapping
             except OSError:

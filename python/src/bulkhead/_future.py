@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import _base as _states
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _wire
 from ._connection import Reply
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._connection import Connection
     from .errors import JobError
 
-__all__ = ["Condition", "JobFuture", "call_back"]
+T = TypeVar("T")
 
 
 class Condition(threading.Condition):
@@ -43,7 +43,38 @@ def call_back(future: Future[Any]) -> None:
         raise raised
 
 
-class JobFuture(Future[Reply]):
+class CancellableFuture(Future[T]):
+    """A future whose ``cancel()`` also ends what runs, unless it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition: threading.Condition = Condition()
+
+    def cancel(self) -> bool:
+        """Cancels it, also while it runs; False only if it has its outcome already."""
+        with self._condition:
+            if self._state == _states.FINISHED:
+                return False
+            if self._is_cancelled():
+                return True
+            self._state = _states.CANCELLED_AND_NOTIFIED
+            for waiter in self._waiters:
+                waiter.add_cancelled(self)
+            self._condition.notify_all()
+        self._withdraw()
+        call_back(self)
+        return True
+
+    def _is_cancelled(self) -> bool:
+        # Without the lock, since the pool's is held; and what is cancelled stays so.
+        return self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED)
+
+    def _withdraw(self) -> None:
+        """It was cancelled: what it stands for is ended."""
+        raise NotImplementedError
+
+
+class JobFuture(CancellableFuture[Reply]):
     """A ``concurrent.futures.Future`` of a job: ``result()`` is a ``Reply``, or raises the ``JobError``.
 
     ``cancel()`` also ends a job that runs: the worker is asked to stop, and is killed after the bulkhead's ``grace``
@@ -53,14 +84,12 @@ class JobFuture(Future[Reply]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._condition: threading.Condition = Condition()
         self._connection: Connection | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
         self._heard: tuple[float, str] | None = None
         #: Whether all callbacks were called.
         self._is_told = False
-        self.is_withdrawn = False
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
         """Has ``listener(fraction, text)`` called when the handler tells how far it is, and with the last it told."""
@@ -70,22 +99,10 @@ class JobFuture(Future[Reply]):
         if heard is not None:
             listener(*heard)
 
-    def cancel(self) -> bool:
-        with self._condition:
-            if self._state == _states.FINISHED:
-                return False
-            if self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED):
-                return True
-            self._state = _states.CANCELLED_AND_NOTIFIED
-            self.is_withdrawn = True
-            for waiter in self._waiters:
-                waiter.add_cancelled(self)
-            self._condition.notify_all()
+    def _withdraw(self) -> None:
         connection = self._connection
         if connection is not None:
             connection.cancel(self._number)
-        self._invoke_callbacks()
-        return True
 
     # What the connection calls.
 
@@ -100,9 +117,9 @@ class JobFuture(Future[Reply]):
         """Its outcome has come."""
         try:
             if _wire.is_ok(metadata):
-                self._resolve(self._value(metadata, payload), None, is_repeated=True)
+                self._resolve(Reply(payload, metadata), None, is_repeated=True)
             else:
-                self._resolve(None, self._error(_wire.error(metadata, payload)), is_repeated=True)
+                self._resolve(None, _wire.error(metadata, payload), is_repeated=True)
         except Exception as error:
             self._resolve(None, error)
 
@@ -122,7 +139,7 @@ class JobFuture(Future[Reply]):
 
     def lose(self, error: JobError) -> None:
         """Its connection is lost."""
-        self._resolve(None, self._error(error))
+        self._resolve(None, error)
 
     def forget(self) -> None:
         """This process was forked from the one that had the job; no other thread is here."""
@@ -130,26 +147,13 @@ class JobFuture(Future[Reply]):
         self._condition = Condition()
         self._done_callbacks: list[Any] = []
 
-    def _invoke_callbacks(self) -> None:
-        call_back(self)
-
-    # What an executor does otherwise.
-
-    def _value(self, metadata: bytes, payload: bytes | bytearray) -> Reply:
-        """The value of a job that ended ``ok``."""
-        return Reply(payload, metadata)
-
-    def _error(self, error: JobError) -> BaseException:
-        """What is raised for a job that did not."""
-        return error
-
     def _resolve(self, value: Any, error: BaseException | None, *, is_repeated: bool = False) -> None:
         """Ends it, unless it was cancelled. ``is_repeated``: if it has ended already, a signal's exception came before
         all were told."""
         self._connection = None
         with self._condition:
             has_ended = self._state == _states.FINISHED
-            if self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED):
+            if self._is_cancelled():
                 return
             if has_ended and (self._is_told or not is_repeated):
                 return
@@ -165,6 +169,6 @@ class JobFuture(Future[Reply]):
                     waiter.add_exception(self)
             self._condition.notify_all()
         try:
-            self._invoke_callbacks()
+            call_back(self)
         finally:
             self._is_told = True

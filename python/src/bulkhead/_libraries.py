@@ -17,8 +17,6 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
-__all__ = ["ERROR_MODULES", "MAKERS", "Refused", "dumps"]
-
 #: Modules whose exceptions are read: to make one does nothing but keep its arguments.
 ERROR_MODULES = frozenset(
     (

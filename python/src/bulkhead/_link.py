@@ -7,24 +7,18 @@ import _thread
 import errno
 import mmap
 import os
-import struct
-import time
 
-from . import _wire
+from . import _files, _wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
-
-__all__ = ["Journal", "Link", "Refused", "inherited", "shake_hands"]
 
 # Taken before a main module that is imported by workers can replace it, as gevent does.
 _Lock = _thread.allocate_lock
 
 LINK_VARIABLE = "BULKHEAD_LINK_FD"
 JOURNAL_BYTES = 69_632
-_MSG_CMSG_CLOEXEC = _socket.MSG_CMSG_CLOEXEC
-_SCM_RIGHTS = 1
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 _REGISTER_GLOBAL_EXPEDITED = 4
 
@@ -33,22 +27,12 @@ class Refused(Exception):
     """The supervisor did not welcome this worker; the text says why."""
 
 
-class Journal:
-    """Memory that outlives this process: what was begun, and when it was last alive."""
-
-    __slots__ = ("_map", "words")
-
-    def __init__(self, descriptor: int) -> None:
-        if os.fstat(descriptor).st_size != JOURNAL_BYTES:
-            raise Refused("its journal has an odd size")
-        self._map = mmap.mmap(descriptor, JOURNAL_BYTES)
-        #: Each number is written by one store: 1 is the last job begun, 2 the time of the last heartbeat. The
-        #: supervisor writes 3, also by one store: the last job taken back.
-        self.words = memoryview(self._map).cast("Q")
-
-    def beat(self) -> None:
-        """This process lives."""
-        self.words[2] = time.monotonic_ns()
+def _journal(descriptor: int) -> memoryview:
+    """Words of memory that outlives this process. Each number is written by one store: 1 is the last job begun, 2 the
+    time of the last heartbeat. The supervisor writes 3, also by one store: the last job taken back."""
+    if os.fstat(descriptor).st_size != JOURNAL_BYTES:
+        raise Refused("its journal has an odd size")
+    return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
 
 class Link:
@@ -152,8 +136,9 @@ def inherited() -> _socket.socket | None:
 
 def shake_hands(
     link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
-) -> tuple[_wire.WorkerWelcome, Journal | None]:
-    """Says hello and waits for the welcome; frames behind it stay with the reader. Raises ``Refused``."""
+) -> tuple[_wire.WorkerWelcome, memoryview | None]:
+    """Says hello and waits for the welcome, and the words of the journal if there is one. Frames behind it stay with
+    the reader. Raises ``Refused``."""
     capabilities = _wire.WORKER_LIMITS
     if takes_ahead and _order_memory():
         capabilities |= _wire.WORKER_CLAIMS | _wire.WORKER_BEATS
@@ -161,6 +146,7 @@ def shake_hands(
         capabilities |= _wire.WORKER_FILES
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
     lent: list[int] = []
+    receive = _files.receiver(link.socket, lent)
     is_lent = False
     while True:
         while reader.frames:
@@ -176,14 +162,11 @@ def shake_hands(
                 # The supervisor counts on it from here on.
                 if not lent:
                     raise Refused("its journal did not come along: see `rlimits.nofile`")
-                journal = Journal(lent[-1])
+                journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)
                 return welcome, journal
-        chunk, control, _, _ = link.socket.recvmsg(_wire.READ_BYTES, _socket.CMSG_SPACE(16), _MSG_CMSG_CLOEXEC)
-        for level, kind, data in control:
-            if level == _socket.SOL_SOCKET and kind == _SCM_RIGHTS:
-                lent.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
+        chunk = receive(_wire.READ_BYTES, 0)
         if not chunk:
             raise Refused("the supervisor closed the link before it said welcome")
         reader.take(chunk)

@@ -20,8 +20,6 @@ from typing import Any
 from . import _admin
 from ._private import PrivateSupervisor
 
-__all__ = ["Fifos", "Lines"]
-
 #: Seconds that results wait for a stream.
 CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")
@@ -44,10 +42,41 @@ def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
         pass
 
 
-class Fifos:
+class Output:
+    """What brings the output of workers, by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read. The supervisor listens already."""
+        self._thread.start()
+
+    def catch_up(self) -> None:
+        """Returns when all is written that was here before, or the stream stands still; at once where none can tell."""
+
+    def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
+        """Waits until all is written, when the workers are gone, unless the stream stands still."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds_max)
+
+    def finish(self) -> None:
+        """The same, however long the stream takes."""
+        self.end(None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptors and does nothing else, as a forked child does."""
+
+    def _forward(self) -> None:
+        raise NotImplementedError
+
+
+class Fifos(Output):
     """Two FIFOs in the supervisor's folder, and the thread that reads them."""
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
+        super().__init__()
         self.paths = [supervisor.fifo(name) for name in _NAMES]
         self._readers: dict[int, str] = {}
         self._is_over = False
@@ -72,7 +101,6 @@ class Fifos:
             self._round = threading.Condition()
             #: How often that was when results waited in vain.
             self._stuck_at = -1
-            self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
         except BaseException:
             self.forget()
             raise
@@ -89,12 +117,7 @@ class Fifos:
         self._read(path, name)
         os.eventfd_write(self._end, 1)
 
-    def start(self) -> None:
-        """Begins to read."""
-        self._thread.start()
-
     def catch_up(self) -> None:
-        """Returns when all is written that was here before, or the stream stands still."""
         # Written by the thread alone, since what the application's stream waits for may wait for a result.
         if self._is_passed_on() or self._stuck_at == self._rounds:
             return
@@ -107,23 +130,12 @@ class Fifos:
         # In this order: what is read is passed on with the lock held.
         return not self._waiting.poll(0) and not self._passing.locked()
 
-    def end(self) -> None:
-        """Writes what is left, when the workers are gone, unless the stream stands still."""
+    def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
         self._is_over = True
         os.eventfd_write(self._end, 1)
-        if self._thread.ident is not None:
-            self._thread.join(CATCH_UP_SECONDS_MAX)
-
-    def finish(self) -> None:
-        """The same, however long the stream takes."""
-        self._is_over = True
-        os.eventfd_write(self._end, 1)
-        if self._thread.ident is not None:
-            self._thread.join()
-        self.forget()
+        super().end(seconds_max)
 
     def forget(self) -> None:
-        """Closes this process's descriptors and does nothing else, as a forked child does."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -157,33 +169,15 @@ class Fifos:
                 return
 
 
-class Lines:
+class Lines(Output):
     """The lines that the supervisor has, as they come."""
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
+        super().__init__()
         self._supervisor = supervisor
         self._connection: socket.socket | None = None
-        self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
-
-    def start(self) -> None:
-        """Begins to read. The supervisor listens already."""
-        self._thread.start()
-
-    def catch_up(self) -> None:
-        """Does nothing: when a line comes is not known."""
-
-    def end(self) -> None:
-        """Waits for the last line, which comes with the supervisor's end, unless the stream stands still."""
-        if self._thread.ident is not None:
-            self._thread.join(CATCH_UP_SECONDS_MAX)
-
-    def finish(self) -> None:
-        """The same, however long the stream takes."""
-        if self._thread.ident is not None:
-            self._thread.join()
 
     def forget(self) -> None:
-        """Closes this process's descriptor and does nothing else, as a forked child does."""
         if self._connection is not None:
             self._connection.close()
 

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import suppress
@@ -25,23 +24,11 @@ from typing import Any, TypeVar
 
 from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
-from ._future import Condition, call_back
-from ._output import Fifos, Lines
+from ._future import CancellableFuture, Condition, call_back
+from ._output import Output
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
-
-__all__ = [
-    "NAME",
-    "Call",
-    "CallTimeout",
-    "Pool",
-    "PoolDisconnected",
-    "PoolFuture",
-    "ResultRefused",
-    "ResultUnreadable",
-    "WorkerCrashed",
-]
 
 T = TypeVar("T")
 
@@ -98,31 +85,18 @@ _CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
-class PoolFuture(Future[T]):
+class PoolFuture(CancellableFuture[T]):
     """A future whose ``cancel()`` also ends a call that runs, with its process and what that has started."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._condition: threading.Condition = Condition()
         self._pool = pool
         self._number = 0
         # Unlike the condition itself it is not left taken by an exception of a signal's handler.
         self._lock = self._condition._lock  # type: ignore[attr-defined]
 
-    def cancel(self) -> bool:
-        """Cancels the call; False only if it has its outcome already."""
-        with self._lock:
-            if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
-                return True
-            if self._state == FINISHED:
-                return False
-            self._state = CANCELLED_AND_NOTIFIED
-            for waiter in self._waiters:
-                waiter.add_cancelled(self)
-            self._condition.notify_all()
+    def _withdraw(self) -> None:
         self._pool.cancelled(self)
-        call_back(self)
-        return True
 
     def running(self) -> bool:
         """True for the oldest calls without an outcome, one for each worker."""
@@ -143,10 +117,6 @@ class PoolFuture(Future[T]):
         finally:
             # The exception holds this frame.
             del self
-
-    def _is_cancelled(self) -> bool:
-        # Without the lock, since the pool's is held; and what is cancelled stays so.
-        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
 
     def _begin(self) -> bool:
         """Makes it running, unless it was cancelled."""
@@ -179,10 +149,7 @@ class PoolFuture(Future[T]):
 class Call:
     """A function with its arguments, and SUBMIT's metadata for it."""
 
-    __slots__ = (
-        *("arguments", "bytes", "function", "future", "has_place"),
-        *("is_large", "is_ordered", "keywords", "lease", "metadata"),
-    )
+    __slots__ = ("bytes", "future", "has_place", "is_large", "is_ordered", "job", "lease", "metadata")
 
     def __init__(
         self,
@@ -199,9 +166,7 @@ class Call:
         self.is_ordered = is_ordered
         #: One of the window's.
         self.has_place = False
-        self.function: Callable[..., Any] | None = function
-        self.arguments = arguments
-        self.keywords = keywords
+        self.job: tuple[Callable[..., Any], Any, Any] | None = (function, arguments, keywords)
         self.bytes = 0
         #: True for a large call in the window. Each worker has at most one.
         self.is_large = False
@@ -216,15 +181,15 @@ class Pool:
         workers: int,
         bulkhead: Mapping[str, Any],
         supervisor: Mapping[str, Any],
-        pickler: str,
+        pickler: Pickler,
         allowed: Mapping[tuple[str, str], type] | None,
-        launch: Callable[[PrivateSupervisor], Fifos | Lines],
+        launch: Callable[[PrivateSupervisor], Output],
     ) -> None:
         self.workers = workers
         self._bulkhead = bulkhead
         self._supervisor_keys = supervisor
         self._launch = launch
-        self.pickler = Pickler(pickler)
+        self.pickler = pickler
         #: Classes whose instances are accepted as results in addition to plain data; `None` accepts everything.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
@@ -290,7 +255,11 @@ class Pool:
                 if not call.is_ordered and (self._waiting or not self._has_place()):
                     self._waiting.append(call)
                     return
-                self._take_up(call)
+                # It is on its way to the supervisor.
+                self._pickling[call] = None
+                if not call.is_ordered:
+                    self._placed += 1
+                    call.has_place = True
             # The thread that reads, which runs callbacks, is not to wait for a supervisor that waits to be read.
             may_wait = threading.current_thread() is not self._thread
             if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
@@ -298,13 +267,6 @@ class Pool:
         except BaseException as error:
             self._give_up(call, error)
             raise
-
-    def _take_up(self, call: Call) -> None:
-        """It is on its way to the supervisor; the lock is held."""
-        self._pickling[call] = None
-        if not call.is_ordered:
-            self._placed += 1
-            call.has_place = True
 
     def _put_down(self, call: Call) -> None:
         """It is not; the lock is held."""
@@ -376,11 +338,8 @@ class Pool:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     def _has_place(self) -> bool:
-        return (
-            self._placed < self._window
-            and self._large < self.workers
-            and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
-        )
+        has_room = self._bytes < WINDOW_BYTES_MAX or not self._sent
+        return has_room and self._placed < self._window and self._large < self.workers
 
     def _send(self, call: Call, *, may_wait: bool, is_own: bool = False) -> bool:
         """Pickles a call that has a place, and sends it; False if it does not need the place any more.
@@ -392,7 +351,7 @@ class Pool:
         payload: _files.Pieces = []
         problem: BaseException | None = None
         try:
-            payload = self.pickler.dump((call.function, call.arguments, call.keywords))
+            payload = self.pickler.dump(call.job)
         except BaseException as error:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
@@ -450,12 +409,12 @@ class Pool:
         if channel is None and problem is not None:
             future._settle(None, problem)
         # What the caller's objects hold on to is not held here.
-        call.function = call.arguments = call.keywords = None
+        call.job = None
         if channel is None:
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
-        if future._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
+        if future._is_cancelled():
             # By a thread that may have been before this one on the wire.
             self._send_cancel([number])
         elif self._is_cancelling and not self.is_among_oldest(number):
@@ -465,18 +424,17 @@ class Pool:
     def _lease(self, call: Call, size: int, may_wait: bool) -> _files.Lease | None:
         """A memory file for a large call. The first ones wait until the supervisor has made it."""
         channel = self._channel
-        for tries in range(2):
-            if channel is None or (tries and not may_wait):
+        for is_last in (not may_wait, True):
+            if channel is None:
                 break
-            if tries:
-                channel.flush(may_wait=True)
-                give_up = time.monotonic() + LEASE_SECONDS_MAX
-                while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
-                    time.sleep(LEASE_PAUSE_SECONDS)
             with self._lock:
                 call.lease = channel.leases.take(call.metadata, size, self.workers, channel.has_unread)
-            if call.lease is not None:
+            if call.lease is not None or is_last:
                 break
+            channel.flush(may_wait=True)
+            give_up = time.monotonic() + LEASE_SECONDS_MAX
+            while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
+                time.sleep(LEASE_PAUSE_SECONDS)
         return call.lease
 
     def _fill(self, *, may_wait: bool) -> None:
@@ -494,9 +452,8 @@ class Pool:
                     # No call from here on, so that no signal's exception comes between.
                     self._pickling[call] = None
                     del self._waiting[0]
-                    if not call.is_ordered:
-                        self._placed += 1
-                        call.has_place = True
+                    self._placed += 1
+                    call.has_place = True
                 self._send(call, may_wait=may_wait)
         except BaseException as error:
             if call is None:
@@ -539,7 +496,7 @@ class Pool:
 
     # Outcomes.
 
-    def told(self, frames: list[_wire.Frame], output: Fifos | Lines) -> None:
+    def told(self, frames: list[_wire.Frame], output: Output) -> None:
         """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
         settled = []
         ending: list[PoolFuture[Any]] = []
@@ -723,18 +680,26 @@ class Pool:
         self._sessions.append(session)
         before = self._thread
         try:
-            session.output = self._launch(session.supervisor)
-            session.channel = connect(session.supervisor.socket, _version())
-            self._supervisor, self._channel = session.supervisor, session.channel
+            session.output = output = self._launch(session.supervisor)
+            session.channel = channel = connect(session.supervisor.socket)
+            self._supervisor, self._channel = session.supervisor, channel
             # Known to callbacks on it from its first moment on.
-            self._thread = _Thread(partial(_serve, self, session))
+            self._thread = _Thread(partial(self._serve, session, channel, output))
             self._thread.start()
         except BaseException:
             self._supervisor = self._channel = None
             self._thread = before
-            session.end(at_once=True)
+            session.stop(at_once=True)
+            session.finish()
             self._sessions.remove(session)
             raise
+
+    def _serve(self, session: _Session, channel: Channel, output: Output) -> None:
+        try:
+            channel.read(partial(self.told, output=output))
+        finally:
+            # Without this thread no call would have an outcome.
+            self.lost(session)
 
     def lost(self, session: _Session) -> None:
         """The connection has ended: in order, or since the supervisor is gone."""
@@ -784,14 +749,9 @@ class Pool:
         self._fill(may_wait=False)
 
     def _is_over(self) -> bool:
-        return (
-            (self.is_shut_down or self.broken is not None)
-            and not self._sent
-            and not self._pickling
-            and not self._waiting
-            and not self._stacks
-            and self._channel is not None
-        )
+        is_ending = self.is_shut_down or self.broken is not None
+        is_empty = not (self._sent or self._pickling or self._waiting or self._stacks)
+        return is_ending and is_empty and self._channel is not None
 
     def _end_channel(self) -> None:
         channel = self._channel
@@ -886,12 +846,7 @@ class _Session:
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.supervisor = supervisor
         self.channel: Channel | None = None
-        self.output: Fifos | Lines | None = None
-
-    def end(self, *, at_once: bool) -> None:
-        """Ends all of it; the last output is written."""
-        self.stop(at_once=at_once)
-        self.finish()
+        self.output: Output | None = None
 
     def stop(self, *, at_once: bool) -> None:
         """Ends the processes; the last output is written, or its stream stands still."""
@@ -942,22 +897,10 @@ class _Thread(threading.Thread):
             super().join(timeout)
 
 
-def _serve(pool: Pool, session: _Session) -> None:
-    channel, output = session.channel, session.output
-    assert channel is not None
-    assert output is not None
-    try:
-        channel.read(partial(pool.told, output=output))
-    finally:
-        # Without this thread no call would have an outcome.
-        pool.lost(session)
-
-
 def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
     """The parts of a result; an exception in their place if there are none."""
     try:
-        named = _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES) if call.lease is not None else None
-        if call.lease is not None and named is not None:
+        if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES)) is not None:
             return call.lease.read(named)
         return _files.parts(payload) if payload[:1] == _files.PIECES else [payload]
     except Exception as error:
@@ -970,12 +913,6 @@ def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
     if isinstance(problem, Refused):
         return ResultRefused(f"{what} is not taken from a confined worker{said}: {problem}; {_ADVICE}")
     return ResultUnreadable(f"{what} cannot be unpickled{said}: {problem!r}")
-
-
-def _version() -> str:
-    from . import __version__
-
-    return __version__
 
 
 def _remote(text: str) -> BaseException:
@@ -996,8 +933,7 @@ def _explain_denial(error: Any) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+    return text.strip().rpartition("\n")[2]
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

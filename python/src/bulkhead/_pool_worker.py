@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+from functools import partial
 
 from . import _files, _libraries, _template
 
@@ -17,8 +18,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
-
-__all__ = ["main"]
 
 #: The function raised: u32 length, the traceback as text, then the exception, pickled.
 RAISED = b"E"
@@ -134,7 +133,7 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
     try:
         import traceback
 
-        # The frame of `Calls.__call__` is none of the caller's.
+        # The frame of `_run` is none of the caller's.
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     except BaseException:
@@ -158,42 +157,27 @@ def _traceback() -> bytes:
     return traceback.format_exc().encode(errors="backslashreplace")
 
 
-def _flush() -> None:
-    """What a call has written is out before its result."""
-    for stream in (sys.stdout, sys.stderr):
+def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Written:
+    """Unpickles a call, runs it, pickles what it returns or raises."""
+    loan = payload if isinstance(payload, _files.Loan) else None
+    try:
+        function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
+    except BaseException:
+        return UNREADABLE + _traceback()
+    try:
+        value = function(*arguments, **keywords)
+        # Before its result.
+        _template.flush()
+        # What a result holds on to goes with it, and not with the next call.
+        del function, arguments, keywords
+        result = pickler.dump(value)
+        return b"".join(result) if loan is None else loan.write(result)
+    except BaseException as error:
         try:
-            stream.flush()
-        except Exception:
-            # This call or an earlier one has closed or replaced it.
-            pass
-
-
-class Calls:
-    """The handler: unpickles a call, runs it, pickles what it returns or raises."""
-
-    def __init__(self, pickler: Pickler) -> None:
-        self._pickler = pickler
-
-    def __call__(self, payload: Any, _context: Any) -> bytes | _files.Written:
-        pickler = self._pickler
-        loan = payload if isinstance(payload, _files.Loan) else None
-        try:
-            function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
-        except BaseException:
-            return UNREADABLE + _traceback()
-        try:
-            value = function(*arguments, **keywords)
-            _flush()
-            # What a result holds on to goes with it, and not with the next call.
-            del function, arguments, keywords
-            result = pickler.dump(value)
-            return b"".join(result) if loan is None else loan.write(result)
-        except BaseException as error:
-            try:
-                return _raised(error, pickler)
-            finally:
-                # A traceback and its frames hold each other. A class may refuse that its instances are changed.
-                BaseException.with_traceback(error, None)
+            return _raised(error, pickler)
+        finally:
+            # A traceback and its frames hold each other. A class may refuse that its instances are changed.
+            BaseException.with_traceback(error, None)
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
@@ -213,28 +197,13 @@ def _prepare(preparation: dict[str, Any]) -> None:
         del current._inheriting  # type: ignore[attr-defined]
 
 
-def _join_output(paths: list[str]) -> None:
-    """Writes to the caller's FIFOs from here on; what a death says stays with the supervisor, for its report."""
-    import faulthandler
-
-    original = os.dup(2)
-    for descriptor, path in enumerate(paths, start=1):
-        fifo = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(fifo, descriptor)
-        os.close(fifo)
-    faulthandler.enable(file=original)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
 class _Worker:
     """What ``serve`` is given: ``init`` prepares the process, and the instance is the handler."""
 
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
-        self.is_for_one_job = preparation["tasks"] == 1
-        self._calls: Callable[[Any, Any], bytes | _files.Written] = _refuse
         self._pickler = Pickler("pickle")
+        self._calls: Callable[[Any, Any], bytes | _files.Written] = partial(_run, self._pickler)
 
     def init(self) -> None:
         """Before the first call. With a template that is all it does, and ``after_fork`` the rest."""
@@ -274,16 +243,28 @@ class _Worker:
         self._pickler = Pickler(preparation["pickler"], is_data_only=preparation["is_data_only"])
 
     def _join_output(self) -> None:
-        if self._preparation["output"]:
-            _join_output(self._preparation["output"])
+        """Writes to the caller's FIFOs, if there are any, from here on; what a death says stays with the supervisor,
+        for its report."""
+        paths = self._preparation["output"]
+        if not paths:
+            return
+        import faulthandler
+
+        original = os.dup(2)
+        for descriptor, path in enumerate(paths, start=1):
+            fifo = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(fifo, descriptor)
+            os.close(fifo)
+        faulthandler.enable(file=original)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def _initialize(self) -> None:
         # It may be large, and is nothing for programs that calls start.
         os.environ.pop(PREPARATION_VARIABLE, None)
-        preparation, pickler = self._preparation, self._pickler
-        self._calls = Calls(pickler)
+        self._calls = partial(_run, self._pickler)
         try:
-            initializer, arguments = pickler.loads(preparation["initializer"])
+            initializer, arguments = self._pickler.loads(self._preparation["initializer"])
             if initializer is not None:
                 initializer(*arguments)
         except BaseException:
@@ -298,10 +279,6 @@ class _Worker:
             # The call's own frame is gone, and with it what the function has not kept.
             if isinstance(payload, _files.Loan):
                 payload.release()
-
-
-def _refuse(_payload: Any, _context: Any) -> bytes:
-    raise RuntimeError("this worker is not prepared")
 
 
 #: True in a worker of an executor.
@@ -322,16 +299,16 @@ def main(path: str) -> None:
         except FileNotFoundError:
             sys.exit(f"{path} is gone: the folder of this pool was removed while it was in use")
         outer_folder = os.path.dirname(path)
-        worker = _Worker(preparation)
     else:
         import base64
         import zlib
 
-        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ[PREPARATION_VARIABLE]))))
+        preparation = pickle.loads(zlib.decompress(base64.b64decode(os.environ[PREPARATION_VARIABLE])))
+    worker = _Worker(preparation)
     from .worker import run
 
     def prepare() -> tuple[_Worker, dict[str, Any], None]:
         worker.init()
         return worker, {}, None
 
-    run(prepare, worker.after_fork, is_for_one_job=worker.is_for_one_job, takes_files=True)
+    run(prepare, worker.after_fork, is_for_one_job=preparation["tasks"] == 1, takes_files=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -21,8 +22,6 @@ from contextlib import suppress
 from typing import Any
 
 from .errors import SupervisorNotFound
-
-__all__ = ["PrivateSupervisor", "SupervisorFailed", "find_supervisor", "to_toml"]
 
 #: What a service manager tells the caller, and which it alone answers.
 OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
@@ -41,6 +40,8 @@ REPORT_SECONDS_MAX = 0.5
 #: Total size of the variables that workers get before their interpreters start. The preparation has the others,
 #: because arguments and environment together are limited to 96 KiB.
 PASSED_BYTES_MAX = 24 * 1024
+#: Characters that stand for bytes of no text, which the configuration cannot hold.
+_UNDECODED = re.compile("[\ud800-\udfff]")
 
 
 class SupervisorFailed(RuntimeError):
@@ -54,7 +55,7 @@ def find_supervisor() -> str:
     """
     named = os.environ.get("BULKHEAD_SUPERVISOR")
     if named:
-        if _is_program(named):
+        if os.path.isfile(named) and os.access(named, os.X_OK):
             return named
         raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is no program that can be run")
     try:
@@ -72,10 +73,6 @@ def find_supervisor() -> str:
     )
 
 
-def _is_program(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.X_OK)
-
-
 def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The part of an environment that a worker has before its interpreter starts: all of it, unless it is very large.
     The search paths of the loader and of Python come first, then the shortest variables."""
@@ -87,17 +84,10 @@ def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
         room -= len(os.fsencode(f"{name}={value}")) + 1
         if room < 0:
             break
-        if name and "=" not in name and not name.startswith("BULKHEAD_") and _is_text(name) and _is_text(value):
+        is_text = not _UNDECODED.search(name + value)
+        if name and "=" not in name and not name.startswith("BULKHEAD_") and is_text:
             passed[name] = value
     return passed
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,12 +122,10 @@ def to_toml(value: Any) -> str:
     raise TypeError(f"a configuration has no values such as {value!r}")
 
 
-def _document(supervisor: Mapping[str, Any], bulkheads: Mapping[str, Mapping[str, Any]]) -> str:
-    tables = [("[supervisor]", supervisor)]
-    tables += [(f"[bulkhead.{to_toml(name)}]", keys) for name, keys in bulkheads.items()]
+def _document(tables: Mapping[str, Mapping[str, Any]]) -> str:
     lines: list[str] = []
-    for head, keys in tables:
-        lines += [head, *(f"{to_toml(key)} = {to_toml(value)}" for key, value in keys.items()), ""]
+    for name, keys in tables.items():
+        lines += [f"[{name}]", *(f"{to_toml(key)} = {to_toml(value)}" for key, value in keys.items()), ""]
     return "\n".join(lines)
 
 
@@ -145,9 +133,8 @@ def _make_folder(outer: str | None) -> str:
     """A folder for this process alone, whose sockets have paths that are short enough."""
     tried: list[str] = []
     prefix = f"bulkhead-{os.getpid()}-" if outer else "bulkhead-"
-    for parent in (*filter(None, [outer]), None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm"):
-        if parent is None:
-            parent = tempfile.gettempdir()
+    parents = (outer, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm")
+    for parent in filter(None, parents):
         longest = os.path.join(parent, f"{prefix}12345678", LONGEST_NAME)
         if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
             continue
@@ -245,7 +232,8 @@ class PrivateSupervisor:
         try:
             program = find_supervisor()
             keys = {**self._bulkhead, "command": command}
-            config = self.write("workers.toml", _document(self._supervisor, {self.name: keys}).encode())
+            document = _document({"supervisor": self._supervisor, f"bulkhead.{to_toml(self.name)}": keys})
+            config = self.write("workers.toml", document.encode())
             caller = os.pidfd_open(self._owner)
             # The duplicate is needed because gevent forks by `os.fork`, where `forget` closes the log before the child
             # uses it.

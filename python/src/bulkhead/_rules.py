@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from itertools import islice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["Rules", "Temporary", "told"]
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
@@ -38,44 +37,41 @@ class Temporary:
     def __init__(self, path: bytes, access: int) -> None:
         self.path = path
         self.access = access
-        self._folder = os.open(path, _PLACE | os.O_DIRECTORY)
+        self.folder = os.open(path, _PLACE | os.O_DIRECTORY)
         #: Whether nothing else that is given leads to it.
         self.is_hidden = False
 
-    def fileno(self) -> int:
-        return self._folder
-
     def make(self, name: bytes) -> int:
         """Makes a folder in it."""
-        self._open_up()
-        os.mkdir(name, 0o700, dir_fd=self._folder)
-        return os.open(name, _FOLDER | os.O_PATH, dir_fd=self._folder)
+        _open_up(self.folder)
+        os.mkdir(name, 0o700, dir_fd=self.folder)
+        return os.open(name, _FOLDER | os.O_PATH, dir_fd=self.folder)
 
     def is_listable(self) -> bool:
         """Whether this process can list it."""
         try:
-            os.close(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder))
+            os.close(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.folder))
         except PermissionError:
             return False
         return True
 
     def remove(self, name: bytes) -> bool:
         """Removes a folder in it, with up to ``ENTRIES_AT_ONCE`` entries; whether nothing is left to do."""
-        self._open_up()
+        _open_up(self.folder)
         try:
-            os.rmdir(name, dir_fd=self._folder)
+            os.rmdir(name, dir_fd=self.folder)
         except OSError:
             pass
         else:
             return True
         try:
-            folder = _opened(name, self._folder)
+            folder = _opened(name, self.folder)
         except OSError:
             return True
         try:
             if not _emptied(folder, ENTRIES_AT_ONCE):
                 return False
-            os.rmdir(name, dir_fd=self._folder)
+            os.rmdir(name, dir_fd=self.folder)
         except OSError:
             # What cannot be removed goes with the template's own folder.
             pass
@@ -83,25 +79,21 @@ class Temporary:
             os.close(folder)
         return True
 
-    def _open_up(self) -> None:
-        """Workers have the template's user, and may have shut it."""
-        if os.fstat(self._folder).st_mode & 0o700 != 0o700:
-            _unlock(self._folder)
 
-
-def _unlock(folder: int) -> None:
-    try:
-        os.chmod(f"/proc/self/fd/{folder}", 0o700)
-    except OSError:
-        pass
+def _open_up(folder: int) -> None:
+    """Workers have the template's user, and may have shut it."""
+    if os.fstat(folder).st_mode & 0o700 != 0o700:
+        try:
+            os.chmod(f"/proc/self/fd/{folder}", 0o700)
+        except OSError:
+            pass
 
 
 def _opened(name: bytes, parent: int) -> int:
     """A folder to list and to change, whatever its mode was."""
     place = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
     try:
-        if os.fstat(place).st_mode & 0o700 != 0o700:
-            _unlock(place)
+        _open_up(place)
     finally:
         os.close(place)
     return os.open(name, _FOLDER | os.O_RDONLY, dir_fd=parent)
@@ -110,12 +102,8 @@ def _opened(name: bytes, parent: int) -> int:
 def _entries(folder: int) -> Iterator[tuple[bytes, bool]]:
     """The names of a folder's entries, and which are folders."""
     with os.scandir(folder) as entries:
-        yield from [(os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in _first(entries)]
-
-
-def _first(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
-    for _, entry in zip(range(ENTRIES_AT_ONCE), entries, strict=False):
-        yield entry
+        first = islice(entries, ENTRIES_AT_ONCE)
+        yield from [(os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in first]
 
 
 class _TooMany(Exception):
@@ -184,6 +172,7 @@ class Rules:
         self._call = call
         self._handled = handled
         self._scoped = scoped
+        self._ruleset = -1
         self._given: list[tuple[int, int]] = []
         for path, access in grants:
             try:
@@ -194,7 +183,7 @@ class Rules:
             self._given.append((place, access))
         self.temporary = None if temporary is None else Temporary(*temporary)
         if self.temporary is not None:
-            self.temporary.is_hidden = not self._leads_to(self.temporary.fileno())
+            self.temporary.is_hidden = not self._leads_to(self.temporary.folder)
 
     def leave_temporary_files_open(self) -> bool:
         """Whether workers reach each other's temporary files, since what is given has a folder above."""
@@ -219,36 +208,34 @@ class Rules:
             os.close(here)
         return True
 
-    def prepare(self) -> int:
-        """Rules with all but a temporary folder."""
-        ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)
-        try:
-            for place, access in self._given:
-                self._give(ruleset, place, access)
-        except OSError:
-            os.close(ruleset)
-            raise
-        return ruleset
+    def prepare(self) -> None:
+        """Makes rules with all but a temporary folder, for the next worker. What was made before is the last one's."""
+        if self._ruleset >= 0:
+            os.close(self._ruleset)
+        self._ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)
+        for place, access in self._given:
+            self._give(place, access)
 
-    def put_in_force(self, ruleset: int, folder: int | None) -> None:
+    def put_in_force(self, folder: int | None) -> None:
         """Puts this process under them, for ever, and all that it starts. It reaches this temporary folder, and no
         other from then on."""
         temporary = self.temporary
         if folder is not None and temporary is not None:
-            self._give(ruleset, folder, temporary.access)
-        self._call(_RESTRICT_SELF, ruleset, 0)
+            self._give(folder, temporary.access)
+            os.close(folder)
+        self._call(_RESTRICT_SELF, self._ruleset, 0)
+        os.close(self._ruleset)
         if temporary is not None and temporary.is_hidden and temporary.is_listable():
             # Said to be in force, and are not.
             raise OSError(131, "landlock")  # ENOTRECOVERABLE
 
-    def _give(self, ruleset: int, place: int, access: int) -> None:
-        rule = struct.pack("<Qi", access, place)
+    def _give(self, place: int, access: int) -> None:
         try:
-            self._call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+            self._call(_ADD_RULE, self._ruleset, _PATH_BENEATH, struct.pack("<Qi", access, place), 0)
         except OSError as error:
-            if error.errno != 22:  # EINVAL: rights of folders, and it is none.
+            if error.errno != 22 or not access & ~_OF_FILES:  # EINVAL: rights of folders, and it is none.
                 raise
-            self._call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("<Qi", access & _OF_FILES, place), 0)
+            self._give(place, access & _OF_FILES)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["put_in_force"]
-
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_MODE_FILTER = 1
 _SECCOMP_FILTER_FLAG_TSYNC = 1

@@ -62,10 +62,9 @@ class Server:
         self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         takes_ahead = not is_for_one_job
-        self.welcome, self._journal = _link.shake_hands(
+        self.welcome, self._words = _link.shake_hands(
             self._link, self._reader, version, takes_ahead=takes_ahead, takes_files=takes_files
         )
-        self._words = self._journal.words if self._journal is not None else None
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -81,7 +80,7 @@ class Server:
         self._begun = 0
         self._running = 0
         self._threads = 1
-        self._limit = self._within(self.welcome.max_in_flight)
+        self._limit = _within(self.welcome.max_in_flight)
         self._idle = 0
         self._is_searching = False
         self._is_draining = False
@@ -91,19 +90,14 @@ class Server:
         self._looked_at = 0.0
         self._make_epolls()
 
-    @staticmethod
-    def _within(limit: int) -> int:
-        return min(max(limit, 1), THREADS_MAX)
-
     def _make_epolls(self) -> None:
         link = self._link.socket.fileno()
-        wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._wake_read = wake_read
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # In this order: see above.
         self._handlers = _epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-        self._handlers.register(wake_read, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._handlers.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._link_descriptor = link
         if self._is_for_one_job:
             self._handlers.register(self._signals, select.EPOLLIN)
@@ -163,8 +157,8 @@ class Server:
                 put_in_force(self.welcome.seal)
             except SealFailed as error:
                 self.give_up(f"failed to seal the worker: {error}")
-        if self._journal is not None:
-            self._journal.beat()
+        if self._words is not None:
+            self._words[2] = time.monotonic_ns()
         self._link.send(_wire.READY, 0)
         # What came with the welcome has been read, so that the link says nothing of it.
         self._take_in()
@@ -191,13 +185,19 @@ class Server:
         self._handlers.close()
         if not self._is_for_one_job:
             self._watcher.close()
-        for descriptor in (self._wake, self._wake_read, self._signals, self._signalled):
+        for descriptor in (self._wake, self._signals, self._signalled):
             os.close(descriptor)
 
     def _end_if_child(self, error: BaseException | None) -> None:
-        """Ends a process that a handler forked and that came back: it must not speak for the worker."""
-        if not self._link.is_own():
-            _end_child(error)
+        """Ends a process that a handler forked and that came back, as ``SystemExit`` says if that was raised: it must
+        not speak for the worker."""
+        if self._link.is_own():
+            return
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            os._exit(error.code or 0)
+        if error is not None:
+            print_traceback(error)
+        os._exit(1)
 
     def _event_loop(self) -> Any:
         """The loop of all async handlers."""
@@ -244,7 +244,7 @@ class Server:
                 self._idle -= 1
                 if self._is_searching and not self._is_over:
                     self._is_searching = False
-                    _drain(self._wake_read)
+                    _drain(self._wake)
             for descriptor, _ in events:
                 if descriptor == self._link_descriptor:
                     self._take_in()
@@ -318,14 +318,14 @@ class Server:
     def _finish(self) -> None:
         """Nothing is left to do: all handler threads end. The lock is held."""
         self._is_over = True
-        _write(self._wake)
+        os.eventfd_write(self._wake, 1)
 
     def _call_help(self) -> None:
         """Has another thread look for jobs, if there may be one; the lock is held."""
         if self._idle:
             if not self._is_searching:
                 self._is_searching = True
-                _write(self._wake)
+                os.eventfd_write(self._wake, 1)
         elif self._threads < self._limit:
             self._threads += 1
             try:
@@ -435,12 +435,12 @@ class Server:
             self._leave_loop(job)
             return
 
-        async def run() -> object:
+        async def run() -> tuple[object, BaseException | None]:
             try:
-                return await awaitable
+                return await awaitable, None
             except (SystemExit, KeyboardInterrupt) as error:
                 # A task that ends so ends its loop, and with it all others.
-                return _Ended(error)
+                return None, error
 
         task = job._task = self._loop.create_task(run())
         if job.cancelled:
@@ -452,14 +452,14 @@ class Server:
         try:
             self._end_if_child(None)
             try:
-                result = task.result()
+                result, ended = task.result()
             except BaseException as error:
                 self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
-                if type(result) is _Ended:
-                    self._fail(job, result.error)
-                else:
+                if ended is None:
                     self._succeed(job, result)
+                else:
+                    self._fail(job, ended)
         finally:
             self._leave_loop(job)
 
@@ -521,7 +521,7 @@ class Server:
         elif kind == _wire.FILES_ENDED:
             self._lent.pop(number, None)
         elif kind == _wire.LIMITS:
-            self._limit = self._within(_wire.LIMIT.unpack_from(metadata)[0])
+            self._limit = _within(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:
                 self._call_help()
         elif kind == _wire.DRAIN:
@@ -564,9 +564,9 @@ class Server:
                     is_on_link = True
                 seen = self._begun
             if interval and time.monotonic() >= next_beat:
-                if self._journal is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
+                if self._words is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
                     self._link.check()
-                    self._journal.beat()
+                    self._words[2] = time.monotonic_ns()
                 else:
                     self._link.heartbeat()
                 self._settle_progress()
@@ -590,15 +590,12 @@ class Server:
                     self._tell(job)
 
 
+def _within(limit: int) -> int:
+    return min(max(limit, 1), THREADS_MAX)
+
+
 def _was_cancelled() -> HandlerError:
     return HandlerError("cancelled", "no client waits any more", fault="caller")
-
-
-class _Ended:
-    """What an async handler has raised to end the program."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
@@ -654,24 +651,8 @@ def _is_async(handler: Any) -> bool:
     return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
 
 
-def _write(descriptor: int) -> None:
-    try:
-        os.write(descriptor, b"\0")
-    except BlockingIOError:
-        pass
-
-
 def _drain(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 4096)
     except BlockingIOError:
         return b""
-
-
-def _end_child(error: BaseException | None) -> NoReturn:
-    """Ends a child of a handler, as ``SystemExit`` says if that was raised."""
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        os._exit(error.code or 0)
-    if error is not None:
-        print_traceback(error)
-    os._exit(1)

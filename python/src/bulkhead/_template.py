@@ -16,6 +16,8 @@ import struct
 import sys
 from collections import deque
 
+from . import _files
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from ._rules import Rules
 
     T = TypeVar("T")
-
-__all__ = ["end", "is_wanted", "serve_forks", "start_again", "threads"]
 
 TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
 #: Libraries that start threads when they are imported do not, unless these say otherwise.
@@ -73,10 +73,13 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     try:
         socket.send(b"R")
         newcomer = _Newcomer(socket, system, rules)
+        if rules is not None:
+            rules.prepare()
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
-            _flush()
+            # What is not written would be written twice.
+            flush()
             pid = system.fork()
             if pid == 0:
                 newcomer.become_worker(worker, secret, descriptors)
@@ -87,7 +90,8 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
                 socket.send(b"D" + struct.pack("<QI", worker, pid))
             else:
                 socket.send(b"X" + struct.pack("<Qi", worker, -pid))
-            newcomer.renew_rules()
+            if rules is not None:
+                rules.prepare()
     except _Unfit as error:
         end(socket, str(error))
     except OSError:
@@ -137,16 +141,17 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:
         pass
-    _flush()
+    flush()
     os._exit(1)
 
 
-def _flush() -> None:
-    """What is not written would be written twice."""
+def flush() -> None:
+    """Writes out what standard output and error still hold, if they can be written to."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):
+        except Exception:
+            # It was closed or replaced.
             pass
 
 
@@ -220,7 +225,7 @@ def start_again(variable: str) -> NoReturn:
         os.dup2(descriptor, 0)
     os.environ[variable] = "1"
     os.set_inheritable(int(os.environ[LINK_VARIABLE]), True)
-    _flush()
+    flush()
     os.execv(sys.executable, sys.orig_argv)
 
 
@@ -252,12 +257,11 @@ def _check_threads() -> None:
 def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
     """Waits for an order to fork: the worker's name, what makes its folder's one that cannot be guessed, and its link,
     standard output and error. Removes folders meanwhile."""
+    descriptors: list[int] = []
+    receive = _files.receiver(socket, descriptors)
     while True:
-        waits = _socket.MSG_DONTWAIT if _doomed else 0
         try:
-            message, control, _, _ = socket.recvmsg(
-                _ORDER_BYTES_MAX, _socket.CMSG_SPACE(4 * _DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC | waits
-            )
+            message = receive(_ORDER_BYTES_MAX, _socket.MSG_DONTWAIT if _doomed else 0)
         except BlockingIOError:
             temporary = None if rules is None else rules.temporary
             if temporary is None or temporary.remove(_doomed[0]):
@@ -265,10 +269,6 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
             continue
         if not message:
             raise ConnectionResetError
-        descriptors: list[int] = []
-        for level, kind, data in control:
-            if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
-                descriptors.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
         if message[:1] in (b"F", b"R") and len(message) == 25:
             (worker,) = struct.unpack_from("<Q", message, 1)
             if message[:1] == b"R":
@@ -277,8 +277,8 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
                 return worker, message[9:], descriptors
             else:
                 socket.send(b"X" + struct.pack("<Qi", worker, 24) + b"descriptors")  # EMFILE
-        for descriptor in descriptors:
-            os.close(descriptor)
+        while descriptors:
+            os.close(descriptors.pop())
 
 
 #: Names of folders that are to be removed.
@@ -297,13 +297,6 @@ class _Newcomer:
         self._system = system
         self._rules = rules
         self._parent, self._template = os.getppid(), os.getpid()
-        self._ruleset = None if rules is None else rules.prepare()
-
-    def renew_rules(self) -> None:
-        """In the template: what was prepared is the last worker's."""
-        if self._rules is not None and self._ruleset is not None:
-            os.close(self._ruleset)
-            self._ruleset = self._rules.prepare()
 
     def become_worker(self, worker: int, secret: bytes, descriptors: list[int]) -> None:
         """In the forked process: does all, or says what failed and ends."""
@@ -323,9 +316,12 @@ class _Newcomer:
             step = "random numbers"
             self._system.reseed()
             step = "temporary folder"
-            name, folder = self._make_folder(worker, secret)
+            name = _folder_name(worker, secret)
+            temporary = None if self._rules is None else self._rules.temporary
+            folder = None if temporary is None else temporary.make(name)
             step = "landlock"
-            self._step_apart(name, folder)
+            if self._rules is not None:
+                self._step_apart(self._rules, name, folder)
             step = "keeper"
             self._socket.send(b"B" + struct.pack("<Q", worker))
             # The environment says that the link is where the socket was.
@@ -342,36 +338,20 @@ class _Newcomer:
                 pass
             os._exit(1)
 
-    def _make_folder(self, worker: int, secret: bytes) -> tuple[bytes, int | None]:
-        """A temporary folder for this worker alone."""
-        name = _folder_name(worker, secret)
-        temporary = None if self._rules is None else self._rules.temporary
-        return name, None if temporary is None else temporary.make(name)
-
-    def _step_apart(self, name: bytes, folder: int | None) -> None:
+    def _step_apart(self, rules: Rules, name: bytes, folder: int | None) -> None:
         """Puts this process under rules that nothing else is under."""
-        rules, ruleset = self._rules, self._ruleset
-        if rules is None or ruleset is None:
-            return
-        rules.put_in_force(ruleset, folder)
-        os.close(ruleset)
-        if folder is not None:
-            os.close(folder)
+        rules.put_in_force(folder)
         try:
             os.kill(self._template, 0)
         except PermissionError:
             pass
         else:
             raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template is one that it must not reach.
-        temporary = rules.temporary
-        if temporary is not None:
+        if rules.temporary is not None:
+            path = rules.temporary.path
             for variable in _OF_FOLDER:
-                if os.environb.get(variable) in (None, temporary.path):
-                    os.environb[variable] = os.path.join(temporary.path, name)
-            _forget_temporary_folder()
-
-
-def _forget_temporary_folder() -> None:
-    tempfile: Any = sys.modules.get("tempfile")
-    if tempfile is not None:
-        tempfile.tempdir = None
+                if os.environb.get(variable) in (None, path):
+                    os.environb[variable] = os.path.join(path, name)
+            tempfile: Any = sys.modules.get("tempfile")
+            if tempfile is not None:
+                tempfile.tempdir = None

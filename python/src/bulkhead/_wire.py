@@ -262,10 +262,7 @@ def outcome(metadata: bytes) -> Outcome:
         word = reasons[reason - 1]
     else:
         word = f"unknown reason {reason}" if reason else ""
-    number = given.get(JOB_NUMBER)
-    limit = given.get(RUN_LIMIT)
-    trace = given.get(TRACEPARENT)
-    report = given.get(CRASH_REPORT)
+    number, limit, trace, report = map(given.get, (JOB_NUMBER, RUN_LIMIT, TRACEPARENT, CRASH_REPORT))
     return Outcome(
         name,
         word,
@@ -343,28 +340,12 @@ def client_welcome(metadata: bytes) -> int:
 
 
 class WorkerWelcome:
-    """What a WORKER_WELCOME said."""
-
-    __slots__ = (
-        "bulkhead",
-        "capabilities",
-        "generation",
-        "heartbeat_ms",
-        "max_in_flight",
-        "result_bytes_max",
-        "seal",
-        "slot",
-    )
+    """What a WORKER_WELCOME said of what matters to the worker."""
 
     def __init__(self, metadata: bytes) -> None:
         fields = _WORKER_WELCOME.unpack_from(metadata)
-        self.capabilities: int = fields[2]
-        self.slot: int = fields[3]
-        self.generation: int = fields[4]
-        self.max_in_flight: int = fields[5]
-        self.heartbeat_ms: int = fields[6]
-        self.result_bytes_max: int = fields[7]
-        self.bulkhead, at = read_text(metadata, _WORKER_WELCOME.size)
+        self.capabilities, _slot, _generation, self.max_in_flight, self.heartbeat_ms, self.result_bytes_max = fields[2:]
+        _bulkhead, at = read_text(metadata, _WORKER_WELCOME.size)
         self.seal = read_extensions(metadata, at).get(SEAL)
 
 

@@ -57,27 +57,6 @@ class Outcome:
     ===============  =================================================================================================
     """
 
-    __slots__ = (
-        "attempts",
-        "bulkhead",
-        "deadline",
-        "executed",
-        "fault",
-        "job",
-        "message",
-        "outcome",
-        "queued",
-        "ran",
-        "reason",
-        "report",
-        "retry_after",
-        "retryable",
-        "run_limit",
-        "status",
-        "traceparent",
-        "worker_pid",
-    )
-
     outcome: str
     reason: str
     message: str
@@ -96,6 +75,8 @@ class Outcome:
     job: str | None
     traceparent: str | None
     report: str | None
+
+    __slots__ = sorted(__annotations__)
 
     def __init__(
         self,
@@ -119,25 +100,9 @@ class Outcome:
         traceparent: str | None = None,
         report: str | None = None,
     ) -> None:
-        put = object.__setattr__
-        put(self, "outcome", outcome)
-        put(self, "reason", reason)
-        put(self, "message", message)
-        put(self, "executed", executed)
-        put(self, "retryable", retryable)
-        put(self, "retry_after", retry_after)
-        put(self, "fault", fault)
-        put(self, "attempts", attempts)
-        put(self, "queued", queued)
-        put(self, "ran", ran)
-        put(self, "deadline", deadline)
-        put(self, "run_limit", run_limit)
-        put(self, "worker_pid", worker_pid)
-        put(self, "status", status)
-        put(self, "bulkhead", bulkhead)
-        put(self, "job", job)
-        put(self, "traceparent", traceparent)
-        put(self, "report", report)
+        given = locals()
+        for name in self.__slots__:
+            object.__setattr__(self, name, given[name])
 
     @property
     def http_status(self) -> int:

@@ -12,6 +12,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import re
+import subprocess
 import sys
 import time
 import weakref
@@ -19,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from . import _pool_worker, _wire
-from ._output import Fifos, Lines
+from ._output import Fifos, Lines, Output
 from ._pool import (
     NAME,
     Call,
@@ -72,7 +73,6 @@ class _Calls(Executor):
     _metadata: bytes
     #: Whether the supervisor decides when it is a call's turn.
     _is_ordered = False
-    _options: dict[str, Any]
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
@@ -109,24 +109,13 @@ class _Calls(Executor):
             raise ValueError("buffersize must be None or > 0")
         give_up = None if timeout is None else time.monotonic() + timeout
         calls: Iterator[tuple[Any, ...]] = zip(*iterables, strict=False)
+        function: Callable[..., Any] = fn
         if chunksize > 1:
-            results = self._map(
-                partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize)), buffersize
-            )
-            return _chained(_in_order(results, give_up, self._submit_next))
-        return _in_order(self._map(fn, calls, buffersize), give_up, self._submit_next)
-
-    def _map(
-        self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
-    ) -> tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]]:
-        futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
-        # An iterator that has ended is not asked again: `zip` would take one more of the longer ones each time.
-        return futures, fn, calls if len(futures) == buffersize else iter(())
-
-    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> Future[Any] | None:
-        for arguments in calls:
-            return self.submit(fn, *arguments)
-        return None
+            function, calls = partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize))
+        # A generator that has ended asks no more: `zip` would take one more of the longer iterables each time.
+        submitted = (future for future in itertools.starmap(partial(self.submit, function), calls))
+        results = _in_order(deque(itertools.islice(submitted, buffersize)), submitted, give_up)
+        return _chained(results) if chunksize > 1 else results
 
 
 class BulkheadExecutor(_Calls):
@@ -178,11 +167,10 @@ class BulkheadExecutor(_Calls):
             raise ValueError(f"max_workers must be <= {WORKERS_MAX}")
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
-        if max_tasks_per_child is not None:
-            if not isinstance(max_tasks_per_child, int):
-                raise TypeError("max_tasks_per_child must be an integer")
-            if max_tasks_per_child <= 0:
-                raise ValueError("max_tasks_per_child must be >= 1")
+        if max_tasks_per_child is not None and not isinstance(max_tasks_per_child, int):
+            raise TypeError("max_tasks_per_child must be an integer")
+        if max_tasks_per_child is not None and max_tasks_per_child <= 0:
+            raise ValueError("max_tasks_per_child must be >= 1")
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
@@ -190,7 +178,8 @@ class BulkheadExecutor(_Calls):
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
-        is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
+        profile = {"profile": sandbox} if isinstance(sandbox, str) else {"profile": "default", **sandbox}
+        is_confined = profile["profile"] != "none"
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
         if results is None:
             results = "data" if is_confined and pickler in READ_BY_PICKLE else "any"
@@ -208,65 +197,19 @@ class BulkheadExecutor(_Calls):
         for name, value in (env or {}).items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"env: {name!r} and its value must be str, not {type(value).__name__}")
-        self._options = {"timeout": timeout, "deadline": None, "priority": "normal", "tenant": "", "idempotent": False}
-        self._metadata = _submission(self._options)
+        self._timeout = timeout
+        self._metadata = _submission(timeout)
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
-        self._is_confined = is_confined
+        settings = {"preload": list(preload), "tasks": max_tasks_per_child, "is_data_only": allowed is not None}
         launch = _Launch(
-            is_confined=is_confined,
-            environment=env or {},
-            initializer=(initializer, tuple(initargs)),
-            pickler=pickler,
-            preload=preload,
-            tasks=max_tasks_per_child,
-            is_data_only=allowed is not None,
-            is_forked=is_forked,
+            is_confined, is_forked, dict(env or {}), (initializer, tuple(initargs)), Pickler(pickler), settings
         )
-        keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
-        if is_forked:
-            # What takes over when a worker has done its last call.
-            spares = 0 if max_tasks_per_child is None else min(2 * max_workers, SPARES_MAX)
-            keys["start"] = {**keys["start"], "mode": "fork", "spares": spares}
-        bulkhead = merged(keys, given)
-        self._pool = Pool(
-            max_workers,
-            bulkhead,
-            {**_SUPERVISOR_KEYS, **supervisor},
-            pickler,
-            allowed,
-            launch,
-        )
+        bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
+        supervisor = {**_SUPERVISOR_KEYS, **supervisor}
+        self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch.start)
         # One that is dropped ends as by shutdown(wait=False).
         weakref.finalize(self, self._pool.abandoned).atexit = False
-
-    def _keys(
-        self, workers: int, tasks: int | None, memory: int | str | None, sandbox: str | Mapping[str, Any]
-    ) -> dict[str, Any]:
-        profile: dict[str, Any] = (
-            {"profile": sandbox} if isinstance(sandbox, str) else {"profile": "default", **sandbox}
-        )
-        keys: dict[str, Any] = {
-            "processes": workers,
-            "max_in_flight": 1,
-            "max_queue": 1_000_000,
-            "deadline": "365d",
-            "grace": "0s",
-            # An initializer takes what it takes.
-            "start": {"handshake": "1m", "ready": "1h"},
-            "retry": {"attempts": 3, "budget": 1.0},
-            "cwd": os.getcwd(),
-            "sandbox": profile,
-        }
-        if tasks is not None:
-            keys["recycle"] = {"jobs": tasks}
-        if memory is not None:
-            keys["rlimits"] = {"data": memory}
-        if self._is_confined:
-            given = list(dict.fromkeys(os.fspath(path) for path in profile.get("read", [])))
-            named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
-            profile["read"] = given + [path for path in _readable_paths() if path not in named]
-        return keys
 
     def with_options(
         self,
@@ -286,10 +229,9 @@ class BulkheadExecutor(_Calls):
         holds at most 4 GiB of them; all others wait here until it wants them.
         """
         if timeout is None:
-            timeout = self._options["timeout"]
-        return _Configured(
-            self, timeout=timeout, deadline=deadline, priority=priority, tenant=tenant, idempotent=idempotent
-        )
+            timeout = self._timeout
+        metadata = _submission(timeout, deadline, priority=priority, tenant=tenant, idempotent=idempotent)
+        return _Configured(self, metadata, is_ordered=bool(deadline or tenant or priority != "normal"))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no further calls. Submitted calls are finished; with ``cancel_futures``, calls that have not begun and
@@ -321,12 +263,11 @@ class BulkheadExecutor(_Calls):
 class _Configured(_Calls):
     """An executor's ``with_options``. Its end does not end the executor."""
 
-    def __init__(self, executor: BulkheadExecutor, **options: Any) -> None:
+    def __init__(self, executor: BulkheadExecutor, metadata: bytes, *, is_ordered: bool) -> None:
         self._executor = executor
         self._pool = executor._pool
-        self._options = options
-        self._metadata = _submission(options)
-        self._is_ordered = bool(options["deadline"] or options["tenant"] or options["priority"] != "normal")
+        self._metadata = metadata
+        self._is_ordered = is_ordered
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Does nothing: the executor is shut down where it was made."""
@@ -338,47 +279,68 @@ _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloa
 _SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
-def _submission(options: Mapping[str, Any]) -> bytes:
-    given = dict(options)
-    for name in ("timeout", "deadline"):
-        seconds = given[name]
+def _keys(
+    workers: int,
+    tasks: int | None,
+    memory: int | str | None,
+    profile: dict[str, Any],
+    is_confined: bool,
+    is_forked: bool,
+) -> dict[str, Any]:
+    """The keys of the bulkhead, as the parameters of the executor say."""
+    start: dict[str, Any] = {"handshake": "1m", "ready": "1h"}
+    keys: dict[str, Any] = {
+        "processes": workers,
+        "max_in_flight": 1,
+        "max_queue": 1_000_000,
+        "deadline": "365d",
+        "grace": "0s",
+        # An initializer takes what it takes.
+        "start": start,
+        "retry": {"attempts": 3, "budget": 1.0},
+        "cwd": os.getcwd(),
+        "sandbox": profile,
+    }
+    if tasks is not None:
+        keys["recycle"] = {"jobs": tasks}
+    if memory is not None:
+        keys["rlimits"] = {"data": memory}
+    if is_confined:
+        given = list(dict.fromkeys(os.fspath(path) for path in profile.get("read", [])))
+        named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
+        profile["read"] = given + [path for path in _readable_paths() if path not in named]
+    if is_forked:
+        # What takes over when a worker has done its last call.
+        start |= {"mode": "fork", "spares": 0 if tasks is None else min(2 * workers, SPARES_MAX)}
+    return keys
+
+
+def _submission(timeout: float | None, deadline: float | None = None, **options: Any) -> bytes:
+    for name, seconds in (("timeout", timeout), ("deadline", deadline)):
         if seconds is not None and not isinstance(seconds, (int, float)):
             raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name} must be more than 0 seconds")
-    return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
+    return _wire.submission(NAME, run_limit=timeout, deadline=deadline, **options)
 
 
-class _Launch:
+class _Launch(NamedTuple):
     """Starts supervisors for an executor, and holds what their workers begin with: not the executor, which may be
     dropped while one is started."""
 
-    def __init__(
-        self,
-        *,
-        is_confined: bool,
-        environment: Mapping[str, str],
-        initializer: tuple[Callable[..., object] | None, tuple[Any, ...]],
-        pickler: str,
-        preload: Sequence[str],
-        tasks: int | None,
-        is_data_only: bool,
-        is_forked: bool,
-    ) -> None:
-        self._is_data_only = is_data_only
-        self._is_forked = is_forked
-        self._is_confined = is_confined
-        self._environment = dict(environment)
-        self._initializer = initializer
-        self._pickler = Pickler(pickler)
-        self._preload = list(preload)
-        self._tasks = tasks
+    is_confined: bool
+    is_forked: bool
+    environment: dict[str, str]
+    initializer: tuple[Callable[..., object] | None, tuple[Any, ...]]
+    pickler: Pickler
+    #: For the preparation as they are.
+    settings: dict[str, Any]
 
     def variables(self) -> dict[str, str]:
         """The environment of workers."""
-        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self._is_confined else ()))
+        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self.is_confined else ()))
         own = {name: value for name, value in os.environ.items() if name not in left_out}
-        return {**(_OF_TEMPLATE if self._is_forked else {}), **own, **self._environment}
+        return {**(_OF_TEMPLATE if self.is_forked else {}), **own, **self.environment}
 
     def _preparation(self, output: list[str], passed: Mapping[str, str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
@@ -392,23 +354,21 @@ class _Launch:
             "environment": {name: value for name, value in self.variables().items() if name not in passed},
             "umask": _umask(),
             "initializer": self._pickled_initializer(),
-            "pickler": self._pickler.module,
-            "is_data_only": self._is_data_only,
+            "pickler": self.pickler.module,
             "output": output,
-            "preload": self._preload,
-            "tasks": self._tasks,
+            **self.settings,
         }
         return pickle.dumps(preparation)
 
     def _pickled_initializer(self) -> bytes:
         try:
-            if self._is_confined or self._pickler.module != "pickle":
-                return self._pickler.dumps(self._initializer)
-            return _pool_worker.dumps_with_primitives(self._initializer)
+            if self.is_confined or self.pickler.module != "pickle":
+                return self.pickler.dumps(self.initializer)
+            return _pool_worker.dumps_with_primitives(self.initializer)
         except Exception as error:
             raise _pool_worker.explained(error) from None
 
-    def __call__(self, supervisor: PrivateSupervisor) -> Fifos | Lines:
+    def start(self, supervisor: PrivateSupervisor) -> Output:
         """Starts this supervisor; what is returned brings its workers' output."""
         _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
@@ -417,12 +377,12 @@ class _Launch:
                 "the main module submits calls while it is imported by a worker: put what it does under "
                 "if __name__ == '__main__':"
             )
-        output = Lines(supervisor) if self._is_confined else Fifos(supervisor)
+        output: Output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
         try:
             passed = passed_environment(self.variables())
             supervisor.add_variables(passed)
             preparation = self._preparation(output.paths if isinstance(output, Fifos) else [], passed)
-            if self._is_confined:
+            if self.is_confined:
                 argument = _as_variable(supervisor, preparation)
             else:
                 argument = supervisor.write("preparation", preparation)
@@ -435,7 +395,8 @@ class _Launch:
             if getattr(sys, "frozen", False):
                 # `multiprocessing.freeze_support()` recognises code to run by this beginning.
                 code = f"from multiprocessing.forkserver import main; {code}"
-            supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code])
             output.start()
         except BaseException:
             supervisor.stop(at_once=True)
@@ -477,13 +438,6 @@ def _umask() -> int:
     """The umask of this process. ``os.umask`` would have to change it, which other threads would notice."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
-
-
-def _flags() -> list[str]:
-    import subprocess
-
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return flags
 
 
 def _processors() -> int:
@@ -544,21 +498,11 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
         yield chunk
 
 
-def _in_order(
-    begun: tuple[deque[Future[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]],
-    give_up: float | None,
-    submit_next: Callable[..., Future[Any] | None],
-) -> Iterator[Any]:
+def _in_order(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
-    futures, fn, calls = begun
-    has_more = True
     try:
         while futures:
-            following = submit_next(fn, calls) if has_more else None
-            has_more = following is not None
-            if following is not None:
-                futures.append(following)
-            del following
+            futures.extend(itertools.islice(submitted, 1))
             yield _taken(futures, give_up)
     finally:
         for future in futures:

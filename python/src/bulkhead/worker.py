@@ -78,18 +78,8 @@ class Context:
     """A job, as its handler sees it."""
 
     __slots__ = (
-        "_arrival",
-        "_deadline",
-        "_payload",
-        "_said",
-        "_server",
-        "_task",
-        "_told_at",
-        "cancelled",
-        "number",
-        "operation",
-        "tenant",
-        "traceparent",
+        *("_arrival", "_deadline", "_payload", "_said", "_server", "_task", "_told_at"),
+        *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
     #: What the client wants done, and the tenant; empty if it did not say.
@@ -143,8 +133,7 @@ class Context:
         hears ten times a second at most, and the last word before the result."""
         if not isinstance(text, str):
             raise TypeError(f"text must be str, not {type(text).__name__}")
-        fraction = float(fraction)
-        self._server.say_progress(self, fraction, text)
+        self._server.say_progress(self, float(fraction), text)
 
     def __repr__(self) -> str:
         return f"<Context of job {self.number:x} {self.operation!r}>"
@@ -229,10 +218,7 @@ def serve_module(name: str, entry: str | None = None) -> NoReturn:
         import importlib
 
         module = importlib.import_module(name)
-        if entry is not None:
-            default: Handler | None = getattr(module, entry)
-        else:
-            default = _handlers.get(None)
+        default: Handler | None = _handlers.get(None) if entry is None else getattr(module, entry)
         named = {operation: function for operation, function in _handlers.items() if operation is not None}
         if default is None and not named:
             raise LookupError(f"the module {name!r} has no function with @bulkhead.handler")
@@ -311,10 +297,8 @@ def _leave() -> NoReturn:
     """Ends a forked worker. The interpreter is not taken down: that would touch, and copy, all memory it shares."""
     import atexit
 
+    from . import _template
+
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass
+    _template.flush()
     os._exit(0)
