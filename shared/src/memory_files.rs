@@ -6,10 +6,11 @@
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use bincode::{BorrowDecode, Encode};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 /// A payload or result of more bytes than this is worth a file: what is smaller travels within shared buffers.
@@ -96,9 +97,7 @@ fn use_huge_pages(buffer: &Vec<u8>) {
     let end = (buffer.as_ptr() as usize + buffer.capacity()) / PAGE * PAGE;
     // SAFETY: whole pages of a buffer of our own, whose bytes this does not change.
     #[expect(unsafe_code, reason = "madvise(2) has no safe form")]
-    unsafe {
-        libc::madvise(start as *mut libc::c_void, end.saturating_sub(start), libc::MADV_HUGEPAGE);
-    }
+    let _ = unsafe { madvise(start as *mut _, end.saturating_sub(start), Advice::LinuxHugepage) };
 }
 
 /// A sealed file in this process's memory. Another process may have it, too.
@@ -125,16 +124,11 @@ impl Mapping {
             return Err(odd());
         }
         let bytes = usize::try_from(bytes).map_err(|_| odd())?;
-        let protection = libc::PROT_READ | if is_writable { libc::PROT_WRITE } else { 0 };
+        let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
         // SAFETY: a new mapping at an address of the kernel's choice, of a file as long as that, which the supervisor
         // sealed against becoming shorter.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
-        let base = unsafe {
-            libc::mmap(std::ptr::null_mut(), bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
         Ok(Self { base, bytes, is_writable })
     }
@@ -215,8 +209,6 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and nothing points into it any more.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
-        unsafe {
-            libc::munmap(self.base.as_ptr().cast(), self.bytes);
-        }
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

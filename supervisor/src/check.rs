@@ -24,7 +24,7 @@ use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::supervisor::RunError;
+use crate::supervisor::{RunError, system};
 
 /// How long the keeper may take with one order.
 const ORDER_PATIENCE: Duration = Duration::from_secs(60);
@@ -56,7 +56,6 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
 ///
 /// Call it before any other thread has been started.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
-    let system = |what: &'static str| move |error: io::Error| RunError::System(what, error);
     let host = program::require_host(config)?;
     let support = SandboxSupport::find_for_trial(config);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;

@@ -43,13 +43,7 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
         "have ids in /etc/subuid and /etc/subgid (`usermod --add-subuids`) and the package uidmap, or run the supervisor \
          as root"
     };
-    Ability {
-        layer: "worker ids",
-        is_available: found.is_ok(),
-        what_to_do: found.is_err().then_some(what_to_do),
-        why_not: found.as_ref().err().cloned(),
-        found: found.ok(),
-    }
+    Ability::of("worker ids", found.map(Some), what_to_do)
 }
 
 fn table(abilities: &[Ability]) -> Table {
@@ -59,7 +53,7 @@ fn table(abilities: &[Ability]) -> Table {
     for ability in abilities {
         let available = if ability.is_available { "yes" } else { "no" };
         let found = ability.found.as_deref().or(ability.why_not.as_deref()).unwrap_or("-");
-        table.add_row([ability.layer, available, found, ability.what_to_do.unwrap_or("-")]);
+        table.add_row([&ability.layer, available, found, ability.what_to_do.as_deref().unwrap_or("-")]);
     }
     table
 }
@@ -70,20 +64,8 @@ mod tests {
 
     #[test]
     fn the_table_has_a_line_for_each_layer() {
-        let missing = Ability {
-            layer: "pidfd",
-            is_available: false,
-            found: None,
-            why_not: Some("Function not implemented".into()),
-            what_to_do: Some("run a newer kernel"),
-        };
-        let there = Ability {
-            layer: "seccomp",
-            is_available: true,
-            why_not: None,
-            what_to_do: None,
-            ..missing.clone()
-        };
+        let missing = Ability::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
+        let there = Ability::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
         let lines: Vec<Vec<&str>> = table
             .lines()

@@ -9,21 +9,19 @@ use std::thread::JoinHandle;
 
 use bulkhead_client::{Client, Connector, blocking};
 use bulkhead_config::Config;
-use bulkhead_control::control::{self, ControlThread, Options, Place};
-use bulkhead_control::observe::{crashes, spans};
-use bulkhead_dataplane::{DataPlane, Parts, descriptors};
+use bulkhead_control::control::Place;
+use bulkhead_dataplane::descriptors;
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
 use bulkhead_linux::schedule::shorten_slice;
 use bulkhead_plane::command::{Command, Commander, Unheard};
 use bulkhead_plane::confinement::SandboxSupport;
-use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
 use bulkhead_shared::in_process;
 use tokio::sync::oneshot;
 
-use crate::supervisor::{RunError, SLICE, run_data_plane};
+use crate::supervisor::{Basis, Ready, RunError, SLICE, system};
 
 mod local;
 mod parts;
@@ -117,10 +115,10 @@ impl Builder {
     /// the future is dropped, the supervisor ends.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
-        let failed = |error| RunError::System("start a thread", error);
         let start = move || drop(sender.send(self.start_blocking()));
-        std::thread::Builder::new().name("bulkhead-start".into()).spawn(start).map_err(failed)?;
-        started.await.unwrap_or_else(|_| Err(RunError::System("start", io::Error::other("a panic")).into()))
+        let thread = std::thread::Builder::new().name("bulkhead-start".into());
+        thread.spawn(start).map_err(system("start a thread"))?;
+        started.await.unwrap_or_else(|_| Err(system("start")(io::Error::other("a panic")).into()))
     }
 
     /// Starts the supervisor on separate threads. Blocks for some ten milliseconds, until the keeper runs. Workers
@@ -140,10 +138,9 @@ impl Builder {
             let _ = sender.send(Ok(ready.commander.clone()));
             ready.run()
         };
-        let failed = |error| RunError::System("start a thread", error);
-        let thread = std::thread::Builder::new().name("bulkhead".into()).spawn(run).map_err(failed)?;
-        let ended =
-            |_| RunError::System("start", io::Error::other("the thread of the supervisor has panicked"));
+        let thread = std::thread::Builder::new().name("bulkhead".into());
+        let thread = thread.spawn(run).map_err(system("start a thread"))?;
+        let ended = |_| system("start")(io::Error::other("the thread of the supervisor has panicked"));
         let commander = prepared.recv().map_err(ended)??;
         Ok(Supervisor { commander, thread: Some(thread), owner: std::process::id() })
     }
@@ -155,12 +152,11 @@ impl Builder {
         // What peers do is no reason to end the application, whatever it does about signals.
         bulkhead_shared::connection::send_without_signals();
         let prepare = move || self.prepare(&keeper);
-        let failed = |error| RunError::System("start a thread", error);
         // Not here: what is prepared blocks signals, and has a slice of its own.
-        let thread = std::thread::Builder::new().name("bulkhead".into()).spawn(prepare).map_err(failed)?;
-        let panicked =
-            || RunError::System("start", io::Error::other("the thread that starts it has panicked"));
-        let ready = thread.join().map_err(|_| panicked())??;
+        let thread = std::thread::Builder::new().name("bulkhead".into());
+        let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
+        let panicked = |_| system("start")(io::Error::other("the thread that starts it has panicked"));
+        let ready = thread.join().map_err(panicked)??;
         Ok(LocalSupervisor::new(ready))
     }
 
@@ -183,7 +179,6 @@ impl Builder {
 
     /// Starts all but the data plane. On a thread of the supervisor's own, whose signal mask and slice the others inherit.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
-        let system = |what: &'static str| move |error: io::Error| RunError::System(what, error);
         // What comes for the application is to be handled on the application's threads.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
@@ -194,78 +189,12 @@ impl Builder {
             Some(host) => Some(host),
             None => program::require_host(&config)?,
         };
-        let (mut keeper, found) = Keeper::start_beside(keeper).map_err(system("start the keeper"))?;
-        let support = Arc::new(SandboxSupport::found(&config, found));
-        if let Some(ids) = support.subordinate() {
-            keeper.give(ids).map_err(system("start the keeper"))?;
-        }
+        let (keeper, found) = Keeper::start_beside(keeper).map_err(system("start the keeper"))?;
+        let support = SandboxSupport::found(&config, found);
         crate::inherited::warn_of_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), 0);
-        let file = Arc::new(config);
-        let mut config = file.clone();
-        open_files.leave_room(&mut config);
-        let store = crashes::Store::of(&config.supervisor)?;
-        let (notices, received) = bulkhead_plane::notices::ways();
-        let pulse = Arc::new(SharedCounters::default());
-        let fate = Fate::of_embedded();
-        let (span_sender, span_thread) =
-            spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
-        let own = rustix::process::geteuid().as_raw();
-        let labels: Arc<[String]> = config.labelled_tenants().into();
-        let in_force = control::InForce {
-            config: file,
-            support: support.clone(),
-            open_files,
-            own,
-            labels: labels.clone(),
-        };
-        let parts = Parts {
-            config: config.clone(),
-            support,
-            listener: None,
-            keeper,
-            notices,
-            spans: span_sender,
-            pulse: pulse.clone(),
-            host,
-            labels,
-            fate: fate.clone(),
-        };
-        let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
-        let options = Options {
-            place: Place::Application,
-            commander: commander.clone(),
-            notices: received,
-            pulse: pulse.clone(),
-            in_force,
-            crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
-            own,
-            config,
-            http: None,
-            fate: fate.clone(),
-        };
-        let control = control::start(options).map_err(system("start the control plane"))?;
-        Ok(Ready { data_plane, commander, control, span_thread, fate, pulse })
-    }
-}
-
-/// All is started, and the data plane does not run yet.
-pub(crate) struct Ready {
-    pub(crate) data_plane: DataPlane,
-    pub(crate) commander: Commander,
-    pub(crate) control: ControlThread,
-    pub(crate) span_thread: Option<spans::SpanThread>,
-    pub(crate) fate: Fate,
-    pub(crate) pulse: Arc<SharedCounters>,
-}
-
-impl Ready {
-    fn run(self) -> Result<(), RunError> {
-        let data_plane = self.data_plane;
-        let ran = run_data_plane(|| data_plane.run(), &self.fate, &self.pulse);
-        self.control.join();
-        self.span_thread.into_iter().for_each(spans::SpanThread::settle);
-        ran.map_err(|error| RunError::System("run the event loop", error))
+        let basis = Basis { config, host, support, keeper, open_files, fate: Fate::of_embedded() };
+        Ready::prepare(basis, |_| Ok((None, Place::Application, None)))
     }
 }
 
@@ -373,8 +302,7 @@ impl Supervisor {
     }
 
     fn wait(&mut self) -> Result<(), RunError> {
-        let panicked =
-            || RunError::System("run", io::Error::other("the thread of the supervisor has panicked"));
+        let panicked = || system("run")(io::Error::other("the thread of the supervisor has panicked"));
         match self.thread.take() {
             Some(thread) => thread.join().unwrap_or_else(|_| Err(panicked())),
             None => Ok(()),
@@ -388,7 +316,7 @@ fn check_owner(owner: u32) -> Result<(), RunError> {
         return Ok(());
     }
     let why = format!("it is that of process {owner}, of which this one was forked off");
-    Err(RunError::System("use the supervisor", io::Error::other(why)))
+    Err(system("use the supervisor")(io::Error::other(why)))
 }
 
 impl Drop for Supervisor {

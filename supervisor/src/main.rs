@@ -12,6 +12,9 @@ use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
 use clap::Parser;
 
+/// The supervisor could not start or run.
+const FAILED: u8 = 1;
+
 /// Invalid arguments or configuration.
 const USAGE: u8 = 2;
 
@@ -42,9 +45,7 @@ fn print(text: &str) -> ExitCode {
 fn printed(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            // With a closed standard error it cannot be told.
-            let _ = writeln!(io::stderr(), "error: failed to write to standard output: {error}");
-            ExitCode::from(UNWRITTEN)
+            refused(UNWRITTEN, &format!("failed to write to standard output: {error}"))
         }
         _ => ExitCode::SUCCESS,
     }
@@ -62,7 +63,7 @@ fn check_and_start(config: &config::Config) -> ExitCode {
     };
     let failures = check::start_each(config, &mut out).unwrap_or_else(|error| vec![error.to_string()]);
     for failure in &failures {
-        let _ = writeln!(io::stderr(), "error: {failure}");
+        refused(USAGE, failure);
     }
     if !failures.is_empty() {
         return ExitCode::from(USAGE);
@@ -73,18 +74,12 @@ fn check_and_start(config: &config::Config) -> ExitCode {
 fn run(args: &Args, config: &Path) -> ExitCode {
     let lifeline = match args.while_open.map(Lifeline::inherit).transpose() {
         Ok(lifeline) => lifeline,
-        Err(error) => {
-            let _ = writeln!(io::stderr(), "error: --while-open: {error}");
-            return ExitCode::from(USAGE);
-        }
+        Err(error) => return refused(USAGE, &format!("--while-open: {error}")),
     };
     // Removed when this function ends, whatever it ends by.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
-        Err(error) => {
-            let _ = writeln!(io::stderr(), "error: --own-folder: {error}");
-            return ExitCode::from(USAGE);
-        }
+        Err(error) => return refused(USAGE, &format!("--own-folder: {error}")),
     };
     let config = match config::load(config) {
         Ok(config) => config,
@@ -108,14 +103,13 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     let selection =
         logging::Selection { level: &args.log_level, has_output: args.log_output == LogOutput::On };
     if let Err(error) = logging::init(format, selection) {
-        let _ = writeln!(io::stderr(), "error: {error}");
-        return ExitCode::from(USAGE);
+        return refused(USAGE, &error);
     }
-    match supervisor::run(config, lifeline) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(io::stderr(), "error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    supervisor::run(config, lifeline).map_or_else(|error| refused(FAILED, &error), |()| ExitCode::SUCCESS)
+}
+
+/// Says on standard error what was not possible, as far as that is open.
+fn refused(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
+    let _ = writeln!(io::stderr(), "error: {error}");
+    ExitCode::from(code)
 }

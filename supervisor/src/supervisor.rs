@@ -1,22 +1,23 @@
 //! Start and stop, in order: keeper, sockets, control plane, data plane; and back.
 
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use bulkhead_config::{Config, HttpConfig, Token};
-use bulkhead_control::control::{self, Options, Place};
+use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
+use bulkhead_control::control::{self, ControlThread, InForce, Options, Place};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{Bound, Sockets};
-use bulkhead_dataplane::descriptors;
-use bulkhead_dataplane::{DataPlane, Parts};
+use bulkhead_dataplane::{DataPlane, Parts, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::lifeline::{self, Lifeline};
 use bulkhead_linux::schedule::shorten_slice;
+use bulkhead_plane::command::Commander;
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::lock::try_while_taken;
@@ -50,16 +51,20 @@ bulkhead_shared::debug_by_display!(RunError);
 /// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
+/// Makes an error of the kernel one of a supervisor that failed to do `what`.
+pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
+    move |error| RunError::System(what, error)
+}
+
 /// Runs a supervisor until it is told to stop by a signal, or at once when `lifeline` comes to its end. The process is this supervisor's alone: it
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Call it before any other thread has been started.
 pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
-    let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
-    let support = Arc::new(SandboxSupport::find(&config));
+    let support = SandboxSupport::find(&config);
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(
@@ -68,50 +73,14 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     ))?;
     // Where Linux does not, jobs are served all the same.
     let _ = shorten_slice(SLICE);
-    let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    if let Some(ids) = support.subordinate() {
-        keeper.give(ids).map_err(system("start the keeper"))?;
-    }
+    let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     // Workers keep what there was.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
-    let file = Arc::new(config);
-    let mut config = file.clone();
-    open_files.leave_room(&mut config);
-    let store = crashes::Store::of(&config.supervisor)?;
-    let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
-    let mut jobs = Bound::bind(&config.supervisor.socket, socket_mode, folder_mode)?;
-    let mut admin = Bound::bind(&config.supervisor.admin, ADMIN_MODE, FOLDER_MODE)?;
-    let http = config.supervisor.http.as_ref().map(open_http).transpose()?;
-    if folder_mode != FOLDER_MODE {
-        warn_of_closed_folder(&config.supervisor.socket);
-    }
-
-    let (notices, received) = bulkhead_plane::notices::ways();
-    let pulse = Arc::new(SharedCounters::default());
-    let fate = Fate::default();
-    let (span_sender, span_thread) =
-        spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
-    let own = rustix::process::geteuid().as_raw();
-    let labels: Arc<[String]> = config.labelled_tenants().into();
-    let in_force =
-        control::InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
-    let parts = Parts {
-        config: config.clone(),
-        support,
-        listener: Some(jobs.take_listener().map_err(system("take the jobs socket"))?),
-        keeper,
-        notices,
-        spans: span_sender,
-        pulse: pulse.clone(),
-        host,
-        labels,
-        fate: fate.clone(),
-    };
-    let pulse_of_run = pulse.clone();
-    let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
+    let basis = Basis { config, host, support, keeper, open_files, fate: Fate::default() };
+    let ready = Ready::prepare(basis, open_sockets)?;
     if let Some(lifeline) = lifeline {
-        let commander = commander.clone();
+        let commander = ready.commander.clone();
         let stop = move || {
             tracing::warn!("the descriptor of --while-open has come to its end: stopping at once");
             for _ in 0..2 {
@@ -120,29 +89,109 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
         };
         lifeline::at_the_end_of(lifeline, stop).map_err(system("start a thread"))?;
     }
+    ready.run()
+}
+
+/// A supervisor's configuration, its keeper, and what both have found on this machine.
+pub(crate) struct Basis {
+    pub(crate) config: Config,
+    pub(crate) host: Option<PathBuf>,
+    pub(crate) support: SandboxSupport,
+    pub(crate) keeper: Keeper,
+    pub(crate) open_files: OpenFiles,
+    pub(crate) fate: Fate,
+}
+
+/// Ways into a supervisor: the jobs socket, the control plane's place with the admin socket, and the address of `http`.
+pub(crate) type Ways = (Option<UnixListener>, Place, Option<(std::net::TcpListener, Token)>);
+
+/// A supervisor of which all is started but the data plane.
+pub(crate) struct Ready {
+    pub(crate) data_plane: DataPlane,
+    pub(crate) commander: Commander,
+    pub(crate) control: ControlThread,
+    pub(crate) span_thread: Option<spans::SpanThread>,
+    pub(crate) fate: Fate,
+    pub(crate) pulse: Arc<SharedCounters>,
+}
+
+impl Ready {
+    /// Starts all but the data plane, with the ways into the supervisor that `open` opens.
+    pub(crate) fn prepare(
+        basis: Basis,
+        open: impl FnOnce(&SupervisorConfig) -> Result<Ways, RunError>,
+    ) -> Result<Self, RunError> {
+        let Basis { config, host, support, mut keeper, open_files, fate } = basis;
+        if let Some(ids) = support.subordinate() {
+            keeper.give(ids).map_err(system("start the keeper"))?;
+        }
+        let (file, support) = (Arc::new(config), Arc::new(support));
+        let mut config = file.clone();
+        open_files.leave_room(&mut config);
+        let store = crashes::Store::of(&config.supervisor)?;
+        let (listener, place, http) = open(&config.supervisor)?;
+        let (notices, received) = bulkhead_plane::notices::ways();
+        let pulse = Arc::new(SharedCounters::default());
+        let (spans, span_thread) =
+            spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
+        let own = rustix::process::geteuid().as_raw();
+        let labels: Arc<[String]> = config.labelled_tenants().into();
+        let in_force =
+            InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
+        let parts = Parts {
+            config: config.clone(),
+            support,
+            listener,
+            keeper,
+            notices,
+            spans,
+            pulse: pulse.clone(),
+            host,
+            labels,
+            fate: fate.clone(),
+        };
+        let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
+        let options = Options {
+            place,
+            commander: commander.clone(),
+            notices: received,
+            pulse: pulse.clone(),
+            in_force,
+            crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
+            own,
+            config,
+            http,
+            fate: fate.clone(),
+        };
+        let control = control::start(options).map_err(system("start the control plane"))?;
+        Ok(Self { data_plane, commander, control, span_thread, fate, pulse })
+    }
+
+    pub(crate) fn run(self) -> Result<(), RunError> {
+        let data_plane = self.data_plane;
+        let ran = run_data_plane(|| data_plane.run(), &self.fate, &self.pulse);
+        self.control.join();
+        self.span_thread.into_iter().for_each(spans::SpanThread::settle);
+        ran.map_err(system("run the event loop"))
+    }
+}
+
+/// Binds the sockets of a supervisor that has a process of its own.
+fn open_sockets(config: &SupervisorConfig) -> Result<Ways, RunError> {
+    let mut jobs = Bound::bind(&config.socket, config.socket_mode, config.folder_mode)?;
+    let mut admin = Bound::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
+    let http = config.http.as_ref().map(open_http).transpose()?;
+    if config.folder_mode != FOLDER_MODE {
+        warn_of_closed_folder(&config.socket);
+    }
+    let jobs_listener = jobs.take_listener().map_err(system("take the jobs socket"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
-    let options = Options {
-        place: Place::Process { admin: admin_listener, sockets },
-        commander,
-        notices: received,
-        pulse,
-        in_force,
-        crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
-        own,
-        config,
-        http,
-        fate: fate.clone(),
-    };
-    let control = control::start(options).map_err(system("start the control plane"))?;
-    let ran = run_data_plane(|| data_plane.run(), &fate, &pulse_of_run);
-    control.join();
-    span_thread.into_iter().for_each(spans::SpanThread::settle);
-    ran.map_err(system("run the event loop"))
+    Ok((Some(jobs_listener), Place::Process { admin: admin_listener, sockets }, http))
 }
 
 /// A panic there ends all else as an error does. It has dropped the keeper, which ends the workers.
-pub(crate) fn run_data_plane(
+fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     fate: &Fate,
     pulse: &SharedCounters,

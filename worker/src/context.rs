@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use bulkhead_shared::JobId;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
 use bulkhead_shared::worker_protocol::{Extend, Status};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -228,7 +229,7 @@ impl StartCtx {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {
             Listener::Supervisor(writer) => writer.send(kind::EXTEND_START, 0, &Extend { more_ms }),
-            Listener::Keeper(template) => template.extend(more),
+            Listener::Keeper(template) => template.tell(Word::Extend(more_ms)),
         }
     }
 
@@ -237,7 +238,7 @@ impl StartCtx {
         let text = cut(text, MESSAGE_BYTES_MAX);
         match &self.to {
             Listener::Supervisor(writer) => writer.send(kind::STATUS, 0, &Status { text }),
-            Listener::Keeper(template) => template.status(text),
+            Listener::Keeper(template) => template.tell(Word::Status(cut(text, TEXT_BYTES_MAX))),
         }
     }
 }

@@ -11,11 +11,12 @@ mod launch;
 mod library;
 mod orphans;
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::ExitCode;
 
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
-use rustix::io::FdFlags;
+
+use crate::link;
 
 const USAGE: u8 = 2;
 
@@ -33,18 +34,10 @@ pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
     }
 }
 
-/// What is loaded or run, if this user cannot reach it by its path: then it came along as a descriptor.
+/// What is loaded or run, if this user cannot reach it by its path: then it came along as a descriptor, and programs get
+/// at it by what they are.
 fn inherited_program() -> Option<OwnedFd> {
-    let number: RawFd = std::env::var(PROGRAM_VARIABLE).ok()?.parse().ok()?;
-    // SAFETY: only a look; `BorrowedFd` demands that the descriptor is open, and if it is not, `fcntl` says so. The
-    // number comes from our own environment and is asked for once.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
-    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    // Programs get at it by what they are, not by a descriptor.
-    rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: it is open, and the supervisor handed it to this process for this.
-    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
-    Some(unsafe { OwnedFd::from_raw_fd(number) })
+    link::inherited(PROGRAM_VARIABLE)
 }
 
 /// Where such a descriptor is opened or executed.

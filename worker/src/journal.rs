@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 /// The numbers by which a worker and the supervisor agree on who has a job. They live as long as the process.
 #[derive(Clone, Copy)]
@@ -51,26 +52,14 @@ unsafe impl Send for Journal {}
 impl Journal {
     /// Maps the file that the supervisor lent.
     pub(crate) fn map(file: OwnedFd) -> io::Result<Self> {
-        use std::os::fd::AsRawFd;
         if rustix::fs::fstat(&file)?.st_size != JOURNAL_BYTES as i64 {
             return Err(io::Error::other("the journal has an odd size"));
         }
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         // SAFETY: a new mapping at an address of the kernel's choice, of a file as long as that, which is sealed
         // against becoming shorter.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                JOURNAL_BYTES,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, used: 0 })
     }

@@ -1,8 +1,7 @@
 //! The worker's end of its link: taking over the inherited descriptor, the handshake, and writing.
 
-use std::io::{self, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -11,10 +10,10 @@ use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::limits::IN_FLIGHT_CEILING;
-use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability, welcome_capability};
+use bulkhead_shared::memory_files::receive_with_files;
+use bulkhead_shared::worker_protocol::{WorkerWelcome, capability, welcome_capability};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, FdFlags};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::journal::{Claims, Journal};
 use crate::ownership::{self, end_at_once};
@@ -23,23 +22,23 @@ use crate::seal::Seal;
 /// Bytes that one read takes: a worker gets few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Takes over the descriptor that the supervisor left for us. `None`: there is none, so that a person
-/// has started this program by hand.
-pub(crate) fn inherited() -> Option<OwnedFd> {
-    let number: RawFd = std::env::var(LINK_VARIABLE).ok()?.parse().ok()?;
-    if number <= 2 {
-        return None;
-    }
-    // SAFETY: only a look; `BorrowedFd` demands that the descriptor is open, and if it is not, `fcntl`
-    // says so. The number comes from our own environment and names nothing else that early in `main`.
+/// Takes over the descriptor that the supervisor left for us under this variable. `None`: there is none, so that a
+/// person has started this program by hand.
+pub(crate) fn inherited(variable: &str) -> Option<OwnedFd> {
+    let number: RawFd = std::env::var(variable).ok()?.parse().ok().filter(|number| *number > 2)?;
+    // SAFETY: only a look; `BorrowedFd` demands that the descriptor is open, and if it is not, `fcntl` says so. The
+    // number comes from our own environment, is asked for once, and names nothing else that early in `main`.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
-    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
-    rustix::net::sockopt::socket_type(borrowed).ok()?;
-    // Children must not get at the link.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+    // Children must not get at it.
     rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: it is open, it is a socket, and the supervisor handed it to this process for this.
+    // SAFETY: it is open, and the supervisor handed it to this process for this.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
     Some(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+pub(crate) fn is_socket(descriptor: &OwnedFd) -> bool {
+    rustix::net::sockopt::socket_type(descriptor).is_ok()
 }
 
 /// What the welcome said.
@@ -90,12 +89,12 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         version: env!("CARGO_PKG_VERSION"),
     };
     writer.send(kind::HELLO, MAGIC, &hello);
-    let (mut lent, mut is_lent) = (None, false);
+    let (mut lent, mut is_lent) = (Vec::new(), false);
     loop {
         wait(link, PollFlags::IN);
         let (received, mut batch) = reader
             .inbox
-            .receive_by(&mut reader.scratch, |buffer| receive(link, buffer, &mut lent))
+            .receive_by(&mut reader.scratch, |buffer| receive_with_files(link, buffer, &mut lent))
             .map_err(|error| error.to_string())?;
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
             let Item::Frame { header, metadata, .. } = item else { continue };
@@ -109,7 +108,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                     let mut beat = None;
                     if is_lent {
                         let file =
-                            lent.take().ok_or("its journal did not come along: see `rlimits.nofile`")?;
+                            lent.pop().ok_or("its journal did not come along: see `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("its journal: {error}"))?;
                         let looks_up = welcome.capabilities & welcome_capability::JOURNAL_BEATS != 0;
                         beat = looks_up.then(|| journal.beat());
@@ -136,20 +135,6 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
             return Err("the supervisor closed the link before it said welcome".into());
         }
     }
-}
-
-/// Reads from the link, with the descriptor that may come before the welcome.
-fn receive(link: &OwnedFd, buffer: &mut [u8], lent: &mut Option<OwnedFd>) -> rustix::io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let received = rustix::net::recvmsg(link, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(files) = message {
-            *lent = files.last().or(lent.take());
-        }
-    }
-    Ok(received.bytes)
 }
 
 fn wait(link: &OwnedFd, flags: PollFlags) {
@@ -244,25 +229,10 @@ impl Writer {
 
     /// Appends a frame; it leaves with the next flush.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
-        self.push_with(kind, number, message, &[], payload);
+        self.answer(kind, number, message, &[], payload);
     }
 
-    /// The same with extensions, each a tag and its bytes.
-    pub(crate) fn push_with(
-        &self,
-        kind: u8,
-        number: u64,
-        message: &impl bincode::Encode,
-        extensions: &[(u16, &[u8])],
-        payload: Payload<'_>,
-    ) {
-        // What handlers say was cut to size, so that the metadata fits.
-        let Some(mut waiting) = self.lock() else { return };
-        let Waiting { outbox, pool, .. } = &mut *waiting;
-        let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
-    }
-
-    /// Appends the answer for a job. Returns whether the next job may begin before it is sent: where there is a
+    /// The same with extensions, each a tag and its bytes. Of the answer for a job, returns whether the next job may begin before it is sent: where there is a
     /// journal, only what is in it outlives this process.
     pub(crate) fn answer(
         &self,
@@ -272,14 +242,14 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
+        // What handlers say was cut to size, so that the metadata fits.
         let Some(mut waiting) = self.lock() else { return true };
         let Waiting { outbox, pool, journal } = &mut *waiting;
         let before = outbox.waiting_bytes();
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
         let Some(journal) = journal else { return true };
-        let is_journalled = matches!(kind, kind::RESULT | kind::FAILED);
-        let frame = outbox.last(outbox.waiting_bytes() - before);
-        is_journalled && frame.is_some_and(|frame| journal.keep(frame))
+        let frame = || outbox.last(outbox.waiting_bytes() - before);
+        matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.keep(frame))
     }
 
     /// Sends all that waits, however long the supervisor takes to read it.

@@ -7,6 +7,8 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+
 static MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
 
 /// Size of the mapping. The kernel rounds it up to a page.
@@ -56,15 +58,12 @@ pub(crate) fn leave(message: &str) -> ! {
 }
 
 fn map() -> io::Result<&'static AtomicBool> {
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
     // SAFETY: a new mapping at an address of the kernel's choice, never unmapped. Zero is a valid `AtomicBool`.
     #[expect(unsafe_code, reason = "mmap(2) and madvise(2) have no safe form")]
     unsafe {
-        let base = libc::mmap(std::ptr::null_mut(), MAPPED_BYTES, protection, flags, -1, 0);
-        if base == libc::MAP_FAILED || libc::madvise(base, MAPPED_BYTES, libc::MADV_WIPEONFORK) != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        let base = mmap_anonymous(null, MAPPED_BYTES, protection, MapFlags::PRIVATE)?;
+        madvise(base, MAPPED_BYTES, Advice::LinuxWipeOnFork)?;
         Ok(AtomicBool::from_ptr(base.cast()))
     }
 }

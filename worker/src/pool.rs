@@ -94,9 +94,10 @@ struct Pending {
 }
 
 /// How long handlers take, by experience.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pace {
     /// Long enough for a thread each. The dispatch thread waits for the link.
+    #[default]
     Slow,
     /// Not worth a wake-up. The watchdog looks after them, unless nothing has run for a while.
     Quick {
@@ -105,6 +106,7 @@ enum Pace {
     },
 }
 
+#[derive(Default)]
 struct State {
     pending: VecDeque<Pending>,
     /// Counts the jobs that came.
@@ -218,22 +220,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         epoll::add(&parked, &wake, EventData::new_u64(WAKE), flags)?;
         epoll::add(&dispatch, &link, EventData::new_u64(LINK), flags)?;
         epoll::add(&dispatch, &watchdog, EventData::new_u64(WATCHDOG), EventFlags::IN)?;
-        let state = State {
-            pending: VecDeque::new(),
-            arrived: 0,
-            has_dropped: false,
-            lent: Lent::default(),
-            live: HashMap::default(),
-            begun: 0,
-            pace: Pace::Slow,
-            idle: 0,
-            on_link: 0,
-            threads: 0,
-            threads_max: welcome.threads_max,
-            is_searching: false,
-            is_ready: false,
-            is_draining: false,
-        };
+        let state = State { threads_max: welcome.threads_max, ..State::default() };
         Ok(Arc::new(Self {
             link,
             welcome,
@@ -282,10 +269,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         I: FnOnce(&StartCtx) -> Result<S, HandlerError>,
     {
         let context = StartCtx { to: Listener::Supervisor(self.writer.clone()) };
-        let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
-            .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
-        ownership::end_forked_process();
-        match made {
+        match guarded(|| init(&context)).and_then(|made| made) {
             Ok(state) => {
                 let _ = self.shared.set(Arc::new(state));
                 if let Some(seal) = &self.welcome.seal
@@ -553,9 +537,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 kept.insert(Ctx { order, result_bytes_max, writer, state })
             }
         };
-        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, ctx)))
-            .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
-        ownership::end_forked_process();
+        let reply = guarded(|| (self.handler)(&job, ctx)).unwrap_or_else(Reply::Failed);
         if let Some(progress) = ctx.order.handle.progress.get() {
             progress.settle(&self.writer, number);
         }
@@ -601,14 +583,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(result) };
         let (named, status) = (named.map(Named::to_bytes), status.map(i32::to_le_bytes));
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
-        match (named, status.as_ref().map(|status| (tag::STATUS, &status[..]))) {
-            (Some(named), Some(status)) => {
-                self.writer.answer(kind::RESULT, number, &Empty, &[named, status], payload)
-            }
-            (named, status) => {
-                self.writer.answer(kind::RESULT, number, &Empty, named.or(status).as_slice(), payload)
-            }
-        }
+        let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
+        // Without extensions this allocates nothing.
+        let extensions: Vec<_> = named.into_iter().chain(status).collect();
+        self.writer.answer(kind::RESULT, number, &Empty, &extensions, payload)
     }
 
     /// Sends an error, with the output and the exit status of the program that failed.
@@ -693,7 +671,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn give_back(&self, state: &mut State, job: &Pending) {
         state.unlist(&job.order);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
-        self.writer.push_with(kind::RETURNED, job.order.number, &Empty, &[arrival], Payload::NONE);
+        self.writer.answer(kind::RETURNED, job.order.number, &Empty, &[arrival], Payload::NONE);
         self.writer.flush();
     }
 
@@ -903,7 +881,13 @@ fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
     }
 }
 
-pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a handler panicked".into())
+/// Runs code of the worker's author: a panic is an error, and a process that it forked does not return from here.
+pub(crate) fn guarded<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
+    let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        HandlerError::new("panic", text.unwrap_or_else(|| "a handler panicked".into()))
+    });
+    ownership::end_forked_process();
+    done
 }

@@ -38,6 +38,9 @@ const IOCTL_DEV: u64 = 1 << 15;
 const SYSTEM: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
+/// Variables that name the temporary folder, unless `env` sets them.
+pub(crate) const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
+
 /// Of Landlock: with it the kernel logs what is tried and refused.
 const NO_VERSION: u32 = 0;
 
@@ -72,19 +75,15 @@ impl Rules {
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
             return Ok(Self::default());
         }
-        let told = Self::told(&stdin)?;
+        let mut bytes = Vec::new();
+        File::from(rustix::io::fcntl_dupfd_cloexec(&stdin, 3)?)
+            .take(PROGRAM_RULES_BYTES_MAX)
+            .read_to_end(&mut bytes)?;
+        let told = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
         let grants = widened(&told)?;
         // Nothing else is withheld where there is no folder to keep apart.
         let handled = if told.temporary.is_some() { told.handled } else { 0 };
         Self::open(ProgramRules { handled, grants, ..told })
-    }
-
-    fn told(stdin: &io::Stdin) -> io::Result<ProgramRules> {
-        let mut bytes = Vec::new();
-        File::from(rustix::io::fcntl_dupfd_cloexec(stdin, 3)?)
-            .take(PROGRAM_RULES_BYTES_MAX)
-            .read_to_end(&mut bytes)?;
-        Ok(ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?)
     }
 
     /// Whether there is anything to put in force.
@@ -103,14 +102,12 @@ impl Rules {
                 Err(errno) => return Err(errno.into()),
             }
         }
-        let temporary = match temporary {
-            Some(Grant { path, access }) => {
-                let folder = rustix::fs::open(&path, PLACE | OFlags::DIRECTORY, Mode::empty())?;
-                let is_hidden = !is_given(&folder, &given)?;
-                Some(Temporary { path, folder, access, is_hidden })
-            }
-            None => None,
+        let open = |Grant { path, access }| -> io::Result<Temporary> {
+            let folder = open_folder(&path)?;
+            let is_hidden = !is_given(&folder, &given)?;
+            Ok(Temporary { path, folder, access, is_hidden })
         };
+        let temporary = temporary.map(open).transpose()?;
         Ok(Self { handled, scoped, given, temporary })
     }
 
@@ -153,22 +150,26 @@ impl Rules {
 /// Returns the grants with the folders of [`SYSTEM`] in place of what lies in them, unless that contains the temporary
 /// folder.
 fn widened(told: &ProgramRules) -> io::Result<Vec<Grant>> {
-    let open = |path: &Path| rustix::fs::open(path, PLACE | OFlags::DIRECTORY, Mode::empty());
-    let temporary = told.temporary.as_ref().map(|temporary| open(&temporary.path)).transpose()?;
+    let temporary = told.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
+    let is_apart = |place: OwnedFd| {
+        let given = [(place, READ_DIR)];
+        temporary.as_ref().is_none_or(|folder| is_given(folder, &given).is_ok_and(|is_given| !is_given))
+    };
     let mut wide: Vec<Grant> = Vec::new();
     for grant in &told.grants {
         let top: PathBuf = grant.path.components().take(2).collect();
         if wide.iter().any(|known| known.path == top && known.access == told.handled) {
             continue;
         }
-        let is_apart = |place: OwnedFd| match &temporary {
-            Some(temporary) => is_given(temporary, &[(place, READ_DIR)]).is_ok_and(|is_given| !is_given),
-            None => true,
-        };
-        let is_wide = SYSTEM.iter().any(|folder| top == Path::new(folder)) && open(&top).is_ok_and(is_apart);
+        let is_of_system = SYSTEM.iter().any(|folder| top == Path::new(folder));
+        let is_wide = is_of_system && open_folder(&top).is_ok_and(is_apart);
         wide.push(if is_wide { Grant { path: top, access: told.handled } } else { grant.clone() });
     }
     Ok(wide)
+}
+
+fn open_folder(path: &Path) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::open(path, PLACE | OFlags::DIRECTORY, Mode::empty())
 }
 
 /// Whether a folder lies in what is given to be listed.

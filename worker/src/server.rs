@@ -3,16 +3,17 @@
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use bulkhead_shared::limits::cut;
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::context::{Ctx, Job, Listener, StartCtx};
 use crate::link::{self, Reader, Writer};
 use crate::ownership;
-use crate::pool::{Pool, panic_text};
+use crate::pool::{Handler, Pool, guarded};
 use crate::reply::{HandlerError, Reply};
 use crate::template::{self, Template};
 
@@ -31,7 +32,7 @@ where
 }
 
 type BoxedInit<S> = Box<dyn FnOnce(&StartCtx) -> Result<S, HandlerError> + Send>;
-type BoxedHandler<S> = Box<dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync>;
+type BoxedHandler<S> = Box<Handler<S>>;
 type BeforeFork<S> = Box<dyn FnMut(&mut S) + Send>;
 type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError> + Send>;
 
@@ -212,7 +213,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as
     /// a worker, or the supervisor refused it.
     pub fn serve(mut self) -> ExitCode {
-        let Some(link) = link::inherited() else {
+        let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {
             eprintln!(
                 "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n    \
                  [bulkhead.NAME]\n    command = [\"{}\"]",
@@ -240,11 +241,9 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
         let context = StartCtx { to: Listener::Keeper(template.clone()) };
-        let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
-            .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
-        ownership::end_forked_process();
+        let made = guarded(|| init(&context)).and_then(|made| made);
         let refused = |message: String| {
-            template.refuse(&message);
+            template.tell(Word::Refused(cut(&message, TEXT_BYTES_MAX)));
             message
         };
         let mut state = made

@@ -13,27 +13,23 @@ use std::ffi::CString;
 use std::io::{self, IoSliceMut, Write};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::time::Duration;
 
-use bulkhead_shared::limits::cut;
+use bulkhead_linux::errno;
 use bulkhead_shared::template_protocol::{
-    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, TEXT_BYTES_MAX, Word, folder_name,
+    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, Word, folder_name,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use rustix::process::{Pid, Signal};
 
 use crate::ownership;
-use crate::rules::{Rules, Temporary};
+use crate::rules::{OF_FOLDER, Rules, Temporary};
 
 /// Threads that are named where there should be one.
 const THREADS_NAMED_MAX: usize = 8;
 
 /// Entries of a worker's temporary folder that are removed in one go.
 const ENTRIES_AT_ONCE: usize = 256;
-
-/// Variables that name the temporary folder, unless `env` sets them.
-const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// Whether this process is to be a template.
 pub(crate) fn is_wanted() -> bool {
@@ -81,23 +77,12 @@ impl Template {
         rustix::io::retry_on_intr(send).map(drop)
     }
 
-    /// Does nothing in a process that the initialisation forked.
-    fn tell(&self, word: Word<'_>) -> rustix::io::Result<()> {
-        if ownership::is_worker() { self.say(word) } else { Ok(()) }
-    }
-
-    pub(crate) fn status(&self, text: &str) {
-        // An error means that the keeper is gone, and this process goes with it.
-        let _ = self.tell(Word::Status(cut(text, TEXT_BYTES_MAX)));
-    }
-
-    pub(crate) fn extend(&self, more: Duration) {
-        let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
-        let _ = self.tell(Word::Extend(more_ms));
-    }
-
-    pub(crate) fn refuse(&self, text: &str) {
-        let _ = self.say(Word::Refused(cut(text, TEXT_BYTES_MAX)));
+    /// Says it, but not in a process that the initialisation forked.
+    pub(crate) fn tell(&self, word: Word<'_>) {
+        if ownership::is_worker() {
+            // An error means that the keeper is gone, and this process goes with it.
+            let _ = self.say(word);
+        }
     }
 
     /// Says that it is ready, and forks a worker for each order. Returns the worker's link in a worker, and in the
@@ -119,7 +104,8 @@ impl Template {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // If that cannot be said, the keeper is gone.
                         let _ = self.say(Word::NotForked { worker, errno: errno.raw_os_error(), step });
-                        exit(1)
+                        // SAFETY: ends the process, without a thing being run that the template registered.
+                        unsafe { libc::_exit(1) }
                     }
                     let [link, ..] = descriptors;
                     return self.give_way(&link).map_err(failed);
@@ -137,13 +123,9 @@ impl Template {
     fn give_way(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
         // SAFETY: nothing of this process uses the socket any more, and it is never closed by that name.
-        match unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) } {
-            -1 => {
-                Err(Errno::from_raw_os_error(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)))
-            }
-            // SAFETY: the call has made it, and the socket's owner does not drop it.
-            _ => Ok(unsafe { OwnedFd::from_raw_fd(number) }),
-        }
+        errno::check(unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) })?;
+        // SAFETY: the call has made it, and the socket's owner does not drop it.
+        Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
     /// Waits for an order to fork, and removes folders meanwhile.
@@ -265,7 +247,7 @@ impl Template {
             Ok((temporary.path.join(&name), temporary.make(&name)?))
         });
         let folder = folder.transpose().map_err(at("temporary folder"))?;
-        let failed = |error: io::Error| ("landlock", Errno::from_io_error(&error).unwrap_or(Errno::IO));
+        let failed = |error: io::Error| ("landlock", errno::of(&error, Errno::IO));
         let ruleset =
             self.rules.of_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
         let proof = temporary.map(Temporary::proof).transpose().map_err(failed)?.flatten();
@@ -296,19 +278,14 @@ fn fork() -> Result<u32, Errno> {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     // SAFETY: without a stack and without shared memory this is a fork; this process has one thread, so that no lock
     // is held in the child by a thread that it does not have.
-    match unsafe { libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE) } {
-        -1 => Err(Errno::from_raw_os_error(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))),
-        pid => Ok(pid as u32),
-    }
+    let pid = unsafe { libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE) };
+    errno::check(pid).map(|()| pid as u32)
 }
 
 /// Makes a number mean this descriptor.
 fn put_at(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
     // SAFETY: what had the number is standard output or error.
-    match unsafe { libc::dup2(descriptor.as_raw_fd(), number) } {
-        -1 => Err(Errno::from_raw_os_error(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))),
-        _ => Ok(()),
-    }
+    errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
 /// The C library's random numbers, which all workers would draw alike.
@@ -326,9 +303,4 @@ fn reseed() -> Result<(), Errno> {
         libc::srand48(high.into());
     }
     Ok(())
-}
-
-fn exit(code: i32) -> ! {
-    // SAFETY: ends the process, without a thing being run that the template registered.
-    unsafe { libc::_exit(code) }
 }

@@ -12,15 +12,15 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bincode::{BorrowDecode, Encode};
 use bulkhead_shared::codec;
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::{Pid, PidfdFlags};
+use rustix::process::Pid;
 
 use super::detached::{Detached, Found, IsFirst};
 use super::socket::{self, Outbox, Received};
 use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    TemplateNews, Usage, WITHHELD, wait,
+    Usage, WITHHELD, wait,
 };
 
 /// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
@@ -123,7 +123,7 @@ pub enum Report {
 }
 
 /// What a template says before it forks; see [`Keeper::fork`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemplateWord {
     /// It can fork.
     Ready,
@@ -195,16 +195,7 @@ impl Keeper {
     fn start_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, Found)> {
         let (socket, theirs) = socket::pair()?;
         let (process, found) = Detached::start(program, is_first, &socket, theirs)?;
-        let keeper = Self {
-            process: Process::Detached(process),
-            program: program.to_owned(),
-            socket,
-            outbox: Outbox::default(),
-            buffer: vec![0; REPORT_BYTES_MAX],
-            disowned: HashSet::new(),
-            ids: None,
-        };
-        Ok((keeper, found))
+        Ok((Self::of(Process::Detached(process), program, socket), found))
     }
 
     /// Starts the keeper: `program`, which must call [`super::run_as_keeper`] when its first argument
@@ -216,21 +207,24 @@ impl Keeper {
         for name in WITHHELD {
             command.env_remove(name);
         }
-        let process = command.spawn()?;
-        Ok(Self {
-            process: Process::Child(process),
+        Ok(Self::of(Process::Child(command.spawn()?), program, socket))
+    }
+
+    fn of(process: Process, program: &Path, socket: OwnedFd) -> Self {
+        Self {
+            process,
             program: program.to_owned(),
             socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
             disowned: HashSet::new(),
             ids: None,
-        })
+        }
     }
 
     /// Hands over the user namespace that workers with [`super::Terms::subordinate`] enter.
     pub fn give(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
-        self.order(Order::Namespace.encode(std::iter::empty())?, vec![ids.namespace()?])?;
+        self.order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
@@ -260,10 +254,7 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        if self.outbox.len() >= ORDERS_WAITING_MAX {
-            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
-        }
-        self.order(order.encode()?, vec![link, stdout, stderr])
+        self.order_start(order.encode()?, [link, stdout, stderr])
     }
 
     /// Orders a template: [`SpawnOrder::is_template`] is set.
@@ -286,23 +277,26 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
+        self.order_start(Order::Fork { worker, template }.encode()?, [link, stdout, stderr])
+    }
+
+    fn order_start(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
         if self.outbox.len() >= ORDERS_WAITING_MAX {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
         }
-        let order = Order::Fork { worker, template }.encode(std::iter::empty())?;
-        self.order(order, vec![link, stdout, stderr])
+        self.order(message, descriptors.into())
     }
 
     /// Orders a worker to be killed at once, with all it leaves behind; once is enough. [`Report::Exited`]
     /// follows, if it does not come anyway. An error means that the keeper is gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
-        self.order(Order::Kill { worker }.encode(std::iter::empty())?, Vec::new())
+        self.order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
     /// Asks the keeper whether it is there. [`Report::Pong`] follows within milliseconds, or something is
     /// wrong with it.
     pub fn ping(&mut self) -> io::Result<()> {
-        self.order(Order::Ping.encode(std::iter::empty())?, Vec::new())
+        self.order(Order::Ping.encode()?, Vec::new())
     }
 
     /// Waits for children that have ended and are not this keeper: the orphans that process 1 of a container, or a
@@ -379,17 +373,7 @@ impl Keeper {
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
             ReportMessage::Swept { worker } if self.disowned.remove(&worker) => None,
             ReportMessage::Swept { worker } => Some(Report::Swept { worker }),
-            ReportMessage::Template { worker, news } => {
-                let word = match news {
-                    TemplateNews::Ready => TemplateWord::Ready,
-                    TemplateNews::Status(text) => TemplateWord::Status(text.to_owned()),
-                    TemplateNews::Refused(text) => TemplateWord::Refused(text.to_owned()),
-                    TemplateNews::Extend(more_ms) => {
-                        TemplateWord::Extend(Duration::from_millis(more_ms.into()))
-                    }
-                };
-                Some(Report::Template { worker, word })
-            }
+            ReportMessage::Template { worker, word } => Some(Report::Template { worker, word }),
             ReportMessage::Pong => Some(Report::Pong),
             ReportMessage::Remains { count } => Some(Report::Remains { count }),
         })
@@ -414,7 +398,7 @@ impl Keeper {
                 return if process.wait(END_PATIENCE)? { Ok(()) } else { process.sweep(SWEEP_PATIENCE) };
             }
         };
-        if wait_for(&process, END_PATIENCE)? {
+        if wait::ends_within(&process, END_PATIENCE)? {
             let status = process.wait()?;
             return if status.success() {
                 Ok(())
@@ -439,15 +423,6 @@ impl AsRawFd for Keeper {
     fn as_raw_fd(&self) -> RawFd {
         self.socket.as_raw_fd()
     }
-}
-
-/// Whether the process has ended, after some time at most.
-fn wait_for(process: &Child, patience: Duration) -> io::Result<bool> {
-    let pid = Pid::from_raw(process.id() as i32).ok_or(rustix::io::Errno::SRCH)?;
-    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: 0 };
-    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit)))? > 0)
 }
 
 /// Makes this process the one that inherits the descendants of a killed keeper, for

@@ -6,7 +6,7 @@
 use bincode::{BorrowDecode, Encode};
 
 /// What a worker is barred from. The default is nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
     /// Which layers there are.
     pub terms: Terms,

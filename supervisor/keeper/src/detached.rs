@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bulkhead_linux::wait::is_readable;
 use bulkhead_linux::{errno, vfork};
 use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -60,15 +61,14 @@ impl Detached {
             io::Error::new(error.kind(), format!("{} cannot be run: {error}", program.display()))
         })?;
         let started = receive_ready(&guard, socket).and_then(|(message, mut descriptors)| {
-            let (ready, _) = codec::decode::<Ready<'_>>(&message, &[]).map_err(|_| not_a_keeper(program))?;
-            let namespace = ready.ids.and_then(|_| descriptors.pop());
+            let (ready, _) = codec::decode::<Ready>(&message, &[]).map_err(|_| not_a_keeper(program))?;
+            let namespace = ready.ids.as_ref().ok().and_then(|_| descriptors.pop());
             let keeper = descriptors.pop().ok_or_else(|| io::Error::from(rustix::io::Errno::MFILE))?;
-            let ids = match (ready.ids, namespace) {
-                (Some(ids), Some(namespace)) => Ok(Arc::new(SubordinateIds::received(ids, namespace))),
-                _ => Err(ready.no_ids.to_owned()),
-            };
-            let abilities = ready.abilities.iter().map(|told| told.ability()).collect();
-            Ok((keeper, ready.keeper, Found { abilities, ids }))
+            let ids = ready.ids.and_then(|ids| match namespace {
+                Some(namespace) => Ok(Arc::new(SubordinateIds::received(ids, namespace))),
+                None => Err(String::new()),
+            });
+            Ok((keeper, ready.keeper, Found { abilities: ready.abilities, ids }))
         });
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
@@ -96,7 +96,7 @@ impl Detached {
     pub(super) fn wait(&self, patience: Duration) -> io::Result<bool> {
         let until = Instant::now() + patience;
         for process in [&self.keeper, &self.guard] {
-            if !has_ended(process, until.saturating_duration_since(Instant::now()))? {
+            if !is_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
             // Where this process is the one that adopts orphans, it is the one to wait for them; else it is not.
@@ -127,12 +127,6 @@ fn not_a_keeper(program: &Path) -> io::Error {
          `keeper_main_if_asked` first thing in `main`; see what it wrote to the standard error",
         program.display()
     ))
-}
-
-fn has_ended(process: &OwnedFd, patience: Duration) -> io::Result<bool> {
-    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
-    let mut polled = [PollFd::new(process, PollFlags::IN)];
-    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&limit)))? > 0)
 }
 
 /// The guard's message. An end of file: it is no guard.
@@ -178,11 +172,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
         arguments.push(CString::new(FIRST_ARGUMENT)?);
     }
     let environment = environment();
-    let pointers = |texts: &[CString]| {
-        let ends = std::iter::once(std::ptr::null());
-        texts.iter().map(|text| text.as_ptr()).chain(ends).collect::<Vec<_>>()
-    };
-    let (argv, envp) = (pointers(&arguments), pointers(&environment));
+    let (argv, envp) = (vfork::pointers(&arguments), vfork::pointers(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
     // SAFETY: three system calls, with lists that were made before and end with a null pointer.
     let started = unsafe {

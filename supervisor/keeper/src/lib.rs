@@ -45,7 +45,6 @@ mod wait;
 
 use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::syscalls;
-use bulkhead_shared::codec;
 use std::io;
 
 pub use client::{Keeper, KeeperOrigin, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
@@ -83,7 +82,7 @@ const SPAWN_DESCRIPTORS: usize = 3;
 const WORKER_DESCRIPTORS: u32 = 4;
 
 /// A worker to start.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {
     /// Names the worker in the reports; the caller's choice, and never used twice.
     pub worker: u64,
@@ -148,10 +147,9 @@ pub struct Usage {
 
 /// What the supervisor orders. End of file is the order to end.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
-enum Order {
-    /// Behind the metadata follow texts, each ended by a NUL as `execve(2)` wants them: program,
-    /// directory, and the lists of [`SpawnOrder::lists`] with as many texts as `counts` says.
-    Spawn { worker: u64, counts: [u32; LISTS], rlimits: Vec<Rlimit>, terms: Terms, is_template: bool },
+enum Order<'a> {
+    /// Start a worker, with its link, standard output and standard error.
+    Spawn(Box<SpawnOrder<'a>>),
     /// Have a template fork a worker, with the same descriptors.
     Fork { worker: u64, template: u64 },
     /// The user namespace that workers enter with [`Terms::subordinate`]: the descriptor that comes along.
@@ -162,69 +160,24 @@ enum Order {
     Ping,
 }
 
-/// Lists of texts in an order.
-const LISTS: usize = 8;
-
-impl<'a> SpawnOrder<'a> {
-    fn lists(&self) -> [&[&'a str]; LISTS] {
-        let confinement = &self.confinement;
-        [
-            &self.arguments,
-            &self.environment,
-            &confinement.programs,
-            &confinement.read,
-            &confinement.write,
-            &confinement.withheld,
-            &confinement.allow,
-            &confinement.deny,
-        ]
+impl SpawnOrder<'_> {
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        let Confinement { programs, read, write, withheld, allow, deny, .. } = &self.confinement;
+        let lists = [&self.arguments, &self.environment, programs, read, write, withheld, allow, deny];
+        [self.program, self.directory].into_iter().chain(lists.into_iter().flatten().copied())
     }
 
     fn encode(&self) -> io::Result<Vec<u8>> {
-        let lists = self.lists();
-        let mut counts = [0; LISTS];
-        for (count, list) in counts.iter_mut().zip(lists) {
-            *count =
-                u32::try_from(list.len()).map_err(|_| invalid("there are too many arguments or paths"))?;
+        if self.texts().any(|text| text.contains('\0')) {
+            return Err(invalid("a path, an argument or a variable of the environment contains a NUL"));
         }
-        let rlimits = self.rlimits.clone();
-        let (worker, terms, is_template) = (self.worker, self.confinement.terms, self.is_template);
-        let order = Order::Spawn { worker, counts, rlimits, terms, is_template };
-        let paths = [self.program, self.directory].into_iter();
-        order.encode(paths.chain(lists.into_iter().flatten().copied()))
-    }
-
-    /// From an order's parts. `None`: they do not fit together.
-    fn decode(
-        worker: u64,
-        counts: [u32; LISTS],
-        rlimits: Vec<Rlimit>,
-        terms: Terms,
-        texts: &'a [u8],
-    ) -> Option<Self> {
-        let text = |bytes: &'a [u8]| std::str::from_utf8(bytes.strip_suffix(&[0])?).ok();
-        let mut texts = texts.split_inclusive(|&byte| byte == 0).map(text);
-        let (program, directory) = (texts.next()??, texts.next()??);
-        let mut lists: [Vec<&'a str>; LISTS] = Default::default();
-        for (list, count) in lists.iter_mut().zip(counts) {
-            *list = texts.by_ref().take(count as usize).collect::<Option<_>>()?;
-            if list.len() != count as usize {
-                return None;
-            }
+        let bytes = Order::Spawn(Box::new(self.clone())).encode()?;
+        if bytes.len() > ORDER_BYTES_MAX {
+            return Err(invalid(
+                "the arguments, the environment and the paths of the sandbox take too many bytes together",
+            ));
         }
-        let [arguments, environment, programs, read, write, withheld, allow, deny] = lists;
-        let confinement = Confinement { terms, programs, read, write, withheld, allow, deny };
-        let is_all = texts.next().is_none();
-        is_all.then_some(Self {
-            worker,
-            program,
-            directory,
-            arguments,
-            environment,
-            rlimits,
-            confinement,
-            is_template: false,
-        })
+        Ok(bytes)
     }
 }
 
@@ -257,15 +210,6 @@ pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
     rules.compile(confine::seccomp::Ending::Kill).bytes()
 }
 
-/// What a template says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-enum TemplateNews<'a> {
-    Ready,
-    Status(&'a str),
-    Refused(&'a str),
-    Extend(u32),
-}
-
 /// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum ReportMessage<'a> {
@@ -275,39 +219,25 @@ enum ReportMessage<'a> {
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
     Swept { worker: u64 },
-    Template { worker: u64, news: TemplateNews<'a> },
+    Template { worker: u64, word: TemplateWord },
     Remains { count: u64 },
     Pong,
 }
 
-impl Order {
-    /// The bytes of an order: the metadata's length in 32 bits, the metadata, the texts.
-    fn encode<'t>(&self, texts: impl Iterator<Item = &'t str>) -> io::Result<Vec<u8>> {
-        let mut out = vec![0; 4];
-        codec::encode(self, &[], &mut out).map_err(io::Error::other)?;
-        let metadata_bytes = (out.len() - 4) as u32; // A frame's metadata fits in 16 bits.
-        out[..4].copy_from_slice(&metadata_bytes.to_le_bytes());
-        for text in texts {
-            if text.contains('\0') {
-                return Err(invalid("a path, an argument or a variable of the environment contains a NUL"));
-            }
-            out.extend_from_slice(text.as_bytes());
-            out.push(0);
-        }
-        if out.len() > ORDER_BYTES_MAX {
-            return Err(invalid(
-                "the arguments, the environment and the paths of the sandbox take too many bytes together",
-            ));
-        }
-        Ok(out)
+/// The coding of orders. The limit bounds what is allocated for one of [`ORDER_BYTES_MAX`] bytes, each of them a text.
+fn coding() -> impl bincode::config::Config {
+    bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
+}
+
+impl Order<'_> {
+    fn encode(&self) -> io::Result<Vec<u8>> {
+        bincode::encode_to_vec(self, coding()).map_err(io::Error::other)
     }
 
-    /// The order, and its texts with their NULs. `None`: this is not an order.
-    fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
-        let (length, rest) = bytes.split_first_chunk::<4>()?;
-        let (metadata, texts) = rest.split_at_checked(u32::from_le_bytes(*length) as usize)?;
-        let (order, _) = codec::decode(metadata, &[]).ok()?;
-        Some((order, texts))
+    /// `None`: this is not an order.
+    fn decode(bytes: &[u8]) -> Option<Order<'_>> {
+        let (order, used) = bincode::borrow_decode_from_slice(bytes, coding()).ok()?;
+        (used == bytes.len()).then_some(order)
     }
 }
 
@@ -336,17 +266,14 @@ mod tests {
             is_template: false,
         };
         let bytes = order.encode().unwrap();
-        let Some((Order::Spawn { worker, counts, rlimits, terms, .. }, texts)) = Order::decode(&bytes) else {
-            panic!("not an order")
-        };
-        assert_eq!(texts, b"/bin/sh\0/\0sh\0A=b\0/a\0/b\0mount\0");
-        let decode = |counts, texts| SpawnOrder::decode(worker, counts, rlimits.clone(), terms, texts);
-        assert_eq!(decode(counts, texts), Some(order));
-        assert_eq!(decode([u32::MAX; LISTS], texts), None);
-        assert_eq!(decode([0; LISTS], texts), None);
-        assert_eq!(decode(counts, &texts[..texts.len() - 1]), None);
-        assert_eq!(Order::decode(&bytes[..20]).map(drop), None);
-        assert_eq!(Order::decode(&[255; 100]).map(drop), None);
-        assert!(Order::Kill { worker: 1 }.encode(["a\0b"].into_iter()).is_err());
+        assert_eq!(Order::decode(&bytes), Some(Order::Spawn(Box::new(order.clone()))));
+        assert_eq!(Order::decode(&[&bytes[..], &[0]].concat()), None);
+        for length in 0..bytes.len() {
+            assert_eq!(Order::decode(&bytes[..length]), None);
+        }
+        assert_eq!(Order::decode(&[255; 100]), None);
+        assert!(SpawnOrder { arguments: vec!["a\0b"], ..order.clone() }.encode().is_err());
+        let long = "x".repeat(ORDER_BYTES_MAX);
+        assert!(SpawnOrder { arguments: vec![&long], ..order }.encode().is_err());
     }
 }

@@ -10,9 +10,10 @@ mod landlock;
 mod namespaces;
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
+use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno::check;
+use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
@@ -20,13 +21,13 @@ use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
 use self::child::Refused;
-use super::confine::seccomp::{self, Support};
+use super::confine::seccomp::{self, Ending};
 
 /// One layer, and whether it can be had.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
 pub struct Ability {
     /// Its name.
-    pub layer: &'static str,
+    pub layer: String,
     /// Whether it can be had.
     #[serde(rename = "available")]
     pub is_available: bool,
@@ -35,24 +36,24 @@ pub struct Ability {
     /// What the kernel said instead.
     pub why_not: Option<String>,
     /// What an administrator can do about it.
-    pub what_to_do: Option<&'static str>,
+    pub what_to_do: Option<String>,
 }
 
 impl Ability {
-    /// From what a try returned.
-    fn of(layer: &'static str, tried: Result<Option<String>, String>, what_to_do: &'static str) -> Self {
+    /// Makes an ability of what a try returned.
+    pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
-        let what_to_do = (!is_available).then_some(what_to_do);
+        let what_to_do = (!is_available).then(|| what_to_do.into());
         let (found, why_not) = match tried {
             Ok(found) => (found, None),
             Err(why_not) => (None, Some(why_not)),
         };
-        Self { layer, is_available, found, why_not, what_to_do }
+        Self { layer: layer.into(), is_available, found, why_not, what_to_do }
     }
 
-    /// The same, where there is nothing to say but yes or no.
-    fn plain(layer: &'static str, tried: Result<(), Errno>, what_to_do: &'static str) -> Self {
-        Self::of(layer, tried.map(|()| None).map_err(explain), what_to_do)
+    /// Makes an ability where there is nothing to say but yes or no.
+    fn plain(layer: &str, tried: Result<(), impl Into<Refused>>, what_to_do: &str) -> Self {
+        Self::of(layer, tried.map(|()| None).map_err(|why| why.into().explain()), what_to_do)
     }
 }
 
@@ -65,8 +66,7 @@ pub fn probe() -> Vec<Ability> {
     abilities.extend(descriptors());
     abilities.extend(own_capabilities());
     abilities.push(yama());
-    let no_new_privs = child::tried(no_new_privs).map(|()| None).map_err(Refused::explain);
-    abilities.push(Ability::of("no_new_privs", no_new_privs, NEWER_KERNEL));
+    abilities.push(Ability::plain("no_new_privs", child::tried(no_new_privs), NEWER_KERNEL));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities.push(tree_end(&abilities));
     abilities.push(forked(&abilities));
@@ -119,14 +119,14 @@ fn tree_end(abilities: &[Ability]) -> Ability {
 pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
 fn withhold(abilities: &mut [Ability], layers: &str) {
-    let named = |ability: &Ability| match ability.layer {
+    let named = |ability: &Ability| match ability.layer.as_str() {
         "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
     let is_withheld = |ability: &Ability| layers.split(',').any(|layer| layer.trim() == named(ability));
     for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
-        let what_to_do = Some("remove it from that variable");
+        let what_to_do = Some("remove it from that variable".into());
         let why_not = Some(format!("{WITHOUT} names it"));
         *ability = Ability { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
     }
@@ -146,38 +146,28 @@ fn explain(errno: Errno) -> String {
 const NEWER_KERNEL: &str = "run a newer kernel";
 
 fn filters() -> [Ability; 3] {
-    let support = seccomp::support();
-    let installed = || match &support {
-        Ok(Support::Missing) => {
-            seccomp_filter().map_err(explain).and_then(|()| Err(Refused::Untrue.explain()))
-        }
-        Ok(Support::Unnamed | Support::Full) => Ok(None),
-        Err(error) => Err(error.to_string()),
-    };
-    let named = match support {
-        Ok(Support::Full) => seccomp_action(libc::SECCOMP_RET_USER_NOTIF),
-        _ => Err(Errno::BUSY),
-    };
+    let action = |action| seccomp_action(action).map_err(Refused::from);
+    let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| filter(Ending::Kill));
+    let named = filtered.and_then(|()| filter(Ending::Notify));
     [
-        Ability::of("seccomp", installed(), "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
+        Ability::plain("seccomp", filtered, "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
         Ability::plain(
             "seccomp notify",
-            named,
+            named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
             "without it a forbidden call is not told by name; run a newer kernel, or not below another supervisor",
         ),
-        Ability::plain("seccomp kill", seccomp_action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
+        Ability::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
     ]
 }
 
-/// Offers a filter at no address: the error tells why none can be installed.
-fn seccomp_filter() -> Result<(), Errno> {
-    let nothing = std::ptr::null::<libc::c_void>();
-    // SAFETY: the kernel reads the filter from an address that cannot be read, and installs nothing.
-    let result = unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, nothing) };
-    match check(result) {
-        Err(Errno::FAULT) | Ok(()) => Ok(()),
-        Err(errno) => Err(errno),
-    }
+fn filter(ending: Ending) -> Result<(), Refused> {
+    let filter = seccomp::trial(ending);
+    child::tried(|| {
+        child::bound();
+        rustix::thread::set_no_new_privs(true)?;
+        filter.install()?;
+        if seccomp::is_on_trial() { Ok(()) } else { Err(Refused::Untrue) }
+    })
 }
 
 fn seccomp_action(action: u32) -> Result<(), Errno> {
@@ -195,19 +185,8 @@ fn descriptors() -> [Ability; 3] {
 
 /// Whether a Unix socket tells the process at its other end, not only that one's number.
 fn peer_pidfd() -> Result<(), Errno> {
-    const SO_PEERPIDFD: libc::c_int = 77;
     let (socket, _peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let mut descriptor: RawFd = -1;
-    let mut length = size_of::<RawFd>() as libc::socklen_t;
-    // SAFETY: the kernel writes a number to where there is room for one.
-    let result = unsafe {
-        let to = (&raw mut descriptor).cast();
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, to, &mut length)
-    };
-    check(result)?;
-    // SAFETY: the call has made this descriptor, for us alone.
-    drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
-    Ok(())
+    getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
 }
 
 /// Closes a descriptor that cannot exist.
@@ -288,7 +267,7 @@ mod tests {
         let start = Instant::now();
         let abilities = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
-        let mut layers: Vec<_> = abilities.iter().map(|ability| ability.layer).collect();
+        let mut layers: Vec<_> = abilities.iter().map(|ability| &ability.layer).collect();
         layers.sort_unstable();
         layers.dedup();
         assert_eq!(layers.len(), abilities.len());
@@ -299,6 +278,15 @@ mod tests {
         // What this project cannot do without.
         let pidfd = abilities.iter().find(|ability| ability.layer == "pidfd").unwrap();
         assert!(pidfd.is_available);
+    }
+
+    #[test]
+    fn a_probing_process_is_not_confined() {
+        probe();
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let of_ours = |line: &&str| line.starts_with("NoNewPrivs:") || line.starts_with("Seccomp:");
+        let ours: Vec<_> = status.lines().filter(of_ours).collect();
+        assert!(ours.iter().all(|line| line.ends_with('0')), "{ours:?}");
     }
 
     #[test]

@@ -40,7 +40,7 @@ use super::socket::{self, Outbox, Received};
 use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
 use super::temporary::Folders;
 use super::wait;
-use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, SpawnOrder, observe};
+use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, observe};
 
 /// No order is taken while this many reports wait for the supervisor; what then still can come is the
 /// three last reports of each worker.
@@ -66,11 +66,11 @@ const NEST: usize = 1 << 36;
 const NUMBER: usize = LISTENER - 1;
 
 /// Of the guard and the application, where there are some: their ends.
-const OWNERS: Token = Token(1 << 37);
+const OWNERS: usize = 1 << 37;
 
 // A worker's progress has its process number alone as token, and no worker is number 0 or 1.
-const ORDERS: Token = Token(0);
-const DEATHS: Token = Token(1);
+const ORDERS: usize = 0;
+const DEATHS: usize = 1;
 
 /// Runs the keeper; it ends with everything that descends from it.
 ///
@@ -94,8 +94,22 @@ pub fn run_as_keeper() -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-fn not_an_order() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version")
+/// Has `poll` tell by `token` when the descriptor becomes readable.
+fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<()> {
+    let mut source = SourceFd(&descriptor.as_raw_fd());
+    poll.registry().register(&mut source, Token(token), Interest::READABLE)
+}
+
+/// Has `poll` tell again that a descriptor is readable, if it is, and that it is writable if it `is_blocked`.
+fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_blocked: bool) -> io::Result<()> {
+    let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
+    poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
+}
+
+/// Has `poll` forget a descriptor. Closing alone would not do: a child that is being forked may have a copy, which keeps
+/// it registered. There is nothing to be done if it fails.
+fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
+    let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
 
 /// A child that has not been waited for.
@@ -142,14 +156,12 @@ impl Child {
         }
     }
 
-    /// Closing alone would not do: a child that is being forked may have a copy, which keeps a descriptor
-    /// registered. There is nothing to be done if it fails.
     fn forget_descriptors(&mut self, poll: &Poll) {
         let forks = self.template.as_ref().map(Template::socket);
         let nest = self.nest.as_ref().map(Nest::socket);
         let all = [self.listener.as_ref(), self.status.as_ref(), forks, nest, Some(&self.pidfd)];
         for descriptor in all.into_iter().flatten() {
-            let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
+            deregister(poll, descriptor);
         }
     }
 
@@ -217,11 +229,9 @@ impl Process {
         blocked.add(nix::sys::signal::SIGCHLD);
         let deaths = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let poll = Poll::new()?;
-        poll.registry().register(&mut SourceFd(&deaths.as_raw_fd()), DEATHS, Interest::READABLE)?;
-        poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), ORDERS, Interest::READABLE)?;
-        for owner in owners.iter().flat_map(Owners::each) {
-            poll.registry().register(&mut SourceFd(&owner.as_raw_fd()), OWNERS, Interest::READABLE)?;
-        }
+        register(&poll, &deaths, DEATHS)?;
+        register(&poll, &socket, ORDERS)?;
+        owners.iter().flat_map(Owners::each).try_for_each(|owner| register(&poll, owner, OWNERS))?;
         let mut process = Self {
             poll,
             socket,
@@ -279,12 +289,12 @@ impl Process {
             result => result?,
         }
         for event in events.iter() {
-            match event.token() {
+            match event.token().0 {
                 // Or closed, or writable: then the look is for nothing.
                 ORDERS => self.has_orders = true,
                 OWNERS if self.owners.is_some() => return Ok(false),
                 DEATHS => while self.deaths.read_signal()?.is_some() {},
-                Token(token) => {
+                token => {
                     let pid = (token & NUMBER) as u32;
                     match token & !NUMBER {
                         LISTENER => self.look_at_violation(pid),
@@ -334,34 +344,30 @@ impl Process {
                 self.has_orders = false;
                 Ok(true)
             }
-            Ok(Received::Message(length, descriptors)) => self.obey(&buffer[..length], descriptors),
+            Ok(Received::Message(length, descriptors)) => {
+                self.obey(&buffer[..length], descriptors).map(|()| true)
+            }
             Err(error) => Err(error),
         };
         self.order = buffer;
         goes_on
     }
 
-    fn obey(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<bool> {
-        match Order::decode(message) {
-            Some((Order::Spawn { worker, counts, rlimits, terms, is_template }, texts)) => {
-                let order = SpawnOrder::decode(worker, counts, rlimits, terms, texts);
-                let order = SpawnOrder { is_template, ..order.ok_or_else(not_an_order)? };
+    fn obey(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<()> {
+        let refused = || io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version");
+        match Order::decode(message).ok_or_else(refused)? {
+            Order::Spawn(order) => {
                 if let Err(refusal) = self.spawn(&order, descriptors) {
-                    self.report_failure(worker, &refusal);
+                    self.report_failure(order.worker, &refusal);
                 }
-                Ok(true)
             }
-            Some((Order::Fork { worker, template }, _)) => {
+            Order::Fork { worker, template } => {
                 if let Err(refusal) = self.fork(Held { worker, template, descriptors }) {
                     self.report_failure(worker, &refusal);
                 }
-                Ok(true)
             }
-            Some((Order::Namespace, _)) => {
-                self.namespace = descriptors.into_iter().next().map(Arc::new);
-                Ok(true)
-            }
-            Some((Order::Kill { worker }, _)) => {
+            Order::Namespace => self.namespace = descriptors.into_iter().next().map(Arc::new),
+            Order::Kill { worker } => {
                 // A child in the table has not been waited for.
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_nest = |child: &Child| child.nest.is_some() || child.home.is_some();
@@ -373,14 +379,10 @@ impl Process {
                 } else {
                     self.doom(worker);
                 }
-                Ok(true)
             }
-            Some((Order::Ping, _)) => {
-                self.report(&ReportMessage::Pong, None);
-                Ok(true)
-            }
-            None => Err(not_an_order()),
+            Order::Ping => self.report(&ReportMessage::Pong, None),
         }
+        Ok(())
     }
 
     fn insert(&mut self, pid: u32, child: Child) {
@@ -421,9 +423,7 @@ impl Process {
         if is_blocked != self.is_blocked {
             self.is_blocked = is_blocked;
             // Asked for only then: otherwise each report that the supervisor reads would wake us up.
-            let interest =
-                if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
-            self.poll.registry().reregister(&mut SourceFd(&self.socket.as_raw_fd()), ORDERS, interest)?;
+            register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())
     }

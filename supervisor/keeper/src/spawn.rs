@@ -35,16 +35,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use bulkhead_linux::errno;
+use bulkhead_linux::{errno, vfork};
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::Pid;
 
-use self::progress::Failure;
+use self::progress::{Failure, Stop};
 use self::root::Root;
 use self::shown::Shown;
-use self::steps::{INNER, OUTER, Stop};
+use self::steps::{INNER, OUTER};
 use super::confine::cgroup;
 use super::confinement::{Identity, Namespaces, Temporary};
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
@@ -288,8 +288,8 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
     let plan = match job {
         Job::Worker(prepared) => Some(Plan {
             prepared,
-            arguments: pointers(&prepared.arguments),
-            environment: pointers(&prepared.environment),
+            arguments: vfork::pointers(&prepared.arguments),
+            environment: vfork::pointers(&prepared.environment),
             keeper: rustix::process::getpid(),
             own: Identity {
                 uid: rustix::process::geteuid().as_raw(),
@@ -360,10 +360,6 @@ pub(super) fn first_process_sees_children() -> Result<(), Errno> {
 /// What it is called if the fork fails.
 pub(super) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
-}
-
-fn pointers(texts: &[CString]) -> Vec<*const c_char> {
-    texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
 
 fn exit(code: i32) -> ! {

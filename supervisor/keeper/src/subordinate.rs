@@ -7,17 +7,19 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use bulkhead_linux::errno;
 use bulkhead_linux::fork::fork_unheard;
+use bulkhead_linux::wait::is_readable;
 use nix::unistd::User;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::Pid;
+
+use super::wait::ends_within;
 
 /// The name of this in `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
@@ -132,7 +134,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
         }
         _ => format!("{program} cannot be run: {error}"),
     })?;
-    if !has_ended(&running, MAP_PATIENCE).map_err(|error| format!("{program}: {error}"))? {
+    if !ends_within(&running, MAP_PATIENCE).map_err(|error| format!("{program}: {error}"))? {
         let _ = running.kill(); // It may have ended by now.
         let _ = running.wait();
         return Err(format!("{program} took more than {MAP_PATIENCE:?}"));
@@ -151,18 +153,6 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
         _ => "",
     };
     Err(format!("{program} ended with {status}: {said}{hint}"))
-}
-
-fn has_ended(process: &Child, patience: Duration) -> io::Result<bool> {
-    let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
-    let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-    is_readable(&pidfd, patience)
-}
-
-fn is_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
-    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: 0 };
-    let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
-    Ok(rustix::io::retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)
 }
 
 /// A child that does nothing but be in a user namespace; dropped, it is ended.

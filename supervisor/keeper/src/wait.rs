@@ -3,12 +3,13 @@
 //! This knows which thread of the keeper has which children; it does not know what a worker is.
 
 use std::io;
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::kill_descendants;
-use bulkhead_linux::wait::{thread_has_children, wait4};
+use bulkhead_linux::wait::{is_readable, thread_has_children, wait4};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::spawn::{Forker, Job};
 use super::{Exit, Usage};
@@ -86,6 +87,12 @@ pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
     let sees_orphans = matches!(wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
     while !matches!(wait(-1, 0), Waited::NoChild) {}
     Ok(!sees_workers && sees_orphans)
+}
+
+/// Returns true if the process ends within `patience`.
+pub(super) fn ends_within(process: &Child, patience: Duration) -> io::Result<bool> {
+    let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
+    is_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
 }
 
 /// Sends SIGKILL to a child that has not been waited for, so that the number is still its own.

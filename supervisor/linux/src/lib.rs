@@ -4,6 +4,7 @@
 //!
 //! - [`process_tree`]: processes that descend from this one, and their end.
 //! - [`peer`]: the process at the other end of a socket.
+//! - [`descriptors`]: closing descriptors by their numbers.
 //! - [`rights`]: sockets to which no descriptors can be passed.
 //! - [`listener`]: a TCP listener that ends without a reset.
 //! - [`fork`]: a fork that nothing in this process hears of but its caller.
@@ -15,10 +16,11 @@
 //! - [`shared_words`]: numbers in memory that another process writes as well.
 //! - [`unread`]: what the other side of a socket has not read yet.
 //! - [`vfork`]: starting a program without a copy of this process.
-//! - [`wait`]: the raw waits for children.
+//! - [`wait`]: waits for children and descriptors.
 //! - [`errno`]: the errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
 
+pub mod descriptors;
 pub mod errno;
 pub mod folder;
 pub mod fork;

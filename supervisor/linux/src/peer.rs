@@ -8,12 +8,13 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::errno;
 use crate::process_tree::{lineage, started};
+use crate::wait::is_readable;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -80,7 +81,7 @@ impl Peer {
         let is_known = process.is_some_and(|process| outsiders.know(process));
         let line = if is_known { Ok(vec![pid]) } else { lineage(pid, own) };
         // Alive at the end, so that the number was its own all the while.
-        if has_ended(&pidfd)? {
+        if is_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
         let line = line?;
@@ -132,12 +133,6 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
         }
         Err(error) => Err(error.into()),
     }
-}
-
-fn has_ended(pidfd: &OwnedFd) -> io::Result<bool> {
-    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&at_once)))? > 0)
 }
 
 /// The supplementary groups of the process that connected, as they were then. Errors are those of
@@ -230,7 +225,7 @@ mod tests {
         let mut child = caller(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
-        while !has_ended(&pin(&socket, child.id()).unwrap().unwrap()).unwrap() {
+        while !is_readable(pin(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap() {
             std::thread::yield_now();
         }
         assert_eq!(peer.descent(&socket).unwrap(), Descent::Ended);

@@ -1,11 +1,12 @@
 //! Numbers at the beginning of a file in memory that another process, which is not trusted, writes as well.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::SealFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::{MembarrierCommand, membarrier, membarrier_query};
 
 /// A mapping of the first bytes of such a file, as numbers of 64 bits in little-endian.
@@ -37,21 +38,11 @@ impl SharedWords {
         if !membarrier_query().contains_command(MembarrierCommand::GlobalExpedited) {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice, of a file that has and keeps these bytes.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_POPULATE,
-                file.as_fd().as_raw_fd(),
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, count })
     }
@@ -87,8 +78,6 @@ impl Drop for SharedWords {
     fn drop(&mut self) {
         // SAFETY: mapped by us with this length, and nothing borrows from it any more.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
-        unsafe {
-            libc::munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>());
-        }
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>()) };
     }
 }

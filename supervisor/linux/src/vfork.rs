@@ -5,7 +5,7 @@
 //! of its own and lets no signal handler run in memory that is not its own.
 #![expect(unsafe_code, reason = "clone has no safe form")]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
@@ -89,13 +89,18 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     drop(blocked);
     failed?;
     // It has ended, or is about to.
-    while wait::wait4(pid, 0).err() == Some(Errno::INTR) {}
+    let _ = wait::exit_code(pid);
     // SAFETY: where there is one, the call has put a new descriptor there.
     let pidfd = (between.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(between.pidfd) });
     match (between.call.error, Pid::from_raw(between.pid.max(0)), pidfd) {
         (None, Some(pid), Some(pidfd)) => Ok(Child { pid, pidfd }),
         (error, ..) => Err(error.unwrap_or(Errno::CHILD)),
     }
+}
+
+/// A list as `execve` takes it: pointers to the texts, and a null pointer. The texts must outlive it.
+pub fn pointers(texts: &[CString]) -> Vec<*const c_char> {
+    texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
 
 struct Call<'c, F> {

@@ -1,7 +1,13 @@
-//! The kernel's raw waits for children: what no safe wrapper has is the usage, and which thread's children are meant.
+//! Waits for children and descriptors. Of those for children no safe wrapper has the usage, or which thread's children
+//! are meant.
 #![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
-use rustix::io::Errno;
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
@@ -48,4 +54,17 @@ pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let pid = unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) };
     errno::check(pid)?;
     Ok((pid as u32, status, rusage))
+}
+
+/// Waits for a child to end. Returns its exit code, or `None` if a signal ended it.
+pub fn exit_code(pid: i32) -> Result<Option<i32>, Errno> {
+    let (_, status, _) = retry_on_intr(|| wait4(pid, 0))?;
+    Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
+}
+
+/// Waits for up to `patience` until the descriptor is readable. A pidfd is readable once its process has ended.
+pub fn is_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
+    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
+    let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
+    Ok(retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)
 }

@@ -17,7 +17,7 @@ use bulkhead_keeper::{
 
 /// What this machine can do, and what the supervisor keeps to itself.
 pub struct SandboxSupport {
-    abilities: BTreeMap<&'static str, Ability>,
+    abilities: BTreeMap<String, Ability>,
     withheld: Vec<String>,
     config: PathBuf,
     ids: IdSource,
@@ -76,7 +76,7 @@ impl SandboxSupport {
         abilities: Vec<Ability>,
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
-        let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
+        let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
         let withheld = secrets(&config.path, &config.supervisor);
         let ids = IdSource::Shared(String::new());
         let names_ids = config.supervisor.worker_uids.is_some();
@@ -122,7 +122,8 @@ impl SandboxSupport {
             Some(ability) if ability.is_available => None,
             Some(ability) => {
                 let why = ability.why_not.as_deref().unwrap_or("it cannot be had");
-                let what_to_do = ability.what_to_do.map(|what| format!(" ({what})")).unwrap_or_default();
+                let what_to_do =
+                    ability.what_to_do.as_ref().map(|what| format!(" ({what})")).unwrap_or_default();
                 Some(format!("{part}: {why}{what_to_do}"))
             }
             None => Some(format!("{part}: nothing is known of it")),

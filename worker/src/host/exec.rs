@@ -13,7 +13,7 @@ use bulkhead_linux::{rlimits, signals};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, openat};
-use rustix::io::{Errno, ioctl_fionbio, ioctl_fionread};
+use rustix::io::{Errno, ioctl_fionread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
@@ -273,43 +273,32 @@ impl Host {
             tail: Vec::new(),
             end: End::Exited,
         };
-        for fd in [
-            stdin.as_ref().map(AsFd::as_fd),
-            run.stdout.as_ref().map(AsFd::as_fd),
-            run.stderr.as_ref().map(AsFd::as_fd),
-        ]
-        .into_iter()
-        .flatten()
-        {
-            ioctl_fionbio(fd, true)?;
-        }
         let most = ctx.result_bytes_max();
         let mut until: Option<Instant> = None;
         loop {
-            let ready = wait(
-                [
-                    Some(cancelled),
-                    Some(program.child.pidfd.as_fd()).filter(|_| until.is_none()),
-                    run.stdout.as_ref().map(AsFd::as_fd),
-                    run.stderr.as_ref().map(AsFd::as_fd),
-                ],
-                stdin.as_ref(),
-                until.map(|until| until.saturating_duration_since(Instant::now())),
-            );
-            if ready.stdin {
+            let sources = [
+                (Some(cancelled), PollFlags::IN),
+                (Some(program.child.pidfd.as_fd()).filter(|_| until.is_none()), PollFlags::IN),
+                (stdin.as_ref().map(AsFd::as_fd), PollFlags::OUT),
+                (run.stdout.as_ref().map(AsFd::as_fd), PollFlags::IN),
+                (run.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
+            ];
+            let most_time = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, most_time);
+            if takes_input {
                 feed(&mut stdin, &mut unsent);
             }
-            if ready.readable[2] && run.read_output() == 0 {
+            if has_output && run.read_output() == 0 {
                 run.stdout = None;
             }
-            if ready.readable[3] && run.read_errors() == 0 {
+            if has_errors && run.read_errors() == 0 {
                 run.stderr = None;
             }
             if run.output.len() as u64 > most {
                 run.end = End::TooLarge;
                 return Ok(run);
             }
-            if ready.readable[1] {
+            if has_ended {
                 if self.plan.output_grace.is_zero() || program.has_crashed()? {
                     return Ok(run);
                 }
@@ -319,7 +308,7 @@ impl Host {
             if until.is_some() && run.stdout.is_none() {
                 return Ok(run);
             }
-            if ready.readable[0] {
+            if is_cancelled {
                 run.end = End::Cancelled;
                 return Ok(run);
             }
@@ -407,22 +396,20 @@ impl Run {
         }
         let held =
             |pipe: Option<BorrowedFd<'_>>| pipe.and_then(|pipe| ioctl_fionread(pipe).ok()).unwrap_or(0);
-        let mut left = held(self.stdout.as_ref().map(AsFd::as_fd));
-        while left > 0 && self.output.len() as u64 <= most {
-            match self.read_output() as u64 {
-                0 => break,
-                count => left = left.saturating_sub(count),
+        let sources = [
+            (held(self.stdout.as_ref().map(AsFd::as_fd)), most, Self::read_output as fn(&mut Self) -> usize),
+            (held(self.stderr.as_ref().map(AsFd::as_fd)), u64::MAX, Self::read_errors),
+        ];
+        for (mut left, most, read) in sources {
+            while left > 0 && self.output.len() as u64 <= most {
+                match read(self) as u64 {
+                    0 => break,
+                    count => left = left.saturating_sub(count),
+                }
             }
         }
         if self.output.len() as u64 > most {
             self.end = End::TooLarge;
-        }
-        let mut left = held(self.stderr.as_ref().map(AsFd::as_fd));
-        while left > 0 {
-            match self.read_errors() as u64 {
-                0 => break,
-                count => left = left.saturating_sub(count),
-            }
         }
     }
 
@@ -437,40 +424,18 @@ impl Run {
     }
 }
 
-struct Readiness {
-    readable: [bool; 4],
-    stdin: bool,
-}
-
-/// Waits until a source is ready, for `most` at most.
-fn wait(
-    sources: [Option<BorrowedFd<'_>>; 4],
-    stdin: Option<&PipeWriter>,
+/// Waits until a source is ready, for `most` at most. Returns which are.
+fn wait<const N: usize>(
+    sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,
-) -> Readiness {
-    let mut polls = Vec::with_capacity(5);
-    let mut places = [usize::MAX; 5];
-    for (i, source) in sources.into_iter().enumerate() {
-        if let Some(fd) = source {
-            places[i] = polls.len();
-            polls.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        }
-    }
-    if let Some(stdin) = stdin {
-        places[4] = polls.len();
-        polls.push(PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::OUT));
-    }
-    let mut readiness = Readiness { readable: [false; 4], stdin: false };
+) -> [bool; N] {
+    let polled = sources.iter().filter_map(|&(fd, flags)| Some(PollFd::from_borrowed_fd(fd?, flags)));
+    let mut polled: Vec<_> = polled.collect();
     let most = most.and_then(|most| Timespec::try_from(most).ok());
-    if poll(&mut polls, most.as_ref()).is_err() {
-        return readiness;
-    }
-    let is_ready = |place: usize| polls.get(place).is_some_and(|poll| !poll.revents().is_empty());
-    for (ready, &place) in readiness.readable.iter_mut().zip(&places) {
-        *ready = is_ready(place);
-    }
-    readiness.stdin = is_ready(places[4]);
-    readiness
+    let is_any = poll(&mut polled, most.as_ref()).is_ok();
+    let mut polled = polled.iter();
+    sources
+        .map(|(fd, _)| fd.and_then(|_| polled.next()).is_some_and(|one| is_any && !one.revents().is_empty()))
 }
 
 /// Writes what the program takes. One that does not want its input is no failure.

@@ -2,23 +2,21 @@
 
 use std::ffi::{CString, OsStr, OsString, c_char};
 use std::io::{self, PipeReader, PipeWriter};
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitStatus;
 
 use bulkhead_linux::errno;
-use bulkhead_linux::vfork::{self, Child};
+use bulkhead_linux::vfork::{self, Child, pointers};
+use bulkhead_linux::wait::wait4;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
-use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitOptions, waitid};
+use rustix::io::{Errno, ioctl_fionbio, retry_on_intr};
+use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 
 use crate::context::Ctx;
-use crate::rules::Ruleset;
-
-/// Variables that name the temporary folder, unless `env` sets them.
-const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
+use crate::rules::{OF_FOLDER, Ruleset};
 
 /// Variables of a job's own.
 const OF_JOB: [&str; 4] = ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
@@ -89,17 +87,8 @@ pub(super) struct Launch {
     program: CString,
     /// Behind the pointers.
     _texts: Vec<CString>,
-    arguments: Pointers,
-    environment: Pointers,
-}
-
-/// What `execve` takes: pointers to texts that live as long as the launch, and a null pointer.
-struct Pointers(Vec<*const c_char>);
-
-impl Pointers {
-    fn to(texts: &[CString]) -> Self {
-        Self(texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect())
-    }
+    arguments: Vec<*const c_char>,
+    environment: Vec<*const c_char>,
 }
 
 impl Launch {
@@ -114,16 +103,18 @@ impl Launch {
         for argument in arguments {
             texts.push(CString::new(argument.as_str())?);
         }
-        let arguments = Pointers::to(&texts);
-        let pointers = Pointers::to(&environment);
+        let (arguments, variables) = (pointers(&texts), pointers(&environment));
         texts.extend(environment);
-        Ok(Self { program, _texts: texts, arguments, environment: pointers })
+        Ok(Self { program, _texts: texts, arguments, environment: variables })
     }
 
     /// Starts it, with pipes for its standard streams.
     pub(super) fn start(self, its: &Surroundings<'_>) -> io::Result<Program> {
         let ((its_stdin, stdin), (stderr, its_stderr)) = (pipe()?, pipe()?);
         let (stdout, its_stdout) = (!its.logs_output).then(pipe).transpose()?.unzip();
+        for own in [stdin.as_fd(), stderr.as_fd()].into_iter().chain(stdout.as_ref().map(AsFd::as_fd)) {
+            ioctl_fionbio(own, true)?;
+        }
         let log = its_stderr.as_raw_fd();
         let streams = [its_stdin.as_raw_fd(), its_stdout.as_ref().map_or(log, PipeWriter::as_raw_fd), log];
         let host = rustix::process::getpid();
@@ -166,7 +157,7 @@ impl Launch {
         // SAFETY: both lists end with a null pointer, and they and what they point to live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
         unsafe {
-            libc::execve(self.program.as_ptr(), self.arguments.0.as_ptr(), self.environment.0.as_ptr());
+            libc::execve(self.program.as_ptr(), self.arguments.as_ptr(), self.environment.as_ptr());
         }
         errno::last()
     }
@@ -206,13 +197,8 @@ impl Program {
     /// Returns true if a signal has killed the program, which must have ended.
     pub(super) fn has_crashed(&self) -> io::Result<bool> {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        loop {
-            match waitid(WaitId::Pid(self.child.pid), look) {
-                Ok(status) => return Ok(status.is_some_and(|status| !status.exited())),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        let status = retry_on_intr(|| waitid(WaitId::Pid(self.child.pid), look))?;
+        Ok(status.is_some_and(|status| !status.exited()))
     }
 
     /// Kills this process alone.
@@ -223,13 +209,8 @@ impl Program {
 
     /// Waits until it has ended.
     pub(super) fn wait(&self) -> io::Result<ExitStatus> {
-        loop {
-            match rustix::process::waitpid(Some(self.child.pid), WaitOptions::empty()) {
-                Ok(Some((_, status))) => return Ok(ExitStatus::from_raw(status.as_raw())),
-                Ok(None) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        let (_, status, _) = retry_on_intr(|| wait4(self.child.pid.as_raw_pid(), 0))?;
+        Ok(ExitStatus::from_raw(status))
     }
 }
 

@@ -18,7 +18,6 @@ mod profiles;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::io;
 use std::os::fd::RawFd;
 
 use libc::sock_filter;
@@ -290,64 +289,15 @@ impl Filter {
     }
 }
 
-/// How much of this the kernel, and what confines the supervisor, allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Support {
-    /// Nothing.
-    Missing,
-    /// Filters, but only [`Ending::Kill`]: an old kernel, or one that has a listener above us already.
-    Unnamed,
-    /// Everything.
-    Full,
-}
-
-/// Finds out by trying, in children that end at once. Not for while others wait for any child.
-pub(crate) fn support() -> io::Result<Support> {
+/// A filter that forbids a call which never fails otherwise, to try whether filters are in force; see [`is_on_trial`].
+pub(crate) fn trial(ending: Ending) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
-    rules.set(TRIED, Verdict::Errno(Errno::NOSYS));
-    if !can_kill() || !can_install(&rules.compile(Ending::Kill))? {
-        return Ok(Support::Missing);
-    }
-    let can_notify = can_install(&rules.compile(Ending::Notify))?;
-    Ok(if can_notify { Support::Full } else { Support::Unnamed })
+    rules.set("getppid", Verdict::Errno(Errno::NOSYS));
+    rules.compile(ending)
 }
 
-/// A call that never fails, unless a filter is in force that has it fail.
-const TRIED: &str = "getppid";
-
-/// Whether the kernel knows how to kill a whole process; an older one would kill the thread.
-fn can_kill() -> bool {
-    let action = libc::SECCOMP_RET_KILL_PROCESS;
-    // SAFETY: reads the number that is pointed to, a local.
-    unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) == 0 }
-}
-
-/// Whether it can be installed, and has [`TRIED`] fail then.
-fn can_install(filter: &Filter) -> io::Result<bool> {
-    // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls until it is gone.
-    let child = unsafe { libc::fork() };
-    match child {
-        -1 => Err(io::Error::last_os_error()),
-        0 => {
-            let installed = rustix::thread::set_no_new_privs(true).and_then(|()| filter.install());
-            // SAFETY: takes no argument.
-            let is_in_force = unsafe { libc::syscall(libc::SYS_getppid) } == -1;
-            // SAFETY: ends the process, without a thing being run that the parent registered.
-            unsafe { libc::_exit(i32::from(installed.is_err() || !is_in_force)) }
-        }
-        child => exit_code(child).map(|code| code == Some(0)),
-    }
-}
-
-/// Waits for this child. `None`: a signal ended it.
-fn exit_code(child: i32) -> io::Result<Option<i32>> {
-    let mut status = 0;
-    // SAFETY: the pointer is to a local.
-    while unsafe { libc::waitpid(child, &mut status, libc::__WALL) } == -1 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
-    Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
+/// Returns true if the filter of [`trial`] is in force.
+pub(crate) fn is_on_trial() -> bool {
+    // SAFETY: takes no argument.
+    unsafe { libc::syscall(libc::SYS_getppid) == -1 }
 }

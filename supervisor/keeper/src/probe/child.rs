@@ -1,8 +1,7 @@
 //! A child that tries one thing and ends.
 
-use std::io;
-
 use bulkhead_linux::fork::fork_unheard;
+use bulkhead_linux::wait::exit_code;
 use rustix::io::Errno;
 
 use super::explain;
@@ -55,7 +54,7 @@ pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Re
         // SAFETY: ends the process, without a thing being run that the parent registered.
         unsafe { libc::_exit(code) }
     }
-    match wait(child)? {
+    match exit_code(child)? {
         Some(0) => Ok(()),
         Some(UNTRUE) => Err(Refused::Untrue),
         Some(errno) => Err(Errno::from_raw_os_error(errno).into()),
@@ -71,17 +70,4 @@ pub(super) fn bound() {
         libc::signal(libc::SIGALRM, libc::SIG_DFL);
         libc::alarm(SECONDS_MAX);
     }
-}
-
-/// Waits for this child. `None`: a signal ended it.
-fn wait(child: libc::pid_t) -> Result<Option<i32>, Errno> {
-    let mut status = 0;
-    // SAFETY: the pointer is to a local.
-    while unsafe { libc::waitpid(child, &mut status, libc::__WALL) } == -1 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(Errno::from_io_error(&error).unwrap_or(Errno::CHILD));
-        }
-    }
-    Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }

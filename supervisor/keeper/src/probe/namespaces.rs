@@ -11,6 +11,7 @@ use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
+use super::child::{self, Refused};
 use super::{Ability, explain};
 
 /// No step takes nearly as long.
@@ -172,20 +173,14 @@ fn mount_setattr() -> Result<(), Errno> {
 
 /// The first process of a pid namespace mounts a `/proc` that shows what is in there.
 fn own_proc() -> Result<(), Errno> {
-    // SAFETY: as for the first fork.
-    let pid = unsafe { fork_unheard() }?;
-    if pid == 0 {
+    let tried = child::tried(|| {
         die_with_parent();
-        exit(mount_at_proc(c"proc").err().map_or(0, Errno::raw_os_error));
-    }
-    let mut status = 0;
-    // SAFETY: the pointer is to a variable of this function.
-    check(unsafe { libc::waitpid(pid, &mut status, libc::__WALL) })?;
-    match libc::WEXITSTATUS(status) {
-        0 if libc::WIFEXITED(status) => Ok(()),
-        0 => Err(Errno::CHILD),
-        errno => Err(Errno::from_raw_os_error(errno)),
-    }
+        Ok(mount_at_proc(c"proc")?)
+    });
+    tried.map_err(|refused| match refused {
+        Refused::Errno(errno) => errno,
+        Refused::Untrue => Errno::PERM,
+    })
 }
 
 fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
+use bulkhead_linux::descriptors::close_all_but;
 use bulkhead_linux::signals;
 use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
@@ -124,10 +125,6 @@ pub(super) fn set_signals() -> io::Result<()> {
 /// and a connection that the supervisor closes has to be closed.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
-    let last = libc::c_uint::MAX;
     // SAFETY: this process has just started and opened nothing of its own yet.
-    match unsafe { libc::syscall(libc::SYS_close_range, LINK_FD as libc::c_uint, last, 0) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(unsafe { close_all_but(LINK_FD, &mut []) }?)
 }

@@ -5,16 +5,15 @@
 //! with one thread, what takes a fork before there is a keeper: it finds out what this machine can confine workers by.
 //! While the keeper lives it sleeps; when the keeper is killed, it ends what is left, and itself.
 
-use std::borrow::Cow;
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno;
+use bulkhead_linux::wait::{exit_code, is_readable};
 use bulkhead_shared::codec;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -32,71 +31,25 @@ pub(crate) const FIRST_ARGUMENT: &str = "first";
 
 /// Orders and reports have no version, since both ends are of one program; where the keeper's is another one, it has to be
 /// of the same.
-pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/1");
+pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
 /// How long after the application's end the keeper may take to be gone, beyond its own patience.
-const KEEPER_SECONDS_MORE: i64 = 5;
+const KEEPER_TIME_MORE: Duration = Duration::from_secs(5);
 
 /// The guard's one message. Descriptors come along: the keeper's process, and the namespace of `ids` if there is one.
-#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub(crate) struct Ready<'a> {
+#[derive(Debug, Encode, BorrowDecode)]
+pub(crate) struct Ready {
     pub(crate) keeper: u32,
-    pub(crate) abilities: Vec<Told<'a>>,
-    pub(crate) ids: Option<(u32, u32)>,
-    /// Why there are none.
-    pub(crate) no_ids: &'a str,
-}
-
-/// An [`Ability`].
-#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub(crate) struct Told<'a> {
-    layer: &'a str,
-    is_available: bool,
-    found: Option<&'a str>,
-    why_not: Option<&'a str>,
-    what_to_do: Option<&'a str>,
-}
-
-impl<'a> Told<'a> {
-    fn of(ability: &'a Ability) -> Self {
-        Self {
-            layer: ability.layer,
-            is_available: ability.is_available,
-            found: ability.found.as_deref(),
-            why_not: ability.why_not.as_deref(),
-            what_to_do: ability.what_to_do,
-        }
-    }
-
-    pub(crate) fn ability(&self) -> Ability {
-        Ability {
-            layer: kept(self.layer),
-            is_available: self.is_available,
-            found: self.found.map(str::to_owned),
-            why_not: self.why_not.map(str::to_owned),
-            what_to_do: self.what_to_do.map(kept),
-        }
-    }
-}
-
-/// A text of the probe's table. There are as many as it has, however often it is told.
-fn kept(text: &str) -> &'static str {
-    static KEPT: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(text) = kept.get(text) {
-        return text;
-    }
-    let text: &'static str = Box::leak(text.into());
-    kept.insert(text);
-    text
+    pub(crate) abilities: Vec<Ability>,
+    /// The first and the last of the subordinate ids, or why there are none.
+    pub(crate) ids: Result<(u32, u32), String>,
 }
 
 /// Becomes the guard, and forks the keeper: this returns in the keeper alone. Standard input is the socket, and standard
 /// output the application's end.
 pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
-        let theirs: Cow<'_, str> =
-            version.map_or("of no version".into(), |theirs| format!("of {theirs}").into());
+        let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
         return Err(io::Error::other(format!(
             "the application's library is {theirs}, and this keeper of {VERSION}: name the keeper of that version"
         )));
@@ -124,7 +77,7 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
         }
         Some(keeper) => {
             drop(told);
-            let ended = attend(keeper, &abilities, ids, tells);
+            let ended = attend(keeper, abilities, ids, tells);
             if let Err(error) = &ended {
                 eprintln!("bulkhead-keeper: failed to guard the keeper: {error}");
             }
@@ -146,7 +99,7 @@ fn fork() -> io::Result<Option<Pid>> {
 /// ended in order.
 fn attend(
     keeper: Pid,
-    abilities: &[Ability],
+    abilities: Vec<Ability>,
     ids: Result<SubordinateIds, String>,
     tells: OwnedFd,
 ) -> io::Result<bool> {
@@ -162,14 +115,11 @@ fn attend(
     if polled[0].revents().is_empty() {
         // It notices by itself, unless it is stopped.
         let _ = pidfd_send_signal(&process, Signal::CONT);
-        let limit = Timespec { tv_sec: END_PATIENCE.as_secs() as i64 + KEEPER_SECONDS_MORE, tv_nsec: 0 };
-        let mut polled = [PollFd::new(&process, PollFlags::IN)];
-        if rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&limit)))? == 0 {
+        if !is_readable(&process, END_PATIENCE + KEEPER_TIME_MORE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);
         }
     }
-    let (_, status, _) = bulkhead_linux::wait::wait4(keeper.as_raw_pid(), 0)?;
-    if libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0 {
+    if exit_code(keeper.as_raw_pid())? == Some(0) {
         return Ok(true);
     }
     wait::end_all(END_PATIENCE)?;
@@ -179,23 +129,15 @@ fn attend(
 fn tell(
     keeper: Pid,
     process: &OwnedFd,
-    abilities: &[Ability],
+    abilities: Vec<Ability>,
     ids: Result<SubordinateIds, String>,
 ) -> io::Result<()> {
-    let (ids, no_ids) = match ids {
-        Ok(ids) => (Some(ids), String::new()),
-        Err(why) => (None, why),
-    };
     let mut descriptors = vec![process.try_clone()?];
-    if let Some(ids) = &ids {
+    if let Ok(ids) = &ids {
         descriptors.push(ids.namespace()?);
     }
-    let ready = Ready {
-        keeper: keeper.as_raw_pid() as u32,
-        abilities: abilities.iter().map(Told::of).collect(),
-        ids: ids.map(|ids| (ids.first, ids.last)),
-        no_ids: &no_ids,
-    };
+    let ids = ids.map(|ids| (ids.first, ids.last));
+    let ready = Ready { keeper: keeper.as_raw_pid() as u32, abilities, ids };
     let mut message = Vec::new();
     codec::encode(&ready, &[], &mut message).map_err(io::Error::other)?;
     let mut outbox = Outbox::default();

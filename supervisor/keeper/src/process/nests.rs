@@ -11,10 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use mio::unix::SourceFd;
-use mio::{Interest, Token};
-
-use super::{Child, NEST, Process, Stage};
+use super::{Child, NEST, Process, Stage, register_again};
 use crate::confine::cgroup::Leaf;
 use crate::socket::{self, Outbox, Received};
 use crate::spawn::{END_BYTES_MAX, End, NAMED_MAX, NestOrder};
@@ -138,9 +135,8 @@ impl Process {
         if !has_more && !is_blocked {
             return;
         }
-        let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
-        let (token, socket) = (Token(pid as usize | NEST), nest.socket.as_raw_fd());
-        let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, interest);
+        let socket = nest.socket.as_raw_fd();
+        let _ = register_again(&self.poll, &socket, pid as usize | NEST, is_blocked);
     }
 
     /// Hears some ends. Returns whether there may be more.

@@ -2,18 +2,16 @@
 //! at what it has become.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use bulkhead_linux::rlimits::OPEN_FILES;
-use mio::unix::SourceFd;
-use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use super::nests::Nest;
 use super::templates::Template;
-use super::{Child, END, LISTENER, NEST, Process, STATUS, Stage};
+use super::{Child, END, FORKS, LISTENER, NEST, Process, STATUS, Stage, deregister, register};
 use crate::confine::cgroup::Leaf;
 use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
@@ -61,12 +59,13 @@ impl Process {
             Ok(((pid, pidfd, mut ends, observed), leaf)) => {
                 let status = ends.status.take();
                 // If that fails, it is read when the first process has ended.
-                let told = status.as_ref().map(|status| self.register(status, pid as usize | STATUS));
+                let told = status.as_ref().map(|status| register(&self.poll, status, pid as usize | STATUS));
                 debug_assert!(told.is_none_or(|told| told.is_ok()));
                 let nest = ends.nest.take().map(Nest::new);
-                let told = nest.as_ref().map(|nest| self.register(nest.socket(), pid as usize | NEST));
+                let told = nest.as_ref().map(|nest| register(&self.poll, nest.socket(), pid as usize | NEST));
                 debug_assert!(told.is_none_or(|told| told.is_ok()));
-                let heard = template.as_ref().map(|it| self.register_template(pid, it.socket()));
+                let heard =
+                    template.as_ref().map(|it| register(&self.poll, it.socket(), pid as usize | FORKS));
                 debug_assert!(heard.is_none_or(|heard| heard.is_ok()));
                 let child = Child {
                     worker: order.worker,
@@ -135,14 +134,9 @@ impl Process {
     pub(super) fn watch(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
         let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-        self.register(progress, pid as usize)?;
-        self.register(&pidfd, pid as usize | END)?;
+        register(&self.poll, progress, pid as usize)?;
+        register(&self.poll, &pidfd, pid as usize | END)?;
         Ok(pidfd)
-    }
-
-    fn register(&self, descriptor: &OwnedFd, token: usize) -> io::Result<()> {
-        let mut source = SourceFd(&descriptor.as_raw_fd());
-        self.poll.registry().register(&mut source, Token(token), Interest::READABLE)
     }
 
     /// Reads what a starting child says, does what it waits for, and reports how it ends.
@@ -201,9 +195,7 @@ impl Process {
             return Err(Refusal::new(&step, Errno::PERM));
         }
         if let Some(listener) = listener {
-            let token = Token(pid as usize | LISTENER);
-            let mut source = SourceFd(&listener.as_raw_fd());
-            self.poll.registry().register(&mut source, token, Interest::READABLE).map_err(failed)?;
+            register(&self.poll, &listener, pid as usize | LISTENER).map_err(failed)?;
             child.listener = Some(listener);
         }
         child.is_confined = true;
@@ -218,9 +210,7 @@ impl Process {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if refusal.is_some() { Stage::Failed } else { Stage::Running };
         if let Stage::Starting(ends) = std::mem::replace(&mut child.stage, stage) {
-            // Closing alone would not do: a child that is being forked may have a copy, which keeps it
-            // registered. There is nothing to be done if it fails.
-            let _ = self.poll.registry().deregister(&mut SourceFd(&ends.progress.as_raw_fd()));
+            deregister(&self.poll, &ends.progress);
         }
         let worker = child.worker;
         if let Some(refusal) = refusal {

@@ -1,15 +1,13 @@
 //! After a death: waiting for the dead, telling of them, and ending what they left behind, in pieces between
 //! other things.
 
-use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::{Hunt, Progress};
-use mio::unix::SourceFd;
 use rustix::io::Errno;
 
-use super::{Child, Process, Stage};
+use super::{Child, Process, Stage, deregister};
 use crate::confine::cgroup::Leaf;
 use crate::spawn::{self, Refusal};
 use crate::wait::{self, Waited};
@@ -154,7 +152,7 @@ impl Process {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
         // Nothing follows, whatever was read.
-        let _ = self.poll.registry().deregister(&mut SourceFd(&status.as_raw_fd()));
+        deregister(&self.poll, &status);
         let Some(told) = spawn::read_status(&status) else { return };
         self.look_at_start(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };

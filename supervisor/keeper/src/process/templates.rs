@@ -11,8 +11,6 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word, folder_name};
-use mio::unix::SourceFd;
-use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
@@ -20,11 +18,11 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::inherited::Inherited;
 use super::nests::Home;
-use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage};
+use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage, deregister, register, register_again};
 use crate::confinement::{Observed, Temporary};
 use crate::socket::Outbox;
 use crate::spawn::Refusal;
-use crate::{ReportMessage, TemplateNews, observe, wait};
+use crate::{ReportMessage, TemplateWord, observe, wait};
 
 /// A template that has not forked within this time hangs.
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
@@ -124,11 +122,6 @@ impl Process {
         self.children.get_mut(&pid)?.template.as_mut()
     }
 
-    pub(super) fn register_template(&self, pid: u32, socket: &OwnedFd) -> std::io::Result<()> {
-        let mut source = SourceFd(&socket.as_raw_fd());
-        self.poll.registry().register(&mut source, Token(pid as usize | FORKS), Interest::READABLE)
-    }
-
     /// Has a template fork a worker.
     pub(super) fn fork(&mut self, held: Held) -> Result<(), Refusal> {
         let found = self.by_worker.get(&held.template).copied();
@@ -177,33 +170,25 @@ impl Process {
 
     fn send_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
-        let is_sent = template.outbox.flush(&template.socket);
-        let interest = match is_sent {
-            Ok(true) => Interest::READABLE,
-            Ok(false) => Interest::READABLE | Interest::WRITABLE,
-            // Its end is near, and fails what it was to fork.
-            Err(_) => return self.kill(pid),
-        };
-        let (token, socket) = (Token(pid as usize | FORKS), template.socket.as_raw_fd());
-        let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, interest);
+        let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
+        // If it failed, its end is near, and fails what it was to fork.
+        let Ok(is_sent) = is_sent else { return self.kill(pid) };
+        let _ = register_again(&self.poll, &socket, pid as usize | FORKS, !is_sent);
     }
 
-    /// A worker that is not there yet is to be killed. Returns whether it is being forked.
-    pub(super) fn doom(&mut self, worker: u64) -> bool {
+    /// Has a worker that is being forked killed once it is there.
+    pub(super) fn doom(&mut self, worker: u64) {
         if let Some(at) = self.held.iter().position(|held| held.worker == worker) {
             self.held.remove(at);
             self.report_failure(worker, &Refusal::new("fork: it was ended before", Errno::CANCELED));
-            return true;
         }
         for pid in &self.templates {
             let template = self.children.get_mut(pid).and_then(|child| child.template.as_mut());
             let mut forks = template.into_iter().flat_map(|template| template.underway.iter_mut());
             if let Some(fork) = forks.find(|fork| fork.worker == worker) {
                 fork.is_doomed = true;
-                return true;
             }
         }
-        false
     }
 
     fn forking(&self) -> impl Iterator<Item = (u32, &Child, Instant)> {
@@ -212,6 +197,11 @@ impl Process {
             Some((pid, child, child.template.as_ref()?.forks_since()?))
         };
         self.templates.iter().filter_map(of)
+    }
+
+    /// Templates that are forking children of this process.
+    fn forking_own_children(&self) -> Vec<u32> {
+        self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid).collect()
     }
 
     /// Whether something is being forked that a hunt has to wait for. What lives in a nest is not hunted.
@@ -253,9 +243,7 @@ impl Process {
     /// Hears all templates that are forking: what a worker said of itself it said before it ended. Returns how many
     /// bytes they had said.
     pub(super) fn hear_forks(&mut self) -> u64 {
-        let pids = self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid);
-        let pids: Vec<u32> = pids.collect();
-        pids.into_iter().map(|pid| self.hear_what_waits(pid)).sum()
+        self.forking_own_children().into_iter().map(|pid| self.hear_what_waits(pid)).sum()
     }
 
     /// Hears what a template and its workers have said by now, and little beyond: they may talk faster than it is
@@ -274,21 +262,16 @@ impl Process {
 
     /// A template, or what it has forked, has something to say.
     pub(super) fn hear_template(&mut self, pid: u32) {
-        if self.hear_some(pid)
+        if (0..WORDS_MAX).all(|_| self.hear_one(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
             // There is more, of which there is no event.
-            let (token, socket) = (Token(pid as usize | FORKS), template.socket.as_raw_fd());
-            let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, Interest::READABLE);
+            let socket = template.socket.as_raw_fd();
+            let _ = register_again(&self.poll, &socket, pid as usize | FORKS, false);
         }
         if self.template_mut(pid).is_some_and(|template| template.outbox.len() > 0) {
             self.send_orders(pid);
         }
-    }
-
-    /// Hears some messages. Returns whether there may be more.
-    fn hear_some(&mut self, pid: u32) -> bool {
-        (0..WORDS_MAX).all(|_| self.hear_one(pid).is_some())
     }
 
     /// Hears a message. Returns its bytes; `None`: there is none, or it is the last one that is heard.
@@ -309,7 +292,10 @@ impl Process {
     pub(super) fn end_template(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
-            self.report(&ReportMessage::Template { worker, news: TemplateNews::Refused(text) }, None);
+            self.report(
+                &ReportMessage::Template { worker, word: TemplateWord::Refused(text.to_owned()) },
+                None,
+            );
             wait::kill_group(pid);
         }
     }
@@ -319,7 +305,7 @@ impl Process {
         let Some(child) = self.children.get_mut(&pid) else { return true };
         let (worker, process) = (child.worker, child.process);
         let Some(template) = &mut child.template else { return true };
-        let news = match word {
+        let told = match word {
             Word::Born { worker } => return sender != process && self.born(pid, worker, sender),
             Word::NotForked { worker, errno, step } => {
                 if let Some(fork) = template.take(worker) {
@@ -335,12 +321,12 @@ impl Process {
             Word::Ready if template.inherited.is_some() => return false,
             Word::Ready => {
                 template.inherited = Some(Inherited::of(process));
-                TemplateNews::Ready
+                TemplateWord::Ready
             }
             Word::Refused(_) if template.is_refused => return false,
             Word::Refused(text) => {
                 template.is_refused = true;
-                TemplateNews::Refused(text)
+                TemplateWord::Refused(text.to_owned())
             }
             // As often as it likes: what is too much is not told.
             Word::Status(_) | Word::Extend(_)
@@ -348,8 +334,8 @@ impl Process {
             {
                 return true;
             }
-            Word::Status(text) => TemplateNews::Status(text),
-            Word::Extend(more_ms) => TemplateNews::Extend(more_ms),
+            Word::Status(text) => TemplateWord::Status(text.to_owned()),
+            Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
             Word::Forked { worker, pid: forked } => {
                 // One that was heard of itself already is none of these.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
@@ -367,7 +353,7 @@ impl Process {
                 return true;
             }
         };
-        self.report(&ReportMessage::Template { worker, news }, None);
+        self.report(&ReportMessage::Template { worker, word: told }, None);
         true
     }
 
@@ -399,10 +385,7 @@ impl Process {
 
     /// The same for any template whose workers are children of this process.
     pub(super) fn any_fork_ended(&mut self, pid: u32) {
-        let of_nobody = |child: &Child| child.nest.is_none();
-        let templates = self.forking().filter(|(_, child, _)| of_nobody(child)).map(|(pid, ..)| pid);
-        let templates: Vec<u32> = templates.collect();
-        templates.into_iter().for_each(|template| self.fork_ended(template, pid));
+        self.forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
     /// A process says that it is a worker which a template was to fork. Returns whether that makes sense.
@@ -463,14 +446,12 @@ impl Process {
         };
         let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
         let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
-        if home.is_none() {
-            // Before it has anything that would be left; when the descriptor goes, so does this.
-            let mut source = SourceFd(&pidfd.as_raw_fd());
-            let token = Token(pid as usize | END);
-            if let Err(error) = self.poll.registry().register(&mut source, token, Interest::READABLE) {
-                self.refuse_birth(template, pid);
-                return Err(Refusal::of("descriptors", &error));
-            }
+        // Before it has anything that would be left; when the descriptor goes, so does this.
+        if home.is_none()
+            && let Err(error) = register(&self.poll, &pidfd, pid as usize | END)
+        {
+            self.refuse_birth(template, pid);
+            return Err(Refusal::of("descriptors", &error));
         }
         let leaf = terms.cgroup.map(|limits| self.groups.make(worker, &limits));
         let leaf = leaf.map(|made| {
@@ -533,7 +514,7 @@ impl Process {
 
     /// A template has ended: what it was to fork is not coming.
     pub(super) fn template_ended(&mut self, template: Template) {
-        let _ = self.poll.registry().deregister(&mut SourceFd(&template.socket.as_raw_fd()));
+        deregister(&self.poll, &template.socket);
         let refusal = match template.is_hung {
             true => Refusal::new(HUNG, Errno::TIME),
             false => Refusal::new("fork: its template has ended", Errno::CHILD),

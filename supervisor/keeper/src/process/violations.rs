@@ -1,14 +1,10 @@
 //! Forbidden system calls: the process that made one is named, and killed.
 
-use std::os::fd::AsRawFd;
-
 use bulkhead_linux::process_tree;
-use mio::unix::SourceFd;
-use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX};
+use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX, deregister, register_again};
 use crate::confine::seccomp::{self, News};
 use crate::{ReportMessage, observe};
 
@@ -24,8 +20,7 @@ impl Process {
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
         // Others may wait in their calls, and of those that came meanwhile there is no event.
-        let (token, mut source) = (Token(pid as usize | LISTENER), SourceFd(&listener.as_raw_fd()));
-        let _ = self.poll.registry().reregister(&mut source, token, Interest::READABLE);
+        let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
             self.end_violator(pid, &notification);
         }
@@ -92,7 +87,7 @@ impl Process {
     pub(super) fn drop_listener(&mut self, pid: u32) {
         let listener = self.children.get_mut(&pid).and_then(|child| child.listener.take());
         if let Some(listener) = listener {
-            let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+            deregister(&self.poll, &listener);
         }
     }
 }

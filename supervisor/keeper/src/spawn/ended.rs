@@ -4,8 +4,9 @@
 //! which the kernel ends everything else in the namespace. It is a copy of the keeper without rights,
 //! which no signal from in there reaches, and makes nothing but system calls.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+use bulkhead_linux::descriptors::close_all_but;
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
@@ -14,21 +15,11 @@ use crate::wait;
 use crate::{Exit, Usage};
 
 /// Bytes of what is told: the status as of `wait(2)`, and three numbers of the usage.
-const BYTES: usize = 4 + 3 * 8;
+pub(super) const BYTES: usize = 4 + 3 * 8;
 
 /// Becomes the first process, whose child `worker` is.
 pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
-    // Either fails only where there is nothing to give up.
-    let none = CapabilitySet::empty();
-    let _ = rustix::thread::set_capabilities(
-        None,
-        CapabilitySets { effective: none, permitted: none, inheritable: none },
-    );
-    // What it is called in lists of processes. It cannot fail with a name this short.
-    let _ = rustix::thread::set_name(c"bulkhead-init");
-    // SAFETY: sets a flag of this process: no process in there is to look into it.
-    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
-    close_all_but(status);
+    become_first(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
             Ok((pid, status_word, rusage)) if pid == worker => {
@@ -42,16 +33,24 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     }
 }
 
-fn close_all_but(status: &OwnedFd) {
-    let kept = status.as_raw_fd() as libc::c_uint;
-    let ranges = [(0, kept.wrapping_sub(1)), (kept + 1, libc::c_uint::MAX)];
-    for (first, last) in ranges {
-        // SAFETY: nothing of this process uses any of them any more.
-        unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
-    }
+/// Leaves this process no more than these capabilities, or none, and these descriptors.
+pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
+    let none = CapabilitySet::empty();
+    let set = |all| {
+        let sets = CapabilitySets { effective: all, permitted: all, inheritable: none };
+        rustix::thread::set_capabilities(None, sets)
+    };
+    // Fails only where there is nothing to give up.
+    let _ = set(capabilities).or_else(|_| set(none));
+    // What it is called in lists of processes. It cannot fail with a name this short.
+    let _ = rustix::thread::set_name(c"bulkhead-init");
+    // SAFETY: sets a flag of this process: no process in there is to look into it.
+    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
+    // SAFETY: nothing of this process uses any of the others any more.
+    let _ = unsafe { close_all_but(0, kept) };
 }
 
-fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
+pub(super) fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
     let mut bytes = [0; BYTES];
     let (head, tail) = bytes.split_at_mut(4);
     head.copy_from_slice(&status.to_le_bytes());
@@ -62,19 +61,19 @@ fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
     bytes
 }
 
-/// How the worker ended, as its first process has told. `None`: that one was ended before the worker.
+/// `None`: this is no status of an end.
+pub(super) fn decode(bytes: &[u8; BYTES]) -> Option<(Exit, Usage)> {
+    let (status, numbers) = bytes.split_first_chunk()?;
+    let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };
+    let [user_us, system_us, maxrss_kib] = [user, system, resident].map(u64::from_le_bytes);
+    Some((wait::exit(i32::from_le_bytes(*status))?, Usage { user_us, system_us, maxrss_kib }))
+}
+
+/// Reads how the worker ended, as its first process has told. `None`: that one was ended before the worker.
 pub(crate) fn read(status: &OwnedFd) -> Option<(Exit, Usage)> {
     let mut bytes = [0; BYTES];
-    if rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes)) != Ok(BYTES) {
-        return None;
-    }
-    let (status, numbers) = bytes.split_first_chunk::<4>()?;
-    let number = |at: usize| {
-        let bytes = numbers.get(8 * at..8 * at + 8).and_then(|bytes| bytes.try_into().ok());
-        u64::from_le_bytes(bytes.unwrap_or_default())
-    };
-    let exit = wait::exit(i32::from_le_bytes(*status))?;
-    Some((exit, Usage { user_us: number(0), system_us: number(1), maxrss_kib: number(2) }))
+    let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));
+    (read == Ok(BYTES)).then(|| decode(&bytes))?
 }
 
 #[cfg(test)]

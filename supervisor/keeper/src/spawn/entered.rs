@@ -6,7 +6,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use bulkhead_linux::errno::check;
-use bulkhead_linux::wait::wait4;
+use bulkhead_linux::wait;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 
@@ -41,7 +41,7 @@ pub(super) fn clone(
     let mut word = [0; BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut word));
     // It has nothing left to do but to end.
-    while matches!(wait4(between as i32, 0), Err(Errno::INTR)) {}
+    let _ = wait::exit_code(between as i32);
     match i32::from_ne_bytes(word) {
         pid @ 1.. if read == Ok(BYTES) => Ok(pid as u32),
         errno @ ..=-1 if read == Ok(BYTES) => Err(Errno::from_raw_os_error(-errno)),

@@ -6,11 +6,10 @@ use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
 
-use bulkhead_linux::errno::check;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::mounts::mount;
+use super::mounts::{Access, mount, restrict};
 
 /// Read by C libraries, allocators, Node, Java, Go, Python and the tools of a shell: processors and memory, times,
 /// the kernel's version and settings, its kinds of file systems and control groups.
@@ -68,25 +67,8 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    only_read()?;
+    // Nor is anything to be done with what hides.
+    restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(NO_FILE)?;
     rustix::fs::rmdir(NO_FOLDER)
-}
-
-/// Nor is anything to be done with what hides.
-fn only_read() -> Result<(), Errno> {
-    let restrictions = libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV;
-    let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
-    check(unsafe {
-        let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            libc::AT_FDCWD,
-            c"/proc".as_ptr(),
-            libc::AT_RECURSIVE,
-            pointer,
-            size,
-        )
-    } as i32)
 }

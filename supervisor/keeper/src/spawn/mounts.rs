@@ -1,10 +1,18 @@
-//! One mount, as the child makes it.
+//! Mounts, as the child makes them.
 
 use std::ffi::CStr;
 use std::ptr::null;
 
 use bulkhead_linux::errno::check;
+use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Access {
+    Read,
+    Device,
+    Write,
+}
 
 pub(super) fn mount(
     from: Option<&CStr>,
@@ -16,4 +24,30 @@ pub(super) fn mount(
     let pointer = |text: Option<&CStr>| text.map_or(null(), CStr::as_ptr);
     // SAFETY: the texts end with NUL; null pointers stand for what this kind of mount has not.
     check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
+}
+
+/// Takes from what is mounted somewhere, and below, what no worker needs of it.
+pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
+    let restrictions = match access {
+        Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
+        Access::Device => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
+        Access::Write => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
+    };
+    let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
+    check(unsafe {
+        let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
+        let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
+        libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
+    } as i32)?;
+    // A filter above us can have the call succeed without being made.
+    let found = rustix::fs::statvfs(at)?.f_flag;
+    let rows = [
+        (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),
+        (libc::MOUNT_ATTR_NOSUID, StatVfsMountFlags::NOSUID),
+        (libc::MOUNT_ATTR_NODEV, StatVfsMountFlags::NODEV),
+        (libc::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
+    ];
+    let is_in_force = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
+    if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
 }

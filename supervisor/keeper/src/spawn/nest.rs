@@ -7,7 +7,7 @@
 //!
 //! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::wait::wait4;
@@ -15,9 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
-use rustix::thread::{CapabilitySet, CapabilitySets};
+use rustix::thread::CapabilitySet;
 
-use super::exit;
+use super::{ended, exit};
 use crate::wait;
 use crate::{Exit, Usage};
 
@@ -27,9 +27,8 @@ const CHILDREN: &std::ffi::CStr = c"/proc/thread-self/children";
 /// Numbers of children that are told with an end. If there are more, that is told.
 const CHILDREN_MAX: usize = 4096;
 
-/// Size of an end in bytes: the number, the status as of `wait(2)`, three numbers of the usage, and what follows of the
-/// children.
-const HEAD_BYTES: usize = 4 + 4 + 3 * 8 + 1;
+/// Size of an end in bytes: the number, the status and usage, and what follows of the children.
+const HEAD_BYTES: usize = 4 + ended::BYTES + 1;
 
 /// Bytes of an end with all that follows.
 pub(crate) const END_BYTES_MAX: usize = HEAD_BYTES + 4 * CHILDREN_MAX;
@@ -98,15 +97,15 @@ const ANOTHER_END: u8 = 2;
 impl End {
     /// `None`: that is none.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>()?;
-        let word = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
-        let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
-        let (numbers, []) = rest.as_chunks::<4>() else { return None };
-        let follows = head[HEAD_BYTES - 1];
+        let (pid, rest) = bytes.split_first_chunk()?;
+        let (end, rest) = rest.split_first_chunk()?;
+        let (&follows, numbers) = rest.split_first()?;
+        let (exit, usage) = ended::decode(end)?;
+        let (numbers, []) = numbers.as_chunks::<4>() else { return None };
         Some(Self {
-            pid: word(0)?,
-            exit: wait::exit(word(4)? as i32)?,
-            usage: Usage { user_us: number(8)?, system_us: number(16)?, maxrss_kib: number(24)? },
+            pid: u32::from_le_bytes(*pid),
+            exit,
+            usage,
             children: (follows != ANOTHER_END)
                 .then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect()),
             has_more: follows != ALL_CHILDREN,
@@ -121,20 +120,10 @@ pub(super) fn children() -> Result<OwnedFd, Errno> {
 
 /// Becomes the first process, whose child `template` is.
 pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
-    // Its user may be another one than that of the processes in here; it sees no others.
-    let kill = CapabilitySet::KILL;
-    let few = CapabilitySets { effective: kill, permitted: kill, inheritable: CapabilitySet::empty() };
-    if rustix::thread::set_capabilities(None, few).is_err() {
-        let none = CapabilitySet::empty();
-        let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
-        let _ = rustix::thread::set_capabilities(None, none);
-    }
-    // What it is called in lists of processes. It cannot fail with a name this short.
-    let _ = rustix::thread::set_name(c"bulkhead-init");
-    // SAFETY: sets a flag of this process: no process in there is to look into it.
-    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     let Ok(deaths) = watch_deaths() else { exit(super::FAILED) };
-    close_all_but([socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()]);
+    // Its user may be another one than that of the processes in here; it sees no others.
+    let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()];
+    ended::become_first(CapabilitySet::KILL, &mut kept);
     let nest = Nest { template, socket, children, deaths };
     loop {
         let has_more = nest.obey() | (nest.reap() == ENDS_PER_TURN);
@@ -159,21 +148,6 @@ fn watch_deaths() -> Result<OwnedFd, Errno> {
         bulkhead_linux::errno::check(made)?;
         Ok(OwnedFd::from_raw_fd(made))
     }
-}
-
-fn close_all_but(mut kept: [RawFd; 3]) {
-    kept.sort_unstable();
-    let mut low: libc::c_uint = 0;
-    for kept in kept {
-        let kept = kept as libc::c_uint;
-        if kept > low {
-            // SAFETY: nothing of this process uses any of them any more.
-            unsafe { libc::syscall(libc::SYS_close_range, low, kept - 1, 0) };
-        }
-        low = kept + 1;
-    }
-    // SAFETY: as above.
-    unsafe { libc::syscall(libc::SYS_close_range, low, libc::c_uint::MAX, 0) };
 }
 
 /// The first process's own.
@@ -229,10 +203,7 @@ impl Nest<'_> {
             length += more.len();
         };
         put(&pid.to_le_bytes());
-        put(&status.to_le_bytes());
-        [usage.user_us, usage.system_us, usage.maxrss_kib]
-            .iter()
-            .for_each(|number| put(&number.to_le_bytes()));
+        put(&ended::encode(*status, usage));
         let mut numbers = [0; CHILDREN_MAX];
         let (count, follows) = match lists {
             false => (0, ANOTHER_END),
@@ -243,12 +214,10 @@ impl Nest<'_> {
         };
         put(&[follows]);
         numbers[..count].iter().for_each(|number| put(&number.to_le_bytes()));
-        match rustix::io::retry_on_intr(|| {
-            rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL)
-        }) {
-            Ok(_) => {}
+        let send = || rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL);
+        if rustix::io::retry_on_intr(send).is_err() {
             // The keeper is gone: then all goes.
-            Err(_) => exit(0),
+            exit(0)
         }
     }
 

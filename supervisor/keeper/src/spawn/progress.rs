@@ -39,6 +39,19 @@ pub(crate) struct Failure {
     pub(crate) errno: i32,
 }
 
+/// Why a step failed; `detail` is the resource's number for limits, and the number of its own step for
+/// the root folder.
+pub(super) struct Stop {
+    pub(super) errno: Errno,
+    pub(super) detail: u32,
+}
+
+impl From<Errno> for Stop {
+    fn from(errno: Errno) -> Self {
+        Self { errno, detail: 0 }
+    }
+}
+
 impl Failure {
     const BYTES: usize = 12;
 

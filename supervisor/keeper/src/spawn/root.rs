@@ -9,11 +9,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use bulkhead_linux::errno::check;
-use rustix::fs::{Mode, StatVfsMountFlags};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::machine;
-use super::mounts::mount;
+use super::mounts::{Access, mount, restrict};
+use super::progress::Stop;
 use crate::confine::paths;
 use crate::confine::reach::Closed;
 use crate::confinement::{Identity, Temporary};
@@ -58,8 +59,8 @@ pub(super) struct View<'a> {
     pub(super) closed: &'a Closed,
 }
 
-/// One step towards a root folder.
-enum Make {
+/// One step towards a root folder, or towards what is shown of one.
+pub(super) enum Make {
     Folder(CString),
     File(CString),
     Link {
@@ -78,13 +79,6 @@ enum Make {
     },
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Access {
-    Read,
-    Device,
-    Write,
-}
-
 /// Everything that makes a root folder, settled.
 pub(super) struct Root {
     steps: Vec<Make>,
@@ -92,13 +86,6 @@ pub(super) struct Root {
     opened: Vec<CString>,
     has_own_processes: bool,
     tmp_options: Option<CString>,
-}
-
-/// Which step failed, and why.
-pub(super) struct Failed {
-    pub(super) errno: Errno,
-    /// For [`Root::describe`].
-    pub(super) step: u32,
 }
 
 /// Entries of a folder that are shown one by one; of a larger one the whole, with what is withheld hidden in it.
@@ -185,9 +172,9 @@ impl Root {
 
     /// Makes it the root folder of this process, which is alone in its mount namespace, and the first of
     /// its process numbers if these are its own.
-    pub(super) fn enter(&self) -> Result<(), Failed> {
+    pub(super) fn enter(&self) -> Result<(), Stop> {
         let common = |number, result: Result<(), Errno>| {
-            result.map_err(|errno| Failed { errno, step: COMMON + number })
+            result.map_err(|errno| Stop { errno, detail: COMMON + number })
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
@@ -195,7 +182,7 @@ impl Root {
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
-            step.make().map_err(|errno| Failed { errno, step: number as u32 })?;
+            step.make().map_err(|errno| Stop { errno, detail: number as u32 })?;
         }
         common(4, LINKS.iter().try_for_each(|(to, at)| ignore_existing(rustix::fs::symlink(*to, *at))))?;
         common(5, close_root())
@@ -220,7 +207,7 @@ impl Root {
 }
 
 impl Make {
-    fn make(&self) -> Result<(), Errno> {
+    pub(super) fn make(&self) -> Result<(), Errno> {
         match self {
             Self::Folder(at) => make_folder(at),
             Self::File(at) => {
@@ -390,7 +377,7 @@ pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
 }
 
 /// Whether a folder keeps the worker's user out, so that it is shown by its entries.
-fn is_opened(folder: &Path, closed: &Closed) -> bool {
+pub(super) fn is_opened(folder: &Path, closed: &Closed) -> bool {
     !closed.opened.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| closed.opened.contains(&real))
 }
 
@@ -457,7 +444,7 @@ fn close_root() -> Result<(), Errno> {
     mount(None, c"/", None, flags, None)
 }
 
-pub(super) fn make_folder(at: &CStr) -> Result<(), Errno> {
+fn make_folder(at: &CStr) -> Result<(), Errno> {
     ignore_existing(rustix::fs::mkdir(at, Mode::from_raw_mode(0o755)))
 }
 
@@ -472,30 +459,4 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
     restrict(at, access)
-}
-
-/// Takes from what is mounted somewhere, and below, what no worker needs of it.
-pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
-    let restrictions = match access {
-        Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
-        Access::Device => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
-        Access::Write => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
-    };
-    let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
-    check(unsafe {
-        let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
-        let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
-        libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
-    } as i32)?;
-    // A filter above us can have the call succeed without being made.
-    let found = rustix::fs::statvfs(at)?.f_flag;
-    let rows = [
-        (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),
-        (libc::MOUNT_ATTR_NOSUID, StatVfsMountFlags::NOSUID),
-        (libc::MOUNT_ATTR_NODEV, StatVfsMountFlags::NODEV),
-        (libc::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
-    ];
-    let is_in_force = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
-    if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
 }

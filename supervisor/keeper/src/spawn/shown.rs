@@ -12,8 +12,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::mounts::mount;
-use super::root::{Access, Failed, make_folder, restrict, text};
+use super::mounts::{Access, mount, restrict};
+use super::progress::Stop;
+use super::root::{Make, is_opened, text};
 use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Closed, Purpose};
 use bulkhead_linux::errno::{self, check};
@@ -31,15 +32,11 @@ const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 pub(super) struct Shown {
     /// Folders that an empty one is laid over.
     covers: Vec<CString>,
-    nodes: Vec<Node>,
+    /// Folders and files to mount on.
+    nodes: Vec<Make>,
     binds: Vec<Bind>,
     /// Folders whose entries stand for them.
     opened: Vec<CString>,
-}
-
-enum Node {
-    Folder(CString),
-    File(CString),
 }
 
 struct Bind {
@@ -107,7 +104,7 @@ impl Shown {
         };
         for folder in folders.iter().filter(|folder| above(folder).is_none()) {
             shown.make_folders(closed, folder, &mut made);
-            if closed.opened.contains(folder) || folders_lead_to(folder, &closed.opened) {
+            if is_opened(folder, closed) {
                 shown.opened.extend(text(folder));
             }
         }
@@ -120,7 +117,7 @@ impl Shown {
             if above.is_none() {
                 let parent = place.parent().unwrap_or(Path::new("/"));
                 shown.make_folders(closed, parent, &mut made);
-                let node = if real.is_dir() { Node::Folder } else { Node::File };
+                let node = if real.is_dir() { Make::Folder } else { Make::File };
                 if made.insert(place.clone()) {
                     shown.nodes.extend(text(place).map(node));
                 }
@@ -146,7 +143,7 @@ impl Shown {
         missing.reverse();
         for path in missing {
             if made.insert(path.to_owned()) {
-                self.nodes.extend(text(path).map(Node::Folder));
+                self.nodes.extend(text(path).map(Make::Folder));
             }
         }
     }
@@ -162,8 +159,8 @@ impl Shown {
             }
             None => {
                 let at = match self.nodes.get(step as usize) {
-                    Some(Node::Folder(at) | Node::File(at)) => Some(at),
-                    None => self.binds.get(step as usize - self.nodes.len()).map(|bind| &bind.at),
+                    Some(Make::Folder(at) | Make::File(at)) => Some(at),
+                    _ => self.binds.get(step as usize - self.nodes.len()).map(|bind| &bind.at),
                 };
                 format!("show {}", at.map(shown).unwrap_or_default())
             }
@@ -172,9 +169,9 @@ impl Shown {
 
     /// Makes it, in a mount namespace of this process, which it may have already, and adds it to the rules. For a
     /// forked child: system calls and nothing else.
-    pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Failed> {
+    pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Stop> {
         let common = |number: usize, result: Result<(), Errno>| {
-            result.map_err(|errno| Failed { errno, step: COMMON + number as u32 })
+            result.map_err(|errno| Stop { errno, detail: COMMON + number as u32 })
         };
         if !has_own_mounts {
             common(0, own_mounts())?;
@@ -192,12 +189,12 @@ impl Shown {
             common(1 + number, mounted)?;
         }
         for (number, node) in self.nodes.iter().enumerate() {
-            node.make().map_err(|errno| Failed { errno, step: number as u32 })?;
+            node.make().map_err(|errno| Stop { errno, detail: number as u32 })?;
         }
         for (number, bind) in self.binds.iter().enumerate() {
             let folder = bind.cover.and_then(|cover| descriptors[cover].as_ref());
             let step = (self.nodes.len() + number) as u32;
-            bind.make(folder).map_err(|errno| Failed { errno, step })?;
+            bind.make(folder).map_err(|errno| Stop { errno, detail: step })?;
         }
         for (number, cover) in self.covers.iter().enumerate() {
             let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
@@ -209,11 +206,6 @@ impl Shown {
         }
         Ok(())
     }
-}
-
-/// Whether a link of the configuration's leads to a folder that is opened.
-fn folders_lead_to(folder: &Path, opened: &BTreeSet<PathBuf>) -> bool {
-    std::fs::canonicalize(folder).is_ok_and(|real| opened.contains(&real))
 }
 
 /// What is in a folder and is not withheld, and where it really is.
@@ -236,18 +228,6 @@ fn own_mounts() -> Result<(), Errno> {
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
     // What the system unmounts later goes here as well; nothing of this is seen there.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)
-}
-
-impl Node {
-    fn make(&self) -> Result<(), Errno> {
-        match self {
-            Self::Folder(at) => make_folder(at),
-            Self::File(at) => {
-                let flags = OFlags::CREATE | OFlags::CLOEXEC;
-                rustix::fs::open(at, flags, Mode::from_raw_mode(0o444)).map(drop)
-            }
-        }
-    }
 }
 
 impl Bind {

@@ -6,6 +6,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
+use bulkhead_linux::descriptors::close_all_but;
 use bulkhead_linux::errno::check;
 use bulkhead_linux::rlimits::{OPEN_FILES, Resource};
 use rustix::fs::{Mode, OFlags};
@@ -13,7 +14,7 @@ use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::progress::{self, Failure};
+use super::progress::{self, Failure, Stop};
 use super::root::Root;
 use super::shown::Shown;
 use super::{LINK_FD, Oom, Plan};
@@ -29,19 +30,6 @@ const SIGNAL_MAX: i32 = 64;
 
 /// The last number that a capability can have.
 const CAPABILITY_MAX: libc::c_ulong = 63;
-
-/// Why a step failed; `detail` is the resource's number for limits, and the number of its own step for
-/// the root folder.
-pub(super) struct Stop {
-    pub(super) errno: Errno,
-    pub(super) detail: u32,
-}
-
-impl From<Errno> for Stop {
-    fn from(errno: Errno) -> Self {
-        Self { errno, detail: 0 }
-    }
-}
 
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
@@ -213,7 +201,7 @@ fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     let Some(root) = &barriers.root else { return Ok(()) };
     // The worker, perhaps another user, is to go through its folders.
     rustix::process::umask(Mode::empty());
-    root.enter().map_err(|failed| Stop { errno: failed.errno, detail: failed.step })?;
+    root.enter()?;
     // The rules know the files of the system, not what has been mounted just now.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
     root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
@@ -263,7 +251,7 @@ fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     let mask = rustix::process::umask(Mode::empty());
     let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
     rustix::process::umask(mask);
-    entered.map_err(|failed| Stop { errno: failed.errno, detail: failed.step })
+    entered
 }
 
 /// In the place of its folder, on the system's root folder.
@@ -464,24 +452,8 @@ fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let hosted = prepared.barriers.hosted.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
     let [ruleset, executable, hosted] = [ruleset, executable, hosted].map(|one| one.unwrap_or(progress));
-    let mut kept = [progress, ruleset, executable, hosted, RawFd::MAX];
-    kept.sort_unstable();
-    let mut low = LINK_FD;
-    for high in kept {
-        close_between(low, high)?;
-        low = high;
-    }
-    Ok(())
-}
-
-/// Closes what lies between two descriptors.
-fn close_between(low: RawFd, high: RawFd) -> Result<(), Stop> {
-    if high - low < 2 {
-        return Ok(());
-    }
-    // SAFETY: what is closed belongs to the keeper's copy of itself, which this process gives up.
-    let result = unsafe { libc::syscall(libc::SYS_close_range, low + 1, high - 1, 0) };
-    Ok(check(result as i32)?)
+    // SAFETY: they are copies of the keeper's, and nothing in this process uses them.
+    Ok(unsafe { close_all_but(LINK_FD + 1, &mut [progress, ruleset, executable, hosted]) }?)
 }
 
 fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {

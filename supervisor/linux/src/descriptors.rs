@@ -1,0 +1,29 @@
+//! Descriptors by their numbers.
+#![expect(unsafe_code, reason = "close_range(2) has no safe form")]
+
+use std::os::fd::RawFd;
+
+use rustix::io::Result;
+
+use crate::errno;
+
+/// Closes the descriptors from `first` on, except `kept`. Allocates nothing.
+///
+/// # Safety
+/// Nothing in this process goes on using a closed descriptor.
+pub unsafe fn close_all_but(first: RawFd, kept: &mut [RawFd]) -> Result<()> {
+    let close = |low: RawFd, high: RawFd| {
+        if low > high {
+            return Ok(());
+        }
+        // SAFETY: the caller's part.
+        errno::check(unsafe { libc::syscall(libc::SYS_close_range, low, high, 0) })
+    };
+    kept.sort_unstable();
+    let mut low = first;
+    for kept in kept {
+        close(low, *kept - 1)?;
+        low = low.max(*kept + 1);
+    }
+    close(low, RawFd::MAX)
+}
