@@ -183,6 +183,10 @@ fn timing(outcome: &Outcome) -> String {
         millis(outcome.queued),
         millis(outcome.ran)
     );
+    // 0 says nothing new, and is what most programs end with.
+    if let Some(status) = outcome.status.filter(|status| *status != 0) {
+        text.push_str(&format!(", exit status {status}"));
+    }
     if let Some(pid) = outcome.worker_pid {
         text.push_str(&format!(", worker {pid}"));
     }

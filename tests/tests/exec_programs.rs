@@ -298,6 +298,8 @@ fn a_program_that_fails_has_its_output_as_payload() {
     };
     let output = submit(&[]).arg("--output").arg(&file).output().unwrap();
     assert_eq!((output.status.code(), &*std::fs::read(&file).unwrap()), (Some(1), &b"some\n"[..]));
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(told.contains(", exit status 6, "), "{told}");
     let output = submit(&[]).output().unwrap();
     assert_eq!((output.status.code(), &*output.stdout), (Some(1), &b"some\n"[..]));
     let line: serde_json::Value =
@@ -419,6 +421,27 @@ fn payload_and_result_can_be_files() {
             assert_eq!(text(job("echo some > out.txt; chmod 0 .")), "some\n");
         },
     );
+}
+
+#[test]
+fn a_file_that_is_written_after_the_exit_is_whole() {
+    under_each_profile("files = { output = \"out\" }\noutput_grace = \"100s\"", |place| {
+        let late = "cat > >(sleep 0.1; tr a-z A-Z > out)";
+        let result = place.client().job("x", "late").operation(format!("exec bash -c '{late}'")).send();
+        assert_eq!(text(result), "LATE");
+    });
+    let place = start_shell(NONE, "files = { output = \"out\" }\noutput_grace = \"50ms\"");
+    let pause = own_pause();
+    let send = |operation: String| place.client().job("x", "").operation(operation).send();
+    // A process without the file only ends.
+    assert_eq!(text(send(format!("sleep {pause} > /dev/null & echo done > out"))), "done\n");
+    let error =
+        send(format!("(echo some; exec sleep {pause}) > out & while [ ! -s out ]; do :; done")).unwrap_err();
+    assert_eq!((code_of(&error), error.payload()), ("output_incomplete", &b"some\n"[..]));
+    assert!(error.to_string().contains("file `out` was still open in sleep (pid "), "{error}");
+    assert!(processes_with(&pause).is_empty());
+    let error = send("echo cannot open display >&2".to_owned()).unwrap_err();
+    assert!(code_of(&error) == "no_output" && error.to_string().contains("cannot open display"), "{error}");
 }
 
 #[test]

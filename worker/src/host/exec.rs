@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use bulkhead_linux::{rlimits, signals};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FileType, Mode, OFlags, fstat, openat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, openat, statat};
 use rustix::io::{Errno, ioctl_fionread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -27,13 +27,16 @@ use crate::server::Server;
 /// Bytes of standard error that go into a job's message.
 const TAIL_BYTES: usize = 4 * 1024;
 
+/// Interval between checks whether something is left of a program that has exited.
+const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
+
 /// The program to run, its limits, and the meaning of its exit status. The supervisor passes all of this in arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
-    /// Time for which standard output is read after the program's exit.
+    /// Time for which the output is awaited after the program's exit.
     output_grace: Duration,
     /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
     ok: Vec<i32>,
@@ -172,7 +175,8 @@ impl Host {
                 let is_full = error.kind() == io::ErrorKind::StorageFull;
                 let advice = if is_full { "; allow more by `sandbox.tmp`" } else { "" };
                 let message = format!("failed to write the payload to the file `{name}`: {error}{advice}");
-                Reply::Failed(HandlerError::new("io", message))
+                let error = HandlerError::new("io", message);
+                Reply::Failed(if is_full { error.caller() } else { error })
             }
         };
         if let Some(folder) = folder {
@@ -239,7 +243,7 @@ impl Host {
     /// Sees a program through to its end, after which nothing is left of it.
     fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
-        let watched = self.watch(&mut program, job.payload(), ctx);
+        let watched = self.watch(&mut program, job.payload(), folder, ctx);
         let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited | End::Incomplete(_), .. }));
         if is_cut_short {
             // Of this process alone: what it leaves behind is swept up below.
@@ -261,7 +265,13 @@ impl Host {
     }
 
     /// Feeds a program and reads its output until both have ended, or the job must.
-    fn watch(&self, program: &mut Program, payload: &[u8], ctx: &Ctx<Self>) -> io::Result<Run> {
+    fn watch(
+        &self,
+        program: &mut Program,
+        payload: &[u8],
+        folder: Option<&Folder>,
+        ctx: &Ctx<Self>,
+    ) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
         // A program that gets nothing on its standard input sees its end at once.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
@@ -283,7 +293,10 @@ impl Host {
                 (run.stdout.as_ref().map(AsFd::as_fd), PollFlags::IN),
                 (run.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
             ];
-            let most_time = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let mut most_time = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if run.stdout.is_none() {
+                most_time = most_time.map(|time| time.min(LEFT_CHECK_INTERVAL));
+            }
             let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, most_time);
             if takes_input {
                 feed(&mut stdin, &mut unsent);
@@ -305,18 +318,27 @@ impl Host {
                 self.orphans.keep(program.id());
                 until = Some(Instant::now() + self.plan.output_grace);
             }
-            if until.is_some() && run.stdout.is_none() {
+            let may_write = run.stdout.is_some()
+                || until.is_some() && self.plan.output.is_some() && self.orphans.has_left(program.id());
+            if until.is_some() && !may_write {
                 return Ok(run);
             }
             if is_cancelled {
                 run.end = End::Cancelled;
                 return Ok(run);
             }
-            if let (Some(until), Some(stdout)) = (until, &run.stdout)
-                && Instant::now() >= until
-            {
-                let pipe = fstat(stdout)?.st_ino;
-                run.end = End::Incomplete(self.orphans.holders(program.id(), pipe));
+            if until.is_some_and(|until| Instant::now() >= until) {
+                let result = match (&run.stdout, self.plan.output.as_deref(), folder) {
+                    (Some(stdout), ..) => Some(fstat(stdout)?),
+                    (None, Some(name), Some(folder)) => {
+                        statat(folder.place(), name, AtFlags::SYMLINK_NOFOLLOW).ok()
+                    }
+                    _ => None,
+                };
+                let holders = result.map(|result| self.orphans.holders(program.id(), &result));
+                if run.stdout.is_some() || holders.as_ref().is_some_and(|holders| !holders.is_empty()) {
+                    run.end = End::Incomplete(holders.unwrap_or_default());
+                }
                 return Ok(run);
             }
         }
@@ -334,10 +356,7 @@ impl Host {
         if let Some(signal) = status.signal() {
             let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
             let mut message = format!("the program was killed by {name}");
-            if !tail.is_empty() {
-                message.push_str(": ");
-                message.push_str(&tail);
-            }
+            append(&mut message, &tail);
             return Reply::ProgramCrashed { process, signal, message };
         }
         let status = status.code().unwrap_or(0);
@@ -349,22 +368,39 @@ impl Host {
             return failed(error, run.output);
         }
         if let End::Incomplete(holders) = &run.end {
-            return failed(incomplete(holders, self.plan.output_grace), run.output);
+            let output = self.plan.output.as_deref();
+            let written = output.and_then(|name| self.take_output(name, folder, most).ok());
+            let error = incomplete(output, holders, self.plan.output_grace);
+            return failed(error, written.unwrap_or(run.output));
         }
         match self.plan.output.as_deref().map(|name| self.take_output(name, folder, most)) {
             None => Reply::Exited { status, error: None, output: run.output },
             Some(Ok(output)) => Reply::Exited { status, error: None, output },
-            Some(Err(error)) => failed(error, Vec::new()),
+            Some(Err(mut error)) => {
+                append(&mut error.message, &tail);
+                failed(error, Vec::new())
+            }
         }
     }
 }
 
-/// The error of a program whose standard output did not end. `holders` names processes that had it open.
-fn incomplete(holders: &[String], grace: Duration) -> HandlerError {
+/// Appends the tail of standard error to a message.
+fn append(message: &mut String, tail: &str) {
+    if !tail.is_empty() {
+        message.push_str(": ");
+        message.push_str(tail);
+    }
+}
+
+/// The error of a program whose output did not end. `file` is the name of the output if it is no pipe. `holders` names
+/// processes that had the output open.
+fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> HandlerError {
+    let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
     let message = format!(
-        "the program exited, but its standard output was still held {} ms later by {holders}, which was killed: have the \
-         program wait for it or redirect its output, or write `output_grace = \"0s\"` to end it with the program",
+        "the program exited, but its {output} was still open in {holders} after {} ms, and the rest was killed: have the \
+         program wait for it, redirect its output, or raise `output_grace`; `output_grace = \"0s\"` drops what is \
+         written after the exit",
         grace.as_millis()
     );
     HandlerError::new("output_incomplete", message)
@@ -372,7 +408,7 @@ fn incomplete(holders: &[String], grace: Duration) -> HandlerError {
 
 enum End {
     Exited,
-    /// The program exited, and these processes held its standard output open for longer than `output_grace`.
+    /// The program exited, and these processes held its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
     Cancelled,
     TooLarge,

@@ -12,12 +12,14 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::{Identity, identity_of, kill_descendants, list_descendants, read_small};
 use bulkhead_linux::wait::{has_ended, wait4};
+use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
 /// A process that survives SIGKILL for so long sits in the kernel; nothing is gained by more patience.
@@ -29,7 +31,7 @@ const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 /// Maximum number of processes that a message names.
 const NAMED_MAX: usize = 4;
 
-/// Maximum number of processes that are searched for a pipe.
+/// Maximum number of processes that are searched for an output.
 const SEARCHED_MAX: usize = 256;
 
 /// Maximum number of descriptors that are searched in each process.
@@ -143,25 +145,38 @@ impl Orphans {
         drop((programs, starting));
     }
 
-    /// Names the orphans of a program that have a pipe open, for people. `pipe` is the number of its inode.
-    pub(super) fn holders(&self, number: u32, pipe: u64) -> Vec<String> {
-        let link = format!("pipe:[{pipe}]");
+    /// Returns true if something is left of a program that has exited and whose orphans are kept.
+    pub(super) fn has_left(&self, number: u32) -> bool {
+        // Dead orphans are waited for.
+        self.sweep();
+        !self.is_nothing_left() && !self.orphans_of(number).is_empty()
+    }
+
+    /// Lists the orphans of a program. Without /proc none are found.
+    fn orphans_of(&self, number: u32) -> Vec<u32> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without /proc nothing can be named.
-        let mut descendants = list_descendants().unwrap_or_default();
-        descendants.retain(|(_, child)| programs.owners_of_child(*child).contains(&number));
-        drop(programs);
+        let mut left = list_descendants().unwrap_or_default();
+        left.retain(|(_, child)| *child != number && programs.owners_of_child(*child).contains(&number));
+        left.into_iter().map(|(found, _)| found.pid).collect()
+    }
+
+    /// Names the orphans of a program that have a file or pipe open, for people.
+    pub(super) fn holders(&self, number: u32, file: &Stat) -> Vec<String> {
+        let is_same =
+            |place: PathBuf| stat(place).is_ok_and(|at| (at.st_dev, at.st_ino) == (file.st_dev, file.st_ino));
         let holds = |pid: &u32| {
             let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-            let mut targets = descriptors.take(DESCRIPTORS_MAX).map(|entry| std::fs::read_link(entry.path()));
-            targets.any(|target| target.is_ok_and(|target| target.as_os_str() == link.as_str()))
+            descriptors.take(DESCRIPTORS_MAX).any(|entry| is_same(entry.path()))
         };
         let name = |pid: u32| {
             let name = read_small(&format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("{} (pid {pid})", name.trim_end().escape_default())
         };
-        let own = descendants.iter().map(|(found, _)| found.pid).take(SEARCHED_MAX);
-        own.filter(holds).take(NAMED_MAX).map(name).collect()
+        let mut holders: Vec<u32> = self.orphans_of(number).into_iter().take(SEARCHED_MAX).collect();
+        holders.retain(holds);
+        let more = holders.len().saturating_sub(NAMED_MAX);
+        let named = holders.into_iter().take(NAMED_MAX).map(name);
+        named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
     /// Ends the protection of a program's orphans, whose job is over: the next sweep kills them. Must be called before

@@ -35,8 +35,9 @@ section! {
     entry: Cow<'static, str> as Kind::Text, elsewhere_default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers;
     /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
     exec: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
-    /// Time for which the standard output of an `exec` program is read after the program's exit. A process that still
-    /// holds the output open after that is killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
+    /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is awaited after the
+    /// program's exit. A process that still holds the output open after that is killed, and the job is `failed` as
+    /// `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
     /// The environment of the workers. It is empty but for this and the few variables the SDK needs; names that start
     /// with `BULKHEAD_` are reserved.

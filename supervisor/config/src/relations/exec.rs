@@ -12,6 +12,9 @@ use crate::reader::{Field, Origin};
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 
+/// Longest name of a file, in bytes (NAME_MAX).
+const FILE_NAME_BYTES_MAX: usize = 255;
+
 impl Checker<'_> {
     pub(super) fn exit_status(&mut self, raw: &ExitStatusKeys) -> ExitStatus {
         let lists = [("ok", &raw.ok), ("caller", &raw.caller), ("retryable", &raw.retryable)];
@@ -25,6 +28,10 @@ impl Checker<'_> {
                 }
                 written.push((status, name));
             }
+        }
+        if let Some(given) = raw.ok.given().filter(|given| given.value.is_empty()) {
+            let message = "`exit_status.ok` is empty, so that no job could be ok";
+            self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
         }
         // A list that is not written has its default, but for the statuses that another list names.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
@@ -50,18 +57,26 @@ impl Checker<'_> {
         let files = [("input", &raw.files.input), ("output", &raw.files.output)];
         for (name, given) in files.iter().filter_map(|(name, field)| Some((name, field.given()?))) {
             let file = given.value.as_str();
-            if file.contains('/') || matches!(file, "." | "..") {
+            if file.contains('/') || matches!(file, "." | "..") || file.len() > FILE_NAME_BYTES_MAX {
                 self.problems.report(
                     given.span.clone(),
                     format!(
-                        "`files.{name}` must be the name of a file in the job's own folder, not the path `{}`",
+                        "`files.{name}` must be the name of a file in the job's own folder, not `{}`",
                         shown(file)
                     ),
-                    format!("write a name without `/`, as in `{name} = \"{name}.txt\"`"),
+                    format!(
+                        "write at most {FILE_NAME_BYTES_MAX} bytes without `/`, as in `{name} = \"{name}.txt\"`"
+                    ),
                 );
             }
         }
-        let Some(files) = files.iter().find_map(|(_, field)| field.given()) else { return };
+        let Some(files) = files.iter().find_map(|(_, field)| field.given()) else {
+            if let Some(given) = raw.files.here.given() {
+                let message = "`files` names neither `input` nor `output`";
+                self.problems.report(given.span.clone(), message, "name one of them, or remove `files`");
+            }
+            return;
+        };
         if let Some(cwd) = raw.cwd.given().filter(|cwd| cwd.origin >= files.origin) {
             self.problems.report(
                 cwd.span.clone(),

@@ -30,13 +30,14 @@ fn statuses_are_numbers_from_0_to_255_in_one_list() {
         ("ok = 1", 22, "`exit_status.ok` must be an array of exit statuses, not a number", "ok = [0, 1]"),
         ("retryable = [3, 3]", 29, "`exit_status.retryable` names 3 twice", "remove one"),
         ("ok = [0, 1], caller = [1]", 39, "has the status 1 in `ok` and in `caller`", "remove it from one"),
+        ("ok = []", 22, "`exit_status.ok` is empty, so that no job could be ok", "ok = [0]"),
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
         folder.refuse_one(&bulkhead(&format!("exit_status = {{ {keys} }}")), (3, column), message, help);
     }
-    let config = folder.accept(&bulkhead("exit_status = { ok = [] , caller = [75] }"));
-    let expected = ExitStatus { ok: vec![], caller: vec![75], retryable: vec![] };
+    let config = folder.accept(&bulkhead("exit_status = { ok = [64] , caller = [75] }"));
+    let expected = ExitStatus { ok: vec![64], caller: vec![75], retryable: vec![] };
     assert_eq!(config.bulkheads[0].exit_status, Some(expected));
 }
 
@@ -45,14 +46,21 @@ fn files_have_plain_names() {
     let folder = Folder::new();
     for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
         let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
-        let message = format!("the name of a file in the job's own folder, not the path `{name}`");
+        let message = format!("the name of a file in the job's own folder, not `{name}`");
         folder.refuse_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
+    let long = bulkhead(&format!("files = {{ input = \"{}\" }}", "n".repeat(256)));
+    folder.refuse_one(&long, (3, 19), "the name of a file", "write at most 255 bytes without `/`");
     folder.refuse_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
     for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
         folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
     }
-    assert_eq!(folder.accept(&bulkhead("files = {}")).bulkheads[0].files, None);
+    folder.refuse_one(
+        &bulkhead("files = {}"),
+        (3, 1),
+        "`files` names neither `input` nor `output`",
+        "remove `files`",
+    );
 }
 
 #[test]
