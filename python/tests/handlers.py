@@ -91,6 +91,7 @@ async def asleep(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("until-cancelled")
 def until_cancelled(payload: bytes, ctx: Context) -> None:
+    _note("began")
     while not ctx.cancelled:
         time.sleep(0.005)
     _note("saw it")
@@ -99,7 +100,6 @@ def until_cancelled(payload: bytes, ctx: Context) -> None:
 @bulkhead.handler("cling")
 def cling(payload: bytes, ctx: Context) -> Any:
     """Ends its job only once it is cancelled, by what cannot be closed."""
-    _note("began")
     until_cancelled(payload, ctx)
     return _Clinging()
 
@@ -389,7 +389,8 @@ def careless(payload: bytes, ctx: Context) -> str:
     import socket
 
     if payload == b"fork":
-        child = ctypes.CDLL(None).fork()
+        # With the interpreter's lock held: a child whose lock another thread had would wait for it without end.
+        child = ctypes.PyDLL(None).fork()
         if child == 0:
             ctx.progress(0.5, "in the child")
             return "child"

@@ -42,6 +42,7 @@ def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
 
 
 def _pieces(connection: socket.socket) -> Iterator[bytes]:
+    """Receives until the supervisor closes the connection."""
     return iter(lambda: connection.recv(65536), b"")
 
 

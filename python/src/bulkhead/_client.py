@@ -55,7 +55,7 @@ def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any
 
 
 class BaseClient:
-    """What both clients have: the path of the socket, and the options of earlier jobs."""
+    """State of both clients: the path of the socket, and the options of earlier jobs."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path) if path is not None else default_socket()

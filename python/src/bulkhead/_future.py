@@ -70,7 +70,7 @@ class CancellableFuture(Future[T]):
         return self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED)
 
     def _withdraw(self) -> None:
-        """It was cancelled: what it stands for is ended."""
+        """Ends the job of this future, which was cancelled."""
         raise NotImplementedError
 
 

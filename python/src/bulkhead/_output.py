@@ -43,7 +43,7 @@ def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
 
 
 class Output:
-    """What brings the output of workers, by a thread of its own."""
+    """Passes the output of workers on, by a thread of its own."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
@@ -61,7 +61,7 @@ class Output:
             self._thread.join(seconds_max)
 
     def finish(self) -> None:
-        """The same, however long the stream takes."""
+        """Waits until all is written, however long the stream takes, and closes the descriptors."""
         self.end(None)
         self.forget()
 

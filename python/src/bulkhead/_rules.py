@@ -209,7 +209,7 @@ class Rules:
         return True
 
     def prepare(self) -> None:
-        """Makes rules with all but a temporary folder, for the next worker. What was made before is the last one's."""
+        """Makes the rules of the next worker, but for its temporary folder, and drops those of the last one."""
         if self._ruleset >= 0:
             os.close(self._ruleset)
         self._ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)

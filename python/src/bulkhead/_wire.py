@@ -340,7 +340,7 @@ def client_welcome(metadata: bytes) -> int:
 
 
 class WorkerWelcome:
-    """What a WORKER_WELCOME said of what matters to the worker."""
+    """The fields of a WORKER_WELCOME that a worker uses."""
 
     def __init__(self, metadata: bytes) -> None:
         fields = _WORKER_WELCOME.unpack_from(metadata)
