@@ -132,11 +132,7 @@ impl JobError {
 
     /// The supervisor told of an end that this version has no word for.
     pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
-        let executed = match message.executed {
-            0 => Executed::No,
-            1 => Executed::Yes,
-            _ => Executed::Unknown,
-        };
+        let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
         let OutcomeMessage { outcome, reason, message: said, .. } = message;
         let message = format!(
             "the supervisor told of an outcome that this client does not know \

@@ -178,16 +178,9 @@ impl Client {
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
-        let (sender, current) = watch::channel(Connection::Up(requests.clone()));
-        let wanted = Arc::<Notify>::default();
-        let driver = Driver {
-            target: target.clone(),
-            requests: Some(requests),
-            current: sender,
-            wanted: wanted.clone(),
-        };
-        tokio::spawn(driver.drive());
-        Ok(Self { shared: Arc::new(Shared { target, current, wanted }) })
+        let (client, served) = Self::of(target, Some(requests));
+        tokio::spawn(served);
+        Ok(client)
     }
 
     /// A client of a supervisor in this process, which takes the other end of each connection that `connector` makes:
@@ -201,11 +194,18 @@ impl Client {
 
     /// The same, whose connection is served while the future that is returned is polled, within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
-        let target = Target::InProcess(connector);
-        let (sender, current) = watch::channel(Connection::Down(Loss::now("it is not connected yet")));
+        Self::of(Target::InProcess(connector), None)
+    }
+
+    /// The client, and what serves its connection.
+    fn of(
+        target: Target,
+        requests: Option<Arc<Requests>>,
+    ) -> (Self, impl Future<Output = ()> + Send + 'static) {
+        let down = || Connection::Down(Loss::now("it is not connected yet"));
+        let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let wanted = Arc::<Notify>::default();
-        let driver =
-            Driver { target: target.clone(), requests: None, current: sender, wanted: wanted.clone() };
+        let driver = Driver { target: target.clone(), requests, current: sender, wanted: wanted.clone() };
         (Self { shared: Arc::new(Shared { target, current, wanted }) }, driver.drive())
     }
 

@@ -298,17 +298,14 @@ impl Requests {
         let mut state = self.lock();
         let Some(mut left) = state.waiters.leave(number) else { return };
         self.tell_idle(&state);
-        if let Some(waiter) = left.waiter.take() {
-            if let Some(lease) = waiter.lease.filter(|_| state.stage != Stage::Closed) {
+        if let Some(waiter) = left.waiter.take().filter(|_| state.stage != Stage::Closed) {
+            state.tell(kind::CANCEL, number);
+            if let Some(lease) = waiter.lease {
                 // Behind the cancellation.
-                let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
                 state.leases.forget(lease.number);
                 state.tell(kind::LEASE_RETURNED, lease.number);
-                let _ = self.try_flush(&mut state);
-                self.schedule_flush(&mut state);
-            } else {
-                self.send_cancel(&mut state, number, &[]);
             }
+            self.flush_soon(&mut state);
         }
         drop(state);
         drop(left);
@@ -320,18 +317,16 @@ impl Requests {
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
         let is_known = !unless_begun || self.capabilities & capability::CANCEL_UNLESS_BEGUN != 0;
-        if is_known && state.waiters.get(number).is_some() {
-            self.send_cancel(&mut state, number, only.as_slice());
+        if is_known && state.stage != Stage::Closed && state.waiters.get(number).is_some() {
+            // So short a message always fits.
+            let _ = state.push(kind::CANCEL, number, &Empty, only.as_slice(), Payload::NONE);
+            self.flush_soon(&mut state);
         }
     }
 
-    fn send_cancel(&self, state: &mut State, number: u64, extensions: &[(u16, &[u8])]) {
-        if state.stage == Stage::Closed {
-            return;
-        }
-        // So short a message always fits.
-        let _ = state.push(kind::CANCEL, number, &Empty, extensions, Payload::NONE);
-        // At once: a program that cancels as a rule ends soon, and its driver with it.
+    /// Sends what waits at once, as far as the supervisor takes it: a program that cancels as a rule ends soon, and its
+    /// driver with it.
+    fn flush_soon(&self, state: &mut State) {
         let _ = self.try_flush(state);
         self.schedule_flush(state);
     }
@@ -480,22 +475,15 @@ impl State {
             cost: job.cost,
         };
         let trace = job.trace_extension();
-        match job.run_limit.map(run_limit_bytes) {
-            limit if named.is_some() => {
-                let named = named.map(Named::to_bytes);
-                let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
-                let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
-                let given: Vec<_> = named.into_iter().chain(limit).chain(trace).collect();
-                self.push(kind::SUBMIT, number, &submit, &given, payload)?;
-            }
-            None => self.push(kind::SUBMIT, number, &submit, trace.as_slice(), payload)?,
-            Some(limit) => {
-                let limit = (tag::RUN_LIMIT, &limit[..]);
-                let both = [limit, trace.unwrap_or(limit)];
-                let given = &both[..1 + usize::from(trace.is_some())];
-                self.push(kind::SUBMIT, number, &submit, given, payload)?;
-            }
+        let (named, limit) = (named.map(Named::to_bytes), job.run_limit.map(run_limit_bytes));
+        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+        let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
+        let (mut given, mut count) = ([(0, &[][..]); 3], 0);
+        for extension in [named, limit, trace].into_iter().flatten() {
+            given[count] = extension;
+            count += 1;
         }
+        self.push(kind::SUBMIT, number, &submit, &given[..count], payload)?;
         let frame_end = self.pushed_bytes;
         if let Some(waiter) = self.waiters.get(number) {
             waiter.frame_end = frame_end;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_shared::client_protocol::{OutcomeMessage, outcome_code};
 use bulkhead_shared::{JobId, Outcome, Verdict};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Served {
     bulkhead: String,
     job: Option<JobId>,
@@ -65,17 +65,7 @@ impl Served {
 
 impl From<Box<Outcome>> for Served {
     fn from(outcome: Box<Outcome>) -> Self {
-        Self {
-            bulkhead: String::new(),
-            job: None,
-            attempts: 0,
-            worker_pid: 0,
-            queued_us: 0,
-            ran_us: 0,
-            deadline_us: 0,
-            run_limit: None,
-            outcome: outcome.into(),
-        }
+        Self { outcome: outcome.into(), ..Self::default() }
     }
 }
 

@@ -127,7 +127,7 @@ pub struct Progress<'a> {
 
 /// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of the job with the frame's number. The payload is the result
 /// of an `ok` job, or the handler's payload of a `failed` job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// One of [`outcome_code`].
     pub outcome: u8,
@@ -230,20 +230,13 @@ impl<'a> OutcomeMessage<'a> {
             outcome: code,
             reason,
             executed: verdict.executed() as u8,
-            retryable: 0,
             fault,
-            attempts: 0,
-            queued_us: 0,
-            ran_us: 0,
-            deadline_us: 0,
-            worker_pid: 0,
-            has_retry_after: 0,
-            retry_after_us: 0,
             has_status: status.is_some().into(),
             status: status.unwrap_or(0),
             bulkhead,
             code: handler_code,
             message: verdict.message().unwrap_or(""),
+            ..Self::default()
         }
     }
 
@@ -293,11 +286,7 @@ impl<'a> OutcomeMessage<'a> {
                 Verdict::Crashed { reason: CrashReason::from_code(self.reason)?, status, message }
             }
             outcome_code::CANCELLED => Verdict::Cancelled {
-                executed: match self.executed {
-                    0 => Executed::No,
-                    1 => Executed::Yes,
-                    _ => Executed::Unknown,
-                },
+                executed: Executed::from_code(self.executed).unwrap_or(Executed::Unknown),
             },
             _ => return None,
         };

@@ -15,6 +15,7 @@ use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
 use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateWord};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
+use bulkhead_plane::worker_ids::Claim;
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
@@ -43,7 +44,7 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
     }
-    let support = SandboxSupport::find_for_trial(config);
+    let support = SandboxSupport::find(config, Claim::Trial);
     match (support.ids(), support.subordinate()) {
         (None, _) => WorkerIds::None,
         (Some(_), None) => WorkerIds::Host,
@@ -57,7 +58,7 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
 /// Call it before any other thread has been started.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
     let host = program::require_host(config)?;
-    let support = SandboxSupport::find_for_trial(config);
+    let support = SandboxSupport::find(config, Claim::Trial);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     if let Some(ids) = support.subordinate() {

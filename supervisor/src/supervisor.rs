@@ -24,6 +24,7 @@ use bulkhead_plane::lock::try_while_taken;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
+use bulkhead_plane::worker_ids::Claim;
 
 /// Why a supervisor could not run.
 #[derive(thiserror::Error)]
@@ -64,7 +65,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
-    let support = SandboxSupport::find(&config);
+    let support = SandboxSupport::find(&config, Claim::Lasting);
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(

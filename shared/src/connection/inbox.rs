@@ -196,12 +196,6 @@ impl Inbox {
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
     }
 
-    /// The header of a small frame, or of the metadata of a large one, that has begun and not ended, if all of it is
-    /// there. It is not checked.
-    pub fn begun_header(&self) -> Option<Header> {
-        self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
-    }
-
     /// Whether a frame has begun and not ended: a peer that leaves it so for long is to be cut off.
     pub fn is_mid_frame(&self) -> bool {
         !self.partial.is_empty() || !matches!(self.stage, Stage::Frames)
@@ -263,7 +257,8 @@ impl Inbox {
         self.begun
     }
 
-    /// The header of a frame that has begun and of which nothing else was handled yet.
+    /// The header of a small frame, or of the metadata of a large one, that has begun and not ended, if all of it is
+    /// there. It is not checked.
     pub fn pending_header(&self) -> Option<Header> {
         self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
     }

@@ -88,15 +88,13 @@ impl JobOutcome {
             queued_ms: millis(outcome.queued),
             ran_ms: millis(outcome.ran),
             reason: verdict.reason().map(|reason| reason.to_owned().into()),
-            payload: None,
             report: outcome.report.clone(),
-            result_bytes: None,
             retry_after_ms: outcome.retry_after.map(millis),
             retryable: outcome.retryable,
             run_limit_ms: outcome.run_limit.map(millis),
-            signal: None,
             status: outcome.status,
             worker_pid: outcome.worker_pid,
+            ..Self::default()
         }
     }
 }

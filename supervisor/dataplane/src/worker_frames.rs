@@ -71,7 +71,7 @@ impl DataPlane {
         let link = &mut self.links[index];
         link.inbox = inbox;
         let (is_mid_frame, is_closing) = (link.inbox.is_mid_frame(), matches!(link.reads, Reads::Closing));
-        let begun = link.inbox.begun_header().filter(|_| !matches!(link.stage, Stage::ProtocolViolated));
+        let begun = link.inbox.pending_header().filter(|_| !matches!(link.stage, Stage::ProtocolViolated));
         let is_new = matches!(link.stage, Stage::AwaitingHello);
         let result = result.and_then(|received| {
             begun.map_or(Ok(()), |header| check_begun(header, is_new))?;

@@ -64,12 +64,8 @@ impl Peer {
     /// process are some: no process that descends from here can leave its line, by no number of forks and
     /// sessions. Nor can it hide in a PID namespace of its own, for those can be seen from here.
     ///
+    /// A process that `outsiders` know is not looked up again.
     /// Errors: a line of ancestors that cannot be told; this process has as many descriptors as it may.
-    pub fn descent(&self, socket: &impl AsFd) -> io::Result<Descent> {
-        self.descent_beside(socket, &Outsiders::default())
-    }
-
-    /// The same, without a look at the ancestors of processes that are known.
     pub fn descent_beside(&self, socket: &impl AsFd, outsiders: &Outsiders) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Outside) };
         let own = std::process::id();
@@ -228,12 +224,15 @@ mod tests {
         while !is_readable(pin(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap() {
             std::thread::yield_now();
         }
-        assert_eq!(peer.descent(&socket).unwrap(), Descent::Ended);
+        assert_eq!(peer.descent_beside(&socket, &Outsiders::default()).unwrap(), Descent::Ended);
         child.wait().unwrap();
 
         let _ourselves = UnixStream::connect(&path).unwrap();
         let (socket, _) = listener.accept().unwrap();
-        assert_eq!(Peer::of(&socket).unwrap().descent(&socket).unwrap(), Descent::Outside);
+        assert_eq!(
+            Peer::of(&socket).unwrap().descent_beside(&socket, &Outsiders::default()).unwrap(),
+            Descent::Outside
+        );
         let own = nix::unistd::getgroups().unwrap().into_iter().map(nix::unistd::Gid::as_raw);
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
     }
@@ -251,7 +250,7 @@ mod tests {
         const LOOKS: u32 = 20_000;
         let began = std::time::Instant::now();
         for _ in 0..LOOKS {
-            assert_ne!(peer.descent(&socket).unwrap(), Descent::Ended);
+            assert_ne!(peer.descent_beside(&socket, &Outsiders::default()).unwrap(), Descent::Ended);
         }
         println!("a child of ours: {:?}", began.elapsed() / LOOKS);
         let began = std::time::Instant::now();

@@ -50,24 +50,13 @@ impl IdSource {
 impl SandboxSupport {
     /// The same from what a keeper's guard has found: this process has threads, and forks nothing.
     pub fn found(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
-        let subordinate = move || found.ids;
-        Self::of(config, Claim::Lasting, found.abilities, subordinate)
+        Self::of(config, Claim::Lasting, found.abilities, move || found.ids)
     }
 
     /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
-    /// process has threads.
-    pub fn find(config: &bulkhead_config::Config) -> Self {
-        Self::find_as(config, Claim::Lasting)
-    }
-
-    /// The same for a look beside a supervisor that may be running.
-    pub fn find_for_trial(config: &bulkhead_config::Config) -> Self {
-        Self::find_as(config, Claim::Trial)
-    }
-
-    fn find_as(config: &bulkhead_config::Config, claim: Claim) -> Self {
-        let subordinate = || SubordinateIds::find().map(Arc::new);
-        Self::of(config, claim, keeper::probe(), subordinate)
+    /// process has threads. Beside a supervisor that may be running, `claim` is [`Claim::Trial`].
+    pub fn find(config: &bulkhead_config::Config, claim: Claim) -> Self {
+        Self::of(config, claim, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
 
     fn of(

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
 use super::machine;
-use super::root::{self, Root, View};
+use super::root::{self, Root};
 use super::shown::Shown;
 use super::steps;
 use super::{Refusal, programs};
@@ -114,21 +114,10 @@ impl Barriers {
         let hosted = executable.as_ref().and_then(|_| closed.hosted(&given)).map(open).transpose()?;
         let root = terms.namespaces.mount.then(|| {
             machine::prepare();
-            let view = View {
-                programs: &programs,
-                directory,
-                read: &read,
-                write: &write,
-                withheld: &withheld,
-                has_own_processes: terms.namespaces.pid,
-                temporary: terms.temporary,
-                identity: terms.identity,
-                closed: &closed,
-            };
             let missing = |path: &Path| {
                 Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
             };
-            Root::prepare(&view).map(Arc::new).map_err(missing)
+            Root::prepare(&given, &withheld, &closed, &terms).map(Arc::new).map_err(missing)
         });
         let ruleset = ruleset.transpose()?;
         // A template puts what it forks under rules, as a host does with its programs.

@@ -16,8 +16,8 @@ use super::machine;
 use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use crate::confine::paths;
-use crate::confine::reach::Closed;
-use crate::confinement::{Identity, Temporary};
+use crate::confine::reach::{Closed, Given};
+use crate::confinement::{Identity, Temporary, Terms};
 
 /// Where the system's own root is while the new one is being made.
 const OLD: &CStr = c"/old";
@@ -42,22 +42,6 @@ const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd/2", c"/dev/stderr"),
     (c"/tmp", c"/dev/shm"),
 ];
-
-/// What a worker's own root shows of the system.
-pub(super) struct View<'a> {
-    pub(super) programs: &'a [&'a Path],
-    pub(super) directory: &'a Path,
-    pub(super) read: &'a [&'a Path],
-    pub(super) write: &'a [&'a Path],
-    pub(super) withheld: &'a [&'a Path],
-    /// Whether it has process numbers of its own, and so a `/proc` that shows no others.
-    pub(super) has_own_processes: bool,
-    pub(super) temporary: Temporary,
-    /// The owner of the private `/tmp`, if that is not the keeper's own user.
-    pub(super) identity: Option<Identity>,
-    /// What that user cannot reach in the system's root.
-    pub(super) closed: &'a Closed,
-}
 
 /// One step towards a root folder, or towards what is shown of one.
 pub(super) enum Make {
@@ -98,7 +82,12 @@ const COMMON_STEPS: [&str; 6] =
 
 impl Root {
     /// Settles what is to be where. Errors: a path of the configuration is missing.
-    pub(super) fn prepare<'v>(view: &View<'v>) -> Result<Self, &'v Path> {
+    pub(super) fn prepare<'v>(
+        given: &Given<'v>,
+        withheld: &'v [&'v Path],
+        closed: &Closed,
+        terms: &Terms,
+    ) -> Result<Self, &'v Path> {
         let mut places = Places::default();
         for path in paths::SYSTEM {
             places.system(Path::new(path));
@@ -110,17 +99,17 @@ impl Root {
             places.bind(Path::new(path), Access::Device);
         }
         let mut inner_links = Vec::new();
-        for folder in paths::own_folders(view.programs, Some(view.directory), view.write) {
-            inner_links.extend(places.own_folder(&folder, view.withheld, view.closed));
+        for folder in paths::own_folders(given.programs, Some(given.directory), given.write) {
+            inner_links.extend(places.own_folder(&folder, withheld, closed));
         }
-        let named = view.read.iter().map(|path| (*path, Access::Read));
-        for (path, access) in named.chain(view.write.iter().map(|path| (*path, Access::Write))) {
+        let named = given.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(given.write.iter().map(|path| (*path, Access::Write))) {
             if !path.exists() {
                 return Err(path);
             }
-            if paths::leads_as_named(path, view.write) == Ok(true) {
-                if access == Access::Read && is_opened(path, view.closed) {
-                    inner_links.extend(places.own_folder(path, view.withheld, view.closed));
+            if paths::leads_as_named(path, given.write) == Ok(true) {
+                if access == Access::Read && is_opened(path, closed) {
+                    inner_links.extend(places.own_folder(path, withheld, closed));
                 } else {
                     places.bind(path, access);
                 }
@@ -132,22 +121,22 @@ impl Root {
             steps.extend(folders_to(folder).into_iter().map(Make::Folder));
         }
         // It need not be given to be worked in.
-        if paths::leads_as_named(view.directory, view.write) == Ok(true) {
-            steps.extend(folders_to(view.directory).into_iter().map(Make::Folder));
+        if paths::leads_as_named(given.directory, given.write) == Ok(true) {
+            steps.extend(folders_to(given.directory).into_iter().map(Make::Folder));
         }
         for (at, to) in inner_links {
             if let (None, Some(at), Some(to)) = (places.above(&at), text(&at), text(&to)) {
                 steps.push(Make::Link { to, at });
             }
         }
-        for path in view.withheld {
+        for path in withheld {
             steps.extend(places.hide(path));
         }
-        let tmp_options = match view.temporary {
-            Temporary::FileSystem(bytes) => tmp_options(bytes, view.identity),
+        let tmp_options = match terms.temporary {
+            Temporary::FileSystem(bytes) => tmp_options(bytes, terms.identity),
             Temporary::None | Temporary::Folder | Temporary::Mounted(_) => None,
         };
-        Ok(Self { steps, opened, has_own_processes: view.has_own_processes, tmp_options })
+        Ok(Self { steps, opened, has_own_processes: terms.namespaces.pid, tmp_options })
     }
 
     /// Folders that are there by their entries alone: no rule knows them.

@@ -1,13 +1,16 @@
 //! A cgroup as a folder of small files: each read and write has its bound, and names the file if it fails.
 
 use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bulkhead_linux::errno;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::texts::{self, Events};
+use super::texts;
 use super::{Failure, MOUNT_IT, failure};
 
 /// Bytes of one file of a cgroup; the longest is the list of its processes.
@@ -123,8 +126,7 @@ impl Folder {
     /// What a file says.
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
-        let descriptor = open_file(&self.descriptor, file).map_err(failed)?;
-        let bytes = read_all(&descriptor, FILE_BYTES_MAX).map_err(failed)?;
+        let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;
         let text = String::from_utf8(bytes).map_err(|_| self.failed("understand", file, Errno::ILSEQ))?;
         parse(&text).ok_or_else(|| self.failed("understand", file, Errno::BADMSG))
     }
@@ -135,10 +137,6 @@ impl Folder {
 
     pub(super) fn read_processes(&self) -> Result<Vec<u32>, Failure> {
         self.read("cgroup.procs", texts::processes)
-    }
-
-    pub(super) fn read_events(&self) -> Result<Events, Failure> {
-        self.read("cgroup.events", texts::events)
     }
 
     /// Removes a cgroup in this one, and what is in there; see [`Folder::remove`].
@@ -172,11 +170,11 @@ impl Folder {
         if remove()? {
             return Ok(true);
         }
-        match self.read_events() {
+        match self.read("cgroup.events", texts::is_populated) {
             // A process in there runs for a while yet.
-            Ok(events) if events.is_populated => return Ok(false),
+            Ok(true) => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
-            Ok(_) | Err(_) => {}
+            Ok(false) | Err(_) => {}
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
@@ -194,8 +192,8 @@ impl Folder {
 
 /// Reads a file of `/proc`; what is not UTF-8 in there belongs to other processes.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
-    let read = || read_all(&open_file(rustix::fs::CWD, path)?, PROC_BYTES_MAX);
-    let bytes = read().map_err(|errno| failure(format!("read {path}"), errno))?;
+    let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
+    let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -204,20 +202,13 @@ fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, E
     rustix::fs::openat(at, path, flags, Mode::empty())
 }
 
-fn open_file(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {
-    rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-}
-
-fn read_all(file: &OwnedFd, most: usize) -> Result<Vec<u8>, Errno> {
+/// The whole of a file, which is to have no more bytes than that.
+fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
+    let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();
-    let mut buffer = [0; 4096];
-    loop {
-        match rustix::io::retry_on_intr(|| rustix::io::read(file, &mut buffer))? {
-            0 => return Ok(bytes),
-            count if bytes.len() + count > most => return Err(Errno::FBIG),
-            count => bytes.extend_from_slice(&buffer[..count]),
-        }
-    }
+    let read = File::from(file).take(most as u64 + 1).read_to_end(&mut bytes);
+    read.map_err(|error| errno::of(&error, Errno::IO))?;
+    if bytes.len() > most { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
 /// The errors of a cgroup that has been removed.

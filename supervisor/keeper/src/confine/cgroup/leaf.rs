@@ -39,24 +39,6 @@ impl Leaf {
         self.folder.write("cgroup.kill", "1")
     }
 
-    /// Stops all that is in there, or lets it go on. It takes effect a little later.
-    #[cfg(test)]
-    pub(crate) fn freeze(&self, is_frozen: bool) -> Result<(), Failure> {
-        self.folder.write("cgroup.freeze", if is_frozen { "1" } else { "0" })
-    }
-
-    /// Whether no process is in there that still runs. The dead may still have to be waited for.
-    #[cfg(test)]
-    pub(crate) fn is_empty(&self) -> Result<bool, Failure> {
-        Ok(!self.folder.read_events()?.is_populated)
-    }
-
-    /// Whether all that is in there has stopped.
-    #[cfg(test)]
-    pub(crate) fn is_frozen(&self) -> Result<bool, Failure> {
-        Ok(self.folder.read_events()?.is_frozen)
-    }
-
     /// How many processes in there the kernel has killed for want of memory: of the leaf's, or of the
     /// whole machine's. Always 0 where memory is not accounted for.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {

@@ -138,6 +138,28 @@ fn remove(leaf: &Leaf) {
     assert!(!leaf.path().exists());
 }
 
+impl Leaf {
+    /// Stops all that is in there, or lets it go on. It takes effect a little later.
+    fn freeze(&self, is_frozen: bool) -> std::io::Result<()> {
+        std::fs::write(self.path().join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
+    }
+
+    fn tells(&self, event: &str) -> std::io::Result<bool> {
+        let events = std::fs::read_to_string(self.path().join("cgroup.events"))?;
+        Ok(events.lines().any(|line| line == event))
+    }
+
+    /// Whether no process is in there that still runs. The dead may still have to be waited for.
+    fn is_empty(&self) -> std::io::Result<bool> {
+        self.tells("populated 0")
+    }
+
+    /// Whether all that is in there has stopped.
+    fn is_frozen(&self) -> std::io::Result<bool> {
+        self.tells("frozen 1")
+    }
+}
+
 #[test]
 fn a_process_is_in_its_leaf_from_its_first_moment() {
     let Some(ground) = Ground::new("first-moment") else { return };

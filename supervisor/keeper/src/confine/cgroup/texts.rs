@@ -2,34 +2,20 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// What `cgroup.events` says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Events {
-    /// Whether a process is in there, or in what is below.
-    pub(super) is_populated: bool,
-    pub(super) is_frozen: bool,
-}
-
-pub(super) fn events(text: &str) -> Option<Events> {
-    let flag = |key| match number(text, key)? {
-        Some(0) => Some(Some(false)),
-        Some(1) => Some(Some(true)),
-        Some(_) => None,
-        None => Some(None),
-    };
-    // Kernels before 5.2 do not freeze.
-    Some(Events { is_populated: flag("populated")??, is_frozen: flag("frozen")?.unwrap_or(false) })
+/// Whether `cgroup.events` tells of a process in there or below.
+pub(super) fn is_populated(text: &str) -> Option<bool> {
+    number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
 /// How many processes died of their memory, from `memory.events`; those of a group that dies as a whole are
 /// counted one by one.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
-    number(text, "oom_kill")?
+    number(text, "oom_kill")
 }
 
 /// The number with this key, in a text of lines of one key and one number each. The outer `None`: it is
 /// no such text; the inner one: there is no such key.
-fn number(text: &str, key: &str) -> Option<Option<u64>> {
+fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {
         let (name, value) = line.split_once(' ')?;
@@ -38,7 +24,7 @@ fn number(text: &str, key: &str) -> Option<Option<u64>> {
             return None;
         }
     }
-    Some(found)
+    found
 }
 
 /// Digits alone: `parse` would take a sign too.
@@ -102,15 +88,14 @@ mod tests {
 
     #[test]
     fn events_say_whether_a_process_is_there() {
-        let told = |text: &str| events(text).map(|events| (events.is_populated, events.is_frozen));
-        assert_eq!(told("populated 1\nfrozen 0\n"), Some((true, false)));
-        assert_eq!(told("populated 0\nfrozen 1\n"), Some((false, true)));
-        assert_eq!(told("populated 0\n"), Some((false, false)));
-        assert_eq!(told("populated 0\nfrozen 0\nto_come 17\n"), Some((false, false)));
+        assert_eq!(is_populated("populated 1\nfrozen 0\n"), Some(true));
+        assert_eq!(is_populated("populated 0\nfrozen 1\n"), Some(false));
+        assert_eq!(is_populated("populated 0\n"), Some(false));
+        assert_eq!(is_populated("populated 0\nfrozen 0\nto_come 17\n"), Some(false));
         for odd in ["", "frozen 0\n", "populated\n", "populated x\n", "populated 2\n", "populated +1\n"] {
-            assert_eq!(told(odd), None, "{odd:?}");
+            assert_eq!(is_populated(odd), None, "{odd:?}");
         }
-        assert_eq!(told("populated 1\npopulated 0\n"), None);
+        assert_eq!(is_populated("populated 1\npopulated 0\n"), None);
     }
 
     #[test]
