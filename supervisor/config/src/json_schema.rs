@@ -74,7 +74,7 @@ fn shape(key: &Key) -> Value {
         Kind::Boolean => json!({"type": "boolean"}),
         Kind::Mode => json!({"type": "string", "pattern": "^0?[0-7]{3}$"}),
         Kind::Path | Kind::Text => json!({"type": "string", "minLength": 1}),
-        Kind::Word { now, .. } => json!({"type": "string", "enum": now}),
+        Kind::Word(of) => json!({"type": "string", "enum": of}),
         Kind::Words { of } => array(json!({"type": "string", "enum": of}), 0, of.len()),
         Kind::Program => array(json!({"type": "string"}), 1, usize::MAX),
         Kind::Names { max } => array(json!({"type": "string"}), 0, max),

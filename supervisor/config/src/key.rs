@@ -10,10 +10,6 @@ use serde::{Serialize, Serializer};
 use super::rlimits::{Measure, meaning};
 use super::{defaults, units};
 
-/// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
-/// and give it a row in `keys`. A table stands for all that is in it.
-pub(super) const LATER: &[(&str, &str)] = &[];
-
 pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
 pub(super) const SUPERVISOR: &str = "supervisor";
@@ -101,12 +97,7 @@ pub enum Kind {
     /// Any other text.
     Text,
     /// One of a few words.
-    Word {
-        /// Those that work.
-        now: &'static [&'static str],
-        /// Those that are for a later version.
-        later: &'static [&'static str],
-    },
+    Word(&'static [&'static str]),
     /// Some of a few words, or none.
     Words {
         /// Those that there are.
@@ -298,8 +289,8 @@ impl fmt::Display for Kind {
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),
-            Self::Word { now, .. } => {
-                let words: Vec<_> = now.iter().map(|word| format!("`\"{word}\"`")).collect();
+            Self::Word(of) => {
+                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
                 f.write_str(&words.join(", "))
             }
             Self::Words { of } => {

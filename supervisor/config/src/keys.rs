@@ -69,6 +69,6 @@ mod kinds {
     }
 
     pub(super) const fn one_of<T: Vocabulary>() -> Kind {
-        Kind::Word { now: T::WORDS, later: &[] }
+        Kind::Word(T::WORDS)
     }
 }

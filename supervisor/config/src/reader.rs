@@ -152,10 +152,6 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
-        if self.later_names().any(|later| later == name) {
-            let message = format!("`{}` is not supported yet", self.label(name));
-            return Complaint::new(message, "remove it: this version runs without it");
-        }
         if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
             let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
             return Complaint::new(message, "remove it");
@@ -166,11 +162,6 @@ impl<'t, 'p> TableReader<'t, 'p> {
             format!("in {}", self.heading())
         };
         Complaint::new(format!("unknown key `{}` {place}", shown(name)), self.unknown_help(name, value))
-    }
-
-    fn later_names(&self) -> impl Iterator<Item = &'static str> + use<> {
-        let schema = self.schema;
-        key::LATER.iter().filter(move |(table, _)| *table == schema).map(|(_, name)| *name)
     }
 
     /// How the file has the heading of this table.
@@ -198,7 +189,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if !elsewhere.is_empty() {
             return format!("`{name}` belongs in {}", elsewhere.join(" or "));
         }
-        if let Some(key) = nearest(name, here.iter().copied().chain(self.later_names())) {
+        if let Some(key) = nearest(name, here.iter().copied()) {
             return format!("did you mean `{key}`?");
         }
         match (self.schema, value) {

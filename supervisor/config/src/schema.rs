@@ -1,12 +1,12 @@
-//! Every key, as the rows of `keys` have them: the reference for the documentation, what is for later, and what a
-//! reload does with a key.
+//! Every key, as the rows of `keys` have them: the reference for the documentation, and what a reload does with
+//! a key.
 
 use std::sync::LazyLock;
 
 #[cfg(test)]
 pub(super) use super::key::ACCESS;
-pub(super) use super::key::{BULKHEAD, LATER};
-use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP, path};
+pub(super) use super::key::BULKHEAD;
+use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP};
 use super::keys::TABLES;
 use super::{defaults, key};
 
@@ -35,17 +35,6 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
 /// ```
 pub fn reference() -> Vec<Key> {
     all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
-}
-
-/// What a file is refused for as not supported yet: keys as paths, words of supported keys as
-/// `path = "word"`.
-pub fn later() -> Vec<String> {
-    let keys = LATER.iter().map(|(table, name)| path(table, name));
-    let words = all().flat_map(|key| match key.kind {
-        Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
-        _ => Vec::new(),
-    });
-    keys.chain(words).collect()
 }
 
 /// Every key that a file may have, tables included.

@@ -429,19 +429,9 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
 }
 
 pub(super) fn word<T: Vocabulary>(key: &Named, value: &DeValue<'_>) -> Read<T> {
-    let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Word(of) = key.kind else { return Err(unreadable(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
-    if let Some(word) = T::of(text) {
-        return Ok(word);
-    }
-    let choices = now.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
-    if later.contains(&text.as_ref()) {
-        return Err(Complaint::new(
-            format!("`{} = \"{text}\"` is not supported yet", key.label),
-            format!("this version has {choices}"),
-        ));
-    }
-    Err(not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), now))
+    T::of(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
 /// One word of an array of words.
