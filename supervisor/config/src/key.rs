@@ -198,14 +198,10 @@ pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
 
-pub(super) fn path(table: &str, name: &str) -> String {
-    if table == TOP { name.to_owned() } else { format!("{table}.{name}") }
-}
-
 impl Key {
     /// Table and name: `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
-        path(self.table, self.name)
+        if self.table == TOP { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
     /// A table without a default, whose keys say what it is for.
