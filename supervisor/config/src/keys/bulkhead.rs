@@ -28,13 +28,13 @@ section! {
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// A program built with the worker SDK, and its arguments.
-    command: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
+    command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
     /// A C library; the host loads it and calls `entry`.
-    library: String as Kind::Path, elsewhere "none", such as "\"./libworker.so\"", reload ReplacesWorkers;
+    library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, kept elsewhere;
     /// The function of `library` that serves a job.
-    entry: Cow<'static, str> as Kind::Text, elsewhere_default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers;
+    entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, kept elsewhere;
     /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
-    exec: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
+    exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
     /// Time for which the standard output of an `exec` program is read after the program's exit. A process that still
     /// holds the output open after that is killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
