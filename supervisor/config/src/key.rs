@@ -14,26 +14,10 @@ pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
 pub(super) const SUPERVISOR: &str = "supervisor";
 pub(super) const BULKHEAD: &str = "bulkhead.NAME";
-pub(super) const PRIORITY: &str = "bulkhead.NAME.priority";
-pub(super) const PRESSURE: &str = "bulkhead.NAME.pressure";
-pub(super) const RATE_LIMIT: &str = "bulkhead.NAME.rate_limit";
 pub(super) const TENANTS: &str = "bulkhead.NAME.tenants";
-pub(super) const BREAKER: &str = "bulkhead.NAME.breaker";
-pub(super) const RETRY: &str = "bulkhead.NAME.retry";
-pub(super) const POISON: &str = "bulkhead.NAME.poison";
 pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
 pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
-pub(super) const ADAPTIVE: &str = "bulkhead.NAME.adaptive";
-pub(super) const RESTART: &str = "bulkhead.NAME.restart";
-pub(super) const START: &str = "bulkhead.NAME.start";
-pub(super) const HEALTH: &str = "bulkhead.NAME.health";
-pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
 pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
-pub(super) const EXIT_STATUS: &str = "bulkhead.NAME.exit_status";
-pub(super) const FILES: &str = "bulkhead.NAME.files";
-pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
-pub(super) const SYSCALLS: &str = "bulkhead.NAME.sandbox.syscalls";
-pub(super) const CGROUP: &str = "bulkhead.NAME.cgroup";
 
 /// One key of the configuration file.
 #[derive(Debug, Clone, Copy)]

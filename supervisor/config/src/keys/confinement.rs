@@ -7,13 +7,13 @@ use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{CGROUP, Kind, SANDBOX, SYSCALLS};
+use crate::key::Kind;
 use crate::reader::Arguments;
 use crate::table::{section, table};
 
 table! {
     /// `sandbox`: how far the workers are confined.
-    SandboxKeys, SANDBOX;
+    SandboxKeys, "bulkhead.NAME.sandbox";
 
     /// How far the workers are confined.
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
@@ -41,7 +41,7 @@ table! {
 
 table! {
     /// `sandbox.syscalls`: which system calls the workers have besides those of the profile, or have not.
-    SyscallsKeys, SYSCALLS;
+    SyscallsKeys, "bulkhead.NAME.sandbox.syscalls";
 
     /// System calls that the workers may make on top of the profile.
     allow: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
@@ -154,7 +154,7 @@ vocabulary! {
 
 section! {
     /// `cgroup`: what one worker and all that it starts may use together.
-    CgroupKeys => CgroupConfig, CGROUP, by rows;
+    CgroupKeys => CgroupConfig, "bulkhead.NAME.cgroup", by rows;
 
     /// Memory of one worker and all that it starts, page cache included.
     memory: u64 as size(CGROUP_MEMORY_MIN, NUMBER_MAX), without "no limit", such as "\"8MiB\"", reload ReplacesWorkers;
