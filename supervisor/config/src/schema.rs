@@ -7,7 +7,10 @@ use std::sync::LazyLock;
 pub(super) use super::key::ACCESS;
 pub(super) use super::key::BULKHEAD;
 use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP};
-use super::keys::TABLES;
+use super::keys::access::AccessKeys;
+use super::keys::bulkhead::BulkheadKeys;
+use super::keys::supervisor::SupervisorKeys;
+use super::table::Table as _;
 use super::{defaults, key};
 
 static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
@@ -21,8 +24,8 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
             ..Key::of_table(TOP, "access")
         },
     ];
-    let tables = TABLES.iter().flat_map(|keys| keys());
-    top.into_iter().chain(tables).collect()
+    let tables = [SupervisorKeys::keys(), AccessKeys::keys(), BulkheadKeys::keys()];
+    top.into_iter().chain(tables.into_iter().flatten()).collect()
 });
 
 /// Every key that a configuration file of this version may have, table by table: what the reader reads,

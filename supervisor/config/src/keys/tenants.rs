@@ -12,7 +12,7 @@ use super::kinds::*;
 use crate::defaults;
 use crate::defaults::*;
 use crate::diagnostics::{shown, shown_key};
-use crate::key::{Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
+use crate::key::{Key, Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
 use crate::reader::{Field, TableReader};
 use crate::table::{Part, Table as _, as_table_option, section, table};
 use crate::values::{self, Complaint};
@@ -131,6 +131,10 @@ pub(crate) struct RawTenant {
 
 /// In the order of the file; `[defaults]` have none.
 impl Part for Vec<RawTenant> {
+    fn keys_inside() -> Vec<Key> {
+        TenantKeys::keys()
+    }
+
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, _: &'static str) -> Self {
         table.map(read).unwrap_or_default()
     }

@@ -47,7 +47,9 @@ macro_rules! table {
                 },)*];
                 let tables: Vec<$crate::key::Key> =
                     vec![$($($crate::key::Key::of_table($path, stringify!($inner)),)+)?];
-                rows.into_iter().chain(tables).collect()
+                let inside: Vec<Vec<$crate::key::Key>> =
+                    vec![$($(<$part as $crate::table::Part>::keys_inside(),)+)?];
+                rows.into_iter().chain(tables).chain(inside.into_iter().flatten()).collect()
             }
 
             fn read(
