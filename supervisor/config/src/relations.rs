@@ -25,8 +25,8 @@ use super::table::ByRows as _;
 use super::token::Token;
 use super::values::Complaint;
 use super::{
-    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, Start, SupervisorConfig, defaults,
-    programs, units,
+    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs,
+    units,
 };
 
 /// Bytes of the smallest memory files, one for payloads and one for results.
@@ -263,12 +263,7 @@ impl Checker<'_> {
             poison: raw.poison.checked_if_here(),
             adaptive: self.adaptive(&raw.adaptive),
             restart: self.restart(&raw.restart),
-            start: Start {
-                handshake: raw.start.handshake.value(),
-                ready: raw.start.ready.value(),
-                mode: raw.start.mode.value(),
-                spares: raw.start.spares.value(),
-            },
+            start: raw.start.checked(),
             health: raw.health.checked(),
             recycle: raw.recycle.checked(),
             rlimits: raw.rlimits.checked(),

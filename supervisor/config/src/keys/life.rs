@@ -26,7 +26,7 @@ section! {
 
 section! {
     /// `start`: how long a start may take, and what is started ahead.
-    StartKeys => Start, "bulkhead.NAME.start";
+    StartKeys => Start, "bulkhead.NAME.start", by rows;
 
     /// From the start of the process to its hello; until the process runs, which is the supervisor's doing, it has a
     /// minute at least.
