@@ -238,7 +238,7 @@ impl Checker<'_> {
             cwd: self.cwd(&raw.cwd),
             name: raw.name.clone(),
             program,
-            env: raw.env.value_or_default().into_iter().collect(),
+            env: raw.env.value().unwrap_or_default().into_iter().collect(),
             processes: raw.processes.value(),
             max_in_flight: raw.max_in_flight.value(),
             max_queue: queue.value,
@@ -401,7 +401,7 @@ impl Checker<'_> {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
             given.map_or(0, |given| given.value.iter().map(|argument| argument.value.len() + 1).sum());
-        let variables = raw.env.value_or_default();
+        let variables = raw.env.value().unwrap_or_default();
         let variables: usize = variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
         if arguments + variables > defaults::ARGUMENT_BYTES_MAX {
             self.problems.report(
