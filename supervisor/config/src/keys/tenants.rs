@@ -74,12 +74,6 @@ pub struct TenantsConfig {
     pub isolation: Option<IsolationConfig>,
 }
 
-impl TenantsConfig {
-    pub(crate) fn says_something(&self) -> bool {
-        self.max_in_flight.is_some() || self.max_queue.is_some() || self.isolation.is_some()
-    }
-}
-
 /// `tenants.isolate = true`: what the bulkhead says of processes, jobs in flight, queue, rate, breaker and
 /// restarts is said of each tenant.
 #[derive(Debug, Clone, PartialEq, Serialize)]
