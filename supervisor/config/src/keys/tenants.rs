@@ -149,9 +149,7 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
     }
     let mut tenants = Vec::new();
     for (name, value) in entries {
-        if let Err(complaint) = check_name(name.get_ref()) {
-            bulkhead.complain(name.span(), complaint);
-        }
+        bulkhead.found(name.span(), check_name(name.get_ref()));
         match value.get_ref() {
             DeValue::Table(table) => {
                 let keys = TenantKeys::read(Field::Absent, Some(bulkhead.tenant(name.get_ref(), table)));
