@@ -41,11 +41,8 @@ pub struct Key {
 /// What a value looks like. `Display` says it in a few words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// `"1m 30s"`, up to a year.
-    Duration {
-        /// The shortest that makes sense.
-        min: Duration,
-    },
+    /// `"1m 30s"`, from the shortest that makes sense up to a year.
+    Duration(Duration),
     /// `"64MiB"`, or a number of bytes.
     Size {
         /// The smallest that makes sense.
@@ -67,11 +64,8 @@ pub enum Kind {
         /// Whether 1 itself is allowed; otherwise something is left to others.
         all: bool,
     },
-    /// A number above 0, whole or not.
-    Number {
-        /// The largest that is allowed.
-        max: u64,
-    },
+    /// A number above 0, whole or not, up to the largest that is allowed.
+    Number(u64),
     /// `true` or `false`.
     Boolean,
     /// `"0600"`.
@@ -83,22 +77,13 @@ pub enum Kind {
     /// One of a few words.
     Word(&'static [&'static str]),
     /// Some of a few words, or none.
-    Words {
-        /// Those that there are.
-        of: &'static [&'static str],
-    },
+    Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// Names, in order, or none.
-    Names {
-        /// The most that are allowed.
-        max: usize,
-    },
-    /// Paths, or none; relative ones start at the file's folder.
-    Paths {
-        /// The most that are allowed.
-        max: usize,
-    },
+    /// Names, in order, or none, and the most that are allowed.
+    Names(usize),
+    /// Paths, or none, and the most that are allowed; relative ones start at the file's folder.
+    Paths(usize),
     /// The first and the last of some user ids: `"200000-200999"`.
     Ids,
     /// A table of strings.
@@ -110,10 +95,7 @@ pub enum Kind {
     /// A table with keys of its own.
     Table,
     /// Any number of such tables.
-    Tables {
-        /// The most that are allowed.
-        max: usize,
-    },
+    Tables(usize),
 }
 
 /// What holds without a key. `Display` gives the value as TOML, or says it in words.
@@ -247,8 +229,8 @@ impl fmt::Display for Preset {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Duration { min } if min.is_zero() => f.write_str("duration"),
-            Self::Duration { min } => write!(f, "duration, at least {}", units::format_duration(min)),
+            Self::Duration(min) if min.is_zero() => f.write_str("duration"),
+            Self::Duration(min) => write!(f, "duration, at least {}", units::format_duration(min)),
             Self::Size { min: 0, max: defaults::NUMBER_MAX } => f.write_str("size"),
             Self::Size { min, max: defaults::NUMBER_MAX } => {
                 write!(f, "size, at least {}", units::size_bound(min))
@@ -264,7 +246,7 @@ impl fmt::Display for Kind {
                     if all { "to" } else { "to below" }
                 )
             }
-            Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Number(max) => write!(f, "number, whole or not, above 0 to {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
@@ -273,13 +255,13 @@ impl fmt::Display for Kind {
                 let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
                 f.write_str(&words.join(", "))
             }
-            Self::Words { of } => {
+            Self::Words(of) => {
                 let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
                 write!(f, "array of {}", words.join(", "))
             }
             Self::Program => f.write_str("array of strings"),
-            Self::Names { max } => write!(f, "array of names, at most {max}"),
-            Self::Paths { max } => write!(f, "array of paths, at most {max}"),
+            Self::Names(max) => write!(f, "array of names, at most {max}"),
+            Self::Paths(max) => write!(f, "array of paths, at most {max}"),
             Self::Ids => f.write_str("range of ids as a string"),
             Self::Environment => f.write_str("table of strings"),
             Self::Statuses => f.write_str("array of numbers, 0 to 255"),
@@ -291,7 +273,7 @@ impl fmt::Display for Kind {
                 Measure::Zero => "`0`",
             }),
             Self::Table => f.write_str("table"),
-            Self::Tables { max } => write!(f, "array of tables, at most {max}"),
+            Self::Tables(max) => write!(f, "array of tables, at most {max}"),
         }
     }
 }

@@ -27,7 +27,7 @@ mod kinds {
     pub(super) const PART: Kind = Kind::Share { none: false, all: true };
 
     pub(super) const fn at_least(min: Duration) -> Kind {
-        Kind::Duration { min }
+        Kind::Duration(min)
     }
 
     pub(super) const fn size(min: u64, max: u64) -> Kind {

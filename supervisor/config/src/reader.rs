@@ -267,7 +267,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         let DeValue::Array(array) = value.get_ref() else {
             return self.complain(value.span(), values::not_tables(&key, value.get_ref()));
         };
-        let Kind::Tables { max } = key.kind else {
+        let Kind::Tables(max) = key.kind else {
             return self.complain(value.span(), values::unreadable(&key));
         };
         if let Some(beyond) = array.get(max) {

@@ -19,7 +19,7 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
         Key::of_table(TOP, "defaults"),
         Key::of_table(TOP, "bulkhead"),
         Key {
-            kind: Kind::Tables { max: defaults::ACCESS_MAX },
+            kind: Kind::Tables(defaults::ACCESS_MAX),
             example: "[{ uid = 1001 }]",
             ..Key::of_table(TOP, "access")
         },
@@ -37,7 +37,7 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
 /// assert_eq!(key.default.to_string(), "`\"100ms\"`");
 /// ```
 pub fn reference() -> Vec<Key> {
-    all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
+    all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables(_))).collect()
 }
 
 /// Every key that a file may have, tables included.

@@ -99,7 +99,7 @@ fn integer(number: &DeInteger<'_>) -> i128 {
 }
 
 pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
-    let Kind::Duration { min } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Duration(min) = key.kind else { return Err(unreadable(key)) };
     let duration = match value {
         DeValue::String(text) => duration_text(key, text)?,
         DeValue::Integer(number) => {
@@ -304,7 +304,7 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
 }
 
 pub(super) fn number(key: &Named, value: &DeValue<'_>) -> Read<f64> {
-    let Kind::Number { max } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Number(max) = key.kind else { return Err(unreadable(key)) };
     let number = fraction(key, "a number", value)?;
     if number > 0.0 && number <= max as f64 {
         return Ok(number);

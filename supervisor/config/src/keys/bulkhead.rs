@@ -76,7 +76,7 @@ section! {
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
     /// Bulkheads that take a job which this one turns away as `circuit_open`, `queue_full`, `backpressure`,
     /// `unavailable` or `draining`, and an idempotent one whose worker crashed: tried in order, each at most once.
-    fallback: Arguments as Kind::Names { max: FALLBACKS_MAX }, without "`[]`", such as "[\"other\"]";
+    fallback: Arguments as Kind::Names(FALLBACKS_MAX), without "`[]`", such as "[\"other\"]";
 
     tables {
         pressure: admission::PressureKeys,

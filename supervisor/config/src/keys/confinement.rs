@@ -21,9 +21,9 @@ table! {
     network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
     /// Further files and folders that the workers may read. The program, its libraries and its loader come by
     /// themselves.
-    read: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and folders that the workers may write, besides their own `/tmp`.
-    write: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names and that
     /// is looked at every second: a worker that has more in it is ended as `crashed`/`violation`; for
     /// workers with ids of `/etc/subuid` it is in memory.
@@ -34,7 +34,7 @@ table! {
     /// or the name of a user. Under root only `"root"` and `"shared"` make a worker root.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
     /// Layers of the profile that may be missing on this machine; without any other the workers do not start.
-    best_effort: Arguments as Kind::Words { of: Layer::WORDS }, without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
+    best_effort: Arguments as Kind::Words(Layer::WORDS), without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
 
     tables { syscalls: SyscallsKeys, }
 }
@@ -44,9 +44,9 @@ table! {
     SyscallsKeys, "bulkhead.NAME.sandbox.syscalls";
 
     /// System calls that the workers may make on top of the profile.
-    allow: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+    allow: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
     /// System calls that the workers may not make, though the profile has them.
-    deny: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+    deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
 /// `sandbox`: how far the workers are confined. With [`Profile::None`] all else is empty and says nothing.
@@ -161,7 +161,7 @@ section! {
     /// Processes and threads of one worker and all that it starts.
     pids: u64 as count(1, NUMBER_MAX), without "no limit", such as "32", reload ReplacesWorkers;
     /// Processor cores that one worker and all that it starts may use.
-    cpu: f64 as Kind::Number { max: CGROUP_CPU_CEILING }, without "no limit", such as "1.5", reload ReplacesWorkers;
+    cpu: f64 as Kind::Number(CGROUP_CPU_CEILING), without "no limit", such as "1.5", reload ReplacesWorkers;
 }
 
 /// `cgroup`: what one worker and all that it starts may use together. Each is unlimited when absent.

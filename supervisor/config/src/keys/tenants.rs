@@ -57,7 +57,7 @@ table! {
     TenantRateKeys, TENANT_RATE_LIMIT;
 
     /// Jobs of this tenant a second in the long run, each counted by its cost.
-    per_second: f64 as Kind::Number { max: RATE_CEILING }, without "required", such as "100";
+    per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Jobs of this tenant that may come at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }

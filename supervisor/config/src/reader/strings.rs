@@ -18,9 +18,9 @@ impl TableReader<'_, '_> {
                 other => return Err(values::wrong_type(key, "an array of strings", other)),
             };
             let (max, what) = match key.kind {
-                Kind::Names { max } => (max, "names"),
-                Kind::Paths { max } => (max, "paths"),
-                Kind::Words { of } => (of.len(), "words"),
+                Kind::Names(max) => (max, "names"),
+                Kind::Paths(max) => (max, "paths"),
+                Kind::Words(of) => (of.len(), "words"),
                 _ => (usize::MAX, "arguments"),
             };
             if let Some(beyond) = array.get(max) {
@@ -94,8 +94,8 @@ fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, 
         return Err(Complaint::new(format!("`{label}` must be a string, not {found}"), help));
     };
     match key.kind {
-        Kind::Words { of } => values::one_of(&label, text, of)?,
-        Kind::Paths { .. } => values::path_text(&label, text, key)?,
+        Kind::Words(of) => values::one_of(&label, text, of)?,
+        Kind::Paths(_) => values::path_text(&label, text, key)?,
         Kind::Program if index == 0 && text.is_empty() => {
             let message = format!("`{label}` is empty, where the program should be");
             return Err(Complaint::new(message, example()));
