@@ -138,14 +138,14 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
         let message = format!("`{}` is not a duration: \"{}\"", key.label, shown(text));
         let help = match error {
             UnitError::NoUnit => unit_help(key, text.trim()),
-            UnitError::Ambiguous(unit) => {
-                format!("`M` is a month to some: for minutes write `{unit}`, as in \"5m\"")
+            UnitError::AmbiguousMonth => {
+                "`M` is a month to some: for minutes write `m`, as in \"5m\"".to_owned()
             }
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
             UnitError::TooFine => "a fraction must come to whole nanoseconds, as in \"1.5ms\"".to_owned(),
-            UnitError::Malformed => {
+            UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
         };
@@ -182,15 +182,12 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
         DeValue::String(text) => units::parse_size(text).map(i128::from).map_err(|error| {
             let message = format!("`{}` is not a size: \"{}\"", key.label, shown(text));
             let help = match error {
-                UnitError::Ambiguous(unit) => {
+                UnitError::AmbiguousPower(binary, decimal) => {
                     let number = text.trim_end_matches(|c: char| c.is_alphabetic() || c.is_whitespace()).trim();
-                    format!(
-                        "write \"{number}{unit}\" for powers of 1024, or \"{number}{}\" for powers of 1000",
-                        decimal_unit(unit)
-                    )
+                    format!("write \"{number}{binary}\" for powers of 1024, or \"{number}{decimal}\" for powers of 1000")
                 }
                 UnitError::TooLarge => "that is more than can be counted in 64 bits".to_owned(),
-                UnitError::NoUnit | UnitError::TooFine | UnitError::Malformed => {
+                _ => {
                     "write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in \"64MiB\""
                         .to_owned()
                 }
@@ -198,15 +195,6 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
             Complaint::new(message, help)
         }),
         other => Err(wrong_type(key, "a size such as \"64MiB\" or a number of bytes", other)),
-    }
-}
-
-fn decimal_unit(binary: &str) -> &'static str {
-    match binary {
-        "KiB" => "kB",
-        "MiB" => "MB",
-        "GiB" => "GB",
-        _ => "TB",
     }
 }
 
