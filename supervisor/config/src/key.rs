@@ -159,6 +159,11 @@ pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
 
+/// Words as a message or the reference lists them.
+pub(super) fn in_list(words: &[&str]) -> String {
+    words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
+}
+
 /// How the heading of a table is written.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
@@ -251,14 +256,8 @@ impl fmt::Display for Kind {
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),
-            Self::Word(of) => {
-                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
-                f.write_str(&words.join(", "))
-            }
-            Self::Words(of) => {
-                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
-                write!(f, "array of {}", words.join(", "))
-            }
+            Self::Word(of) => f.write_str(&in_list(of)),
+            Self::Words(of) => write!(f, "array of {}", in_list(of)),
             Self::Program => f.write_str("array of strings"),
             Self::Names(max) => write!(f, "array of names, at most {max}"),
             Self::Paths(max) => write!(f, "array of paths, at most {max}"),

@@ -208,7 +208,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn entry(&self, name: &str) -> Option<(Named, &'t Spanned<DeValue<'t>>)> {
         let value = self.table.get(name)?;
         let key = self.find(name)?;
-        Some((Named::new(key, self.label(name)), value))
+        Some((Named { key, label: self.label(name) }, value))
     }
 
     fn label(&self, name: &str) -> String {

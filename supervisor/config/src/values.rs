@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::Vocabulary;
-use toml::de::{DeFloat, DeInteger, DeValue};
+use toml::de::{DeInteger, DeValue};
 
 use super::defaults;
 use super::diagnostics::{nearest, shown};
 use super::ids::UidRange;
-use super::key::{Key, Kind};
+use super::key::{Key, Kind, in_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
@@ -32,15 +32,9 @@ type Read<T> = Result<T, Complaint>;
 
 /// A key of an open table: what the schema says of it, and what messages call it.
 pub(super) struct Named {
-    key: Key,
+    pub(super) key: Key,
     /// From the bulkhead or the supervisor down, with the tenant's name in it: `restart.backoff`.
     pub(super) label: String,
-}
-
-impl Named {
-    pub(super) fn new(key: Key, label: String) -> Self {
-        Self { key, label }
-    }
 }
 
 impl Deref for Named {
@@ -330,7 +324,8 @@ pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
 fn fraction(key: &Named, expected: &str, value: &DeValue<'_>) -> Read<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
-        DeValue::Float(number) => Ok(float(number)),
+        // Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
+        DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
             format!("`{}` must be {expected}, not a string", key.label),
             format!("{} without the quotes", write(key, &shown(text.trim()))),
@@ -347,15 +342,11 @@ fn is_decimal(text: &str) -> bool {
     }
 }
 
-/// Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
-fn float(number: &DeFloat<'_>) -> f64 {
-    number.as_str().parse().unwrap_or(f64::NAN)
-}
-
 fn given_literal(value: &DeValue<'_>) -> String {
     match value {
         DeValue::Integer(number) => given_number(integer(number)),
         DeValue::Float(number) => shown(number.as_str()),
+        DeValue::String(text) => shown(text),
         other => type_name(other).to_owned(),
     }
 }
@@ -391,19 +382,16 @@ fn octal(digits: &str) -> Option<u32> {
 pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
-    not_empty(&key.label, text, || write(key, &key.example()))?;
-    no_nul(&key.label, text)?;
+    path_text(&key.label, text, key)?;
     Ok(text.to_string())
 }
 
 /// The same in an array of paths.
 pub(super) fn path_text(label: &str, text: &str, key: &Named) -> Read<()> {
-    not_empty(label, text, || write(key, &key.example()))?;
+    if text.is_empty() {
+        return Err(Complaint::new(format!("`{label}` is empty"), write(key, &key.example())));
+    }
     no_nul(label, text)
-}
-
-fn not_empty(label: &str, text: &str, help: impl FnOnce() -> String) -> Read<()> {
-    if text.is_empty() { Err(Complaint::new(format!("`{label}` is empty"), help())) } else { Ok(()) }
 }
 
 pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
@@ -435,8 +423,7 @@ fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> C
     let help = match nearest(meant, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
         None => {
-            let choices = words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
-            format!("write one of {choices}")
+            format!("write one of {}", in_list(words))
         }
     };
     Complaint::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
@@ -539,16 +526,12 @@ fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> 
                 "`{}` must be at most {}, not {}",
                 key.label,
                 units::format_duration(defaults::DURATION_MAX),
-                given_time(value)
+                given_literal(value)
             ),
             format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
         ));
     }
     Ok(number)
-}
-
-fn given_time(value: &DeValue<'_>) -> String {
-    if let DeValue::String(text) = value { shown(text) } else { given_literal(value) }
 }
 
 /// Rounded up: a limit below one unit must not become none at all.
