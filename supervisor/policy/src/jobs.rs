@@ -209,11 +209,6 @@ impl<T> Jobs<T> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
     }
 
-    /// Returns the place of a job, and true if its client waits for it. `None` if there is no such job any more.
-    pub(crate) fn place_and_wanted(&self, index: u32) -> Option<(Place, bool)> {
-        self.table.get(index as usize)?.as_ref().map(|job| (job.place, job.cargo.is_some()))
-    }
-
     /// Whether a result of a job that is too large is still coming.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
         matches!(self.place(index), Some(Place::InFlight { is_oversized: true, .. }))

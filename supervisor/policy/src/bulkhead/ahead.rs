@@ -567,7 +567,9 @@ impl<T> Bulkhead<T> {
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
         again.dedup();
         for index in again {
-            if let Some((Place::InFlight { worker, since, .. }, true)) = self.jobs.place_and_wanted(index) {
+            if let Some(Place::InFlight { worker, since, .. }) = self.jobs.place(index)
+                && self.jobs.get(index).cargo.is_some()
+            {
                 let remaining = self.jobs.get(index).answer_by(since).since(now);
                 self.send(now, index, worker, (remaining, false), out);
             }
