@@ -694,6 +694,11 @@ impl<T> Bulkhead<T> {
         self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id && !w.is_dead())
     }
 
+    /// The worker of a slot, dead or alive.
+    fn worker_of(&self, slot: u32) -> Option<&Worker> {
+        self.workers[self.slots[slot as usize].state.worker()? as usize].as_ref()
+    }
+
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
         self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id && !w.is_dead())
     }

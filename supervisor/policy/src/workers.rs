@@ -366,6 +366,11 @@ pub(crate) enum SlotState {
 }
 
 impl SlotState {
+    /// The place of the slot's worker.
+    pub(crate) fn worker(&self) -> Option<u32> {
+        if let Self::Occupied(place) = self { Some(*place) } else { None }
+    }
+
     /// Whether a worker is here or will come in the ordinary way.
     pub(crate) fn is_live(&self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
