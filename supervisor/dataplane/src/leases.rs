@@ -664,7 +664,7 @@ impl DataPlane {
             return;
         }
         let named = Named { lease: number, bytes: lease.bytes };
-        match lend(&link.socket, (kind::FILES, number), named, files.of_worker()) {
+        match lend(&link.socket, (kind::FILES, number), &named, &files.of_worker()) {
             Ok(sent) => {
                 link.reading.written(sent);
                 link.lent_bytes += 2 * lease.bytes;
