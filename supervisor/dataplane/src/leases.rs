@@ -61,7 +61,7 @@ pub(super) struct Leases {
     /// The number of the last one.
     last: u64,
     /// Bytes of all files, also of those that are over for their clients and not for a job.
-    bytes: u64,
+    pub(super) bytes: u64,
     /// How many leases these are.
     live: u64,
     /// Clients that may be offered one, once all that was answered is sent.
@@ -114,7 +114,7 @@ enum User {
 pub(super) struct Leased {
     lease: u64,
     files: Arc<Files>,
-    bytes: usize,
+    pub(super) bytes: usize,
     /// The worker that has it, in whatever form.
     at: Option<u64>,
     /// The worker that was given it by its name.
@@ -123,12 +123,6 @@ pub(super) struct Leased {
     result: Option<u64>,
     /// Whether it may be tried again, so that it counts as kept while a worker has it.
     pub(super) is_kept: bool,
-}
-
-impl Leased {
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
 }
 
 impl Leases {
@@ -144,11 +138,6 @@ impl Leases {
             to_offer: Vec::new(),
             left: Vec::new(),
         }
-    }
-
-    /// What the files take.
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     pub(super) fn len(&self) -> usize {

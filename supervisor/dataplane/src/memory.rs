@@ -127,7 +127,7 @@ impl JobData {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
         let fallback = if self.fallback.is_some() { size_of::<super::FallbackState>() } else { 0 };
-        let in_file = self.held.file.as_ref().map_or(0, |file| file.bytes());
+        let in_file = self.held.file.as_ref().map_or(0, |file| file.bytes);
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.held.bytes() + in_file
     }
 }
@@ -177,7 +177,7 @@ impl DataPlane {
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
             return debug_assert!(false, "{job} was just dispatched, and is not there");
         };
-        let in_file = record.held.file.as_ref().map_or(0, |file| file.bytes());
+        let in_file = record.held.file.as_ref().map_or(0, |file| file.bytes);
         let (session, bytes) = (record.session, record.held.bytes() + in_file);
         let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, Kind::Fixed, bytes);
@@ -221,7 +221,7 @@ impl DataPlane {
     /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
-        if self.leases.bytes() > 0 {
+        if self.leases.bytes > 0 {
             self.settle_files(self.memory.shares.held());
         }
         while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
