@@ -271,11 +271,10 @@ impl DataPlane {
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
         // Last: what has been ordered has the id, whatever becomes of it here.
-        let output = (stdout_write, stderr_write);
-        let ordered = match template {
-            None => self.keeper.spawn(&program.order(spawn, id), theirs, output),
-            Some(template) => self.keeper.fork((spawn, template), theirs, output),
-        };
+        let ordered = self.keeper.serving().and_then(|keeper| match template {
+            None => keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write),
+            Some(template) => keeper.fork((spawn, template), theirs, stdout_write, stderr_write),
+        });
         if let Err(error) = ordered {
             let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
             return Err(error);
