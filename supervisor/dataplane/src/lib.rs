@@ -757,21 +757,21 @@ impl DataPlane {
                 break;
             }
         }
-        if let Err(error) = self.keeper.end(&self.background) {
-            tracing::error!("the keeper did not end well: {error}");
-        }
+        self.end_keeper();
     }
-}
 
-impl DataPlane {
     /// A thread of the supervisor has ended. No worker is to outlive that.
     fn give_up(self, name: &str) -> io::Error {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.end_keeper();
+        io::Error::other(format!("the thread or task '{name}' has ended"))
+    }
+
+    fn end_keeper(self) {
         if let Err(error) = self.keeper.end(&self.background) {
             tracing::error!("the keeper did not end well: {error}");
         }
-        io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 }
 
