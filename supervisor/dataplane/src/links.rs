@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_api::Confinement;
 use bulkhead_keeper::{Observed, Usage};
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::program::Program;
@@ -476,6 +477,11 @@ impl Link {
             Process::Ordered { .. } => None,
             Process::Running(running) => Some(running),
         }
+    }
+
+    /// What confines it, as read back from the kernel.
+    pub(super) fn confinement(&self) -> Option<Confinement> {
+        Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
     pub(super) fn pid(&self) -> Option<u32> {

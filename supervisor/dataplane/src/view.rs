@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_api::{Adaptive, Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
+use bulkhead_api::{Adaptive, Latencies, Rate, Snapshot, Tenant, Text, Worker};
 use bulkhead_plane::command::SteerError;
 use bulkhead_policy::{
     Activity, AdaptiveLimits, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
@@ -108,7 +108,8 @@ impl Links {
         let views = compartment.policy.workers(now);
         views
             .into_iter()
-            .map(|view| Worker {
+            .map(|view| (self.link_in(compartment, view.id), view))
+            .map(|(link, view)| Worker {
                 tenant: compartment.tenant.as_deref().map(str::to_owned),
                 slot: view.slot,
                 generation: view.id.generation,
@@ -121,20 +122,11 @@ impl Links {
                 restarts: view.restarts,
                 rss_bytes: None,
                 cpu_ms: None,
-                status: self.status_of(compartment, view.id),
+                status: link.and_then(|link| link.status.clone()),
                 last_exit: view.last_exit,
-                confinement: self.confinement_of(compartment, view.id),
+                confinement: link.and_then(Link::confinement),
             })
             .collect()
-    }
-
-    fn status_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<String> {
-        self.link_in(compartment, worker)?.status.clone()
-    }
-
-    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<Confinement> {
-        let link = self.link_in(compartment, worker)?;
-        Some(link.program.sandbox().describe(&link.running()?.observed))
     }
 
     fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {
