@@ -12,11 +12,11 @@ use bulkhead_keeper::{Observed, Usage};
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
-use bulkhead_shared::codec::tag;
+use bulkhead_shared::codec::{Encode, tag};
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::memory_files::Named;
-use bulkhead_shared::worker_protocol::{Empty, Job, Limits};
+use bulkhead_shared::worker_protocol::Job;
 use bulkhead_shared::{HandlerFailure, JobId};
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -406,29 +406,15 @@ impl DataPlane {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    pub(super) fn send_cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
-        self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
-    }
-
-    pub(super) fn send_drain(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        self.send_plain(compartment, worker, kind::DRAIN, 0);
-    }
-
-    pub(super) fn send_limits(
+    /// Sends what has no payload.
+    pub(super) fn send(
         &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        max_in_flight: u32,
+        (compartment, worker): (CompartmentIndex, WorkerId),
+        (kind, number): (u8, u64),
+        message: &impl Encode,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        let limits = Limits { max_in_flight };
-        let _ = self.links[index].outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
-        self.mark_dirty(Endpoint::Link(index));
-    }
-
-    fn send_plain(&mut self, compartment: CompartmentIndex, worker: WorkerId, kind: u8, number: u64) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        let _ = self.links[index].outbox.push(kind, number, &Empty, &[], Payload::NONE);
+        let _ = self.links[index].outbox.push(kind, number, message, &[], Payload::NONE);
         self.mark_dirty(Endpoint::Link(index));
     }
 
