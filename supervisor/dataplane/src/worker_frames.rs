@@ -21,6 +21,7 @@ use bulkhead_shared::worker_protocol::{
 };
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
 
+use super::client_frames::check_version;
 use super::journal::Journal;
 use super::links::{Link, Oversized, Reads, Stage};
 use super::memory_files::Lending;
@@ -341,15 +342,7 @@ impl DataPlane {
         if hello.role != role::WORKER {
             return Err("it says hello in the role of a client".into());
         }
-        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
-            let message = format!(
-                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
-                 build the worker with a matching SDK",
-                cut(hello.name, 64),
-                cut(hello.version, 64),
-                hello.version_min,
-                hello.version_max
-            );
+        if let Err(message) = check_version(&hello, "build the worker with a matching SDK") {
             let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
             let _ = link.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
             self.flush_link(index);
