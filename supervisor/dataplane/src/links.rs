@@ -12,7 +12,7 @@ use bulkhead_keeper::{Observed, Usage};
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
-use bulkhead_shared::codec::{Encode, tag};
+use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::memory_files::Named;
@@ -411,7 +411,7 @@ impl DataPlane {
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
         (kind, number): (u8, u64),
-        message: &impl Encode,
+        message: &impl bincode::Encode,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let _ = self.links[index].outbox.push(kind, number, message, &[], Payload::NONE);

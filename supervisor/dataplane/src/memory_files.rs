@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use bulkhead_shared::codec::{self, Encode};
+use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header};
 use bulkhead_shared::memory_files::FILES;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
@@ -104,7 +104,7 @@ pub(super) enum Lending {
 }
 
 /// The frame that says which files come with it.
-pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl Encode) -> io::Result<Vec<u8>> {
+pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
     let length = frame.len() - HEADER_BYTES;
@@ -118,7 +118,7 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl Encode) -> io
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),
-    message: &impl Encode,
+    message: &impl bincode::Encode,
     files: &[BorrowedFd<'_>],
 ) -> io::Result<usize> {
     let frame = lend_frame(said, message)?;
