@@ -328,10 +328,7 @@ impl Isolated {
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {
-            limits.processes = own.processes.unwrap_or(limits.processes);
-            limits.max_in_flight = own.max_in_flight.unwrap_or(limits.max_in_flight);
-            limits.max_queue = own.max_queue.unwrap_or(limits.max_queue);
-            limits.rate_limit = own.rate_limit.or(limits.rate_limit);
+            own.of_workers().put_into(&mut limits);
         }
         limits
     }

@@ -417,6 +417,16 @@ pub struct Change {
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
+impl Change {
+    /// Puts the numbers into others.
+    pub fn put_into(self, limits: &mut Limits) {
+        limits.processes = self.processes.unwrap_or(limits.processes);
+        limits.max_in_flight = self.max_in_flight.unwrap_or(limits.max_in_flight);
+        limits.max_queue = self.max_queue.unwrap_or(limits.max_queue);
+        limits.rate_limit = self.rate_limit.unwrap_or(limits.rate_limit);
+    }
+}
+
 /// What became of a job.
 #[derive(Debug)]
 pub struct Answer<T> {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{OwnNumbers, RateLimit};
+use bulkhead_policy::{Change, OwnNumbers, RateLimit};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde::Serialize;
 use toml::de::DeValue;
@@ -104,6 +104,12 @@ impl TenantConfig {
     pub fn of_share(&self) -> OwnNumbers {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         OwnNumbers { max_in_flight, max_queue, rate_limit }
+    }
+
+    /// As a change of the numbers of workers that are the tenant's own.
+    pub fn of_workers(&self) -> Change {
+        let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
+        Change { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
     /// These numbers where they say something, and the others where they do not.
