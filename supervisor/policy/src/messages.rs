@@ -15,7 +15,7 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// One incarnation of a worker. A message from an earlier one does not match it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
     /// The place in the bulkhead's table of workers.
     pub place: u32,
