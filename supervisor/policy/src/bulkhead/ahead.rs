@@ -134,14 +134,7 @@ impl<T> Bulkhead<T> {
         let left = worker.jobs_left(&self.limits);
         let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.lag == 0;
         let room = (worker.takes_ahead() && has_room).then_some(level as u32);
-        if worker.room != room {
-            if let Some(level) = std::mem::replace(&mut worker.room, room) {
-                self.room.remove(place, level);
-            }
-            if let Some(level) = room {
-                self.room.insert(place, level);
-            }
-        }
+        self.room.list(place, &mut worker.room, room);
     }
 
     /// How many jobs are worth `lookahead`, by how long they take.
