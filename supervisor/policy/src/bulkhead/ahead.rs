@@ -152,7 +152,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         worker.check_at = None;
-        let Some(begun) = self.begun(place, out) else { return };
+        let Some(begun) = self.begun(place, None, out) else { return };
         let lookahead = self.limits.lookahead;
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         let ahead = worker.ahead.back().filter(|&&last| self.jobs.get(last).arrival > begun);
@@ -227,14 +227,11 @@ impl<T> Bulkhead<T> {
     // Taking jobs back.
 
     /// The last job that a worker says to have begun; `None` if it can say nothing, or nothing that makes sense.
-    fn begun(&mut self, place: u32, out: &mut Vec<Action<T>>) -> Option<u64> {
-        let claims = self.workers[place as usize].as_ref()?.claims.as_ref()?;
-        let begun = claims.begun();
-        self.note_begun(place, begun, out)
-    }
-
-    fn note_begun(&mut self, place: u32, begun: u64, out: &mut Vec<Action<T>>) -> Option<u64> {
+    /// If jobs are taken back up to a number first, it can begin none of these from then on.
+    fn begun(&mut self, place: u32, taken_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
         let worker = self.workers[place as usize].as_mut()?;
+        let claims = worker.claims.as_ref()?;
+        let begun = taken_to.map_or_else(|| claims.begun(), |up_to| claims.take_back(up_to));
         if (worker.begun_last..=worker.sent).contains(&begun) {
             worker.begun_last = begun;
             return Some(begun);
@@ -263,7 +260,7 @@ impl<T> Bulkhead<T> {
         if !worker.may_have_unbegun() && self.to_send_again.is_empty() {
             return false;
         }
-        let Some(begun) = self.begun(place, out) else { return false };
+        let Some(begun) = self.begun(place, None, out) else { return false };
         let (id, sent, held) = match self.workers[place as usize].as_ref() {
             Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
             _ => return false,
@@ -274,9 +271,7 @@ impl<T> Bulkhead<T> {
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
-        let claims = self.workers[place as usize].as_ref().and_then(|worker| worker.claims.as_ref());
-        let Some(begun) = claims.map(|claims| claims.take_back(sent)) else { return false };
-        let Some(begun) = self.note_begun(place, begun, out) else { return false };
+        let Some(begun) = self.begun(place, Some(sent), out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
             // All jobs sent so far are settled; the next check is for later jobs.
             (worker.taken, worker.check_at) = (sent, None);
