@@ -683,7 +683,7 @@ impl<T> Bulkhead<T> {
         if let Mode::Stopping { by } = self.mode
             && by <= now
         {
-            self.stop_all(now, out);
+            self.stop_all(out);
         }
     }
 

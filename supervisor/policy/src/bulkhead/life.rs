@@ -841,10 +841,9 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn stop(&mut self, now: Time, by: Time, out: &mut Vec<Action<T>>) {
-        if matches!(self.mode, Mode::Stopping { .. }) {
-            self.mode = Mode::Stopping { by };
-        } else {
-            self.mode = Mode::Stopping { by };
+        let was_stopping = self.is_stopping();
+        self.mode = Mode::Stopping { by };
+        if !was_stopping {
             self.rolling.clear();
             self.reject_queue(now, RejectReason::Draining, "", out);
             for slot in 0..self.slots.len() as u32 {
@@ -857,18 +856,17 @@ impl<T> Bulkhead<T> {
             }
         }
         if by <= now {
-            self.stop_all(now, out);
+            self.stop_all(out);
         }
     }
 
     /// Patience has ended.
-    pub(super) fn stop_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn stop_all(&mut self, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             self.kill(place, KillReason::Overdue, out);
         }
         // Not asked again: what remains is to be told of the deaths.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
-        let _ = now;
     }
 
     /// Whether it was told to stop.
