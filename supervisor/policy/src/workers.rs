@@ -222,6 +222,14 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
+    /// Why it was killed, until its end is reported.
+    pub(crate) fn killed(&self) -> Option<KillReason> {
+        match &self.phase {
+            Phase::Killing(reason) => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
     /// Its process, while there is one.
     pub(crate) fn living_pid(&self) -> Option<u32> {
         self.pid.filter(|_| !self.is_dead())

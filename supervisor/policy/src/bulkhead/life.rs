@@ -585,10 +585,7 @@ impl<T> Bulkhead<T> {
     /// A worker is gone: its jobs are answered. Its slot is its own until it is [swept](Self::swept).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
-        let killed = match &worker.phase {
-            Phase::Killing(reason) => Some(reason.clone()),
-            _ => None,
-        };
+        let killed = worker.killed();
         let note = Note::WorkerExited {
             worker: id,
             slot: worker.slot,

@@ -11,7 +11,7 @@ use crate::jobs::Place;
 use crate::messages::{KillReason, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Phase, Role, Silence, Slot, Worker};
+use crate::workers::{Apart, Role, Silence, Slot, Worker};
 
 // Codes begin at 1 and leave no gap.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -332,10 +332,7 @@ impl<T> Bulkhead<T> {
     /// What is known of a worker that is about to be reported as gone, with at most so many of its jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
         let worker = self.worker(id)?;
-        let killed = match &worker.phase {
-            Phase::Killing(reason) => Some(reason.clone()),
-            _ => None,
-        };
+        let killed = worker.killed();
         let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
         let unbegun = worker.unbegun as u32;
