@@ -136,6 +136,7 @@ impl Links {
 }
 
 /// What the parts of a bulkhead add up to.
+#[derive(Default)]
 pub(super) struct Sum {
     counters: Counters,
     restarts: u64,
@@ -151,27 +152,6 @@ pub(super) struct Sum {
     quarantined: u64,
     tenants: Vec<Tenant>,
     workers: Vec<Worker>,
-}
-
-impl Default for Sum {
-    fn default() -> Self {
-        Self {
-            counters: Counters::default(),
-            restarts: 0,
-            states: States::default(),
-            trouble: None,
-            limit: 0,
-            adaptive: AdaptiveSeen::default(),
-            in_flight: 0,
-            available: 0,
-            queued: 0,
-            capacity: 0,
-            breaker: BreakerState::Closed,
-            quarantined: 0,
-            tenants: Vec::new(),
-            workers: Vec::new(),
-        }
-    }
 }
 
 impl Sum {
@@ -327,7 +307,7 @@ fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
         BreakerState::Open => 2,
         BreakerState::ForcedOpen => 3,
     };
-    breakers.max_by_key(weight).unwrap_or(BreakerState::Closed)
+    breakers.max_by_key(weight).unwrap_or_default()
 }
 
 fn share(view: TenantView) -> Tenant {
