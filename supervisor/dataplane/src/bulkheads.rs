@@ -101,6 +101,7 @@ pub(super) enum Layout {
 }
 
 /// The compartments of a bulkhead whose tenants are kept apart.
+#[derive(Default)]
 pub(super) struct Isolated {
     /// The numbers of a tenant that has none of its own.
     pub(super) limits: Limits,
@@ -305,20 +306,8 @@ impl Layout {
         Self::Isolated(Box::new(Isolated {
             limits: spec.limits.clone(),
             own: spec.own.clone(),
-            by_tenant: HashMap::default(),
             max_active: spec.max_active.unwrap_or_default(),
-            idle: BTreeSet::new(),
-            resting: BTreeSet::new(),
-            awake: BTreeSet::new(),
-            tripped: BTreeSet::new(),
-            awaiting: VecDeque::new(),
-            running: 0,
-            leaving: 0,
-            past: Counters::default(),
-            past_restarts: 0,
-            is_draining: false,
-            is_forced_open: false,
-            is_unsettled: false,
+            ..Isolated::default()
         }))
     }
 }

@@ -283,7 +283,7 @@ impl DataPlane {
         self.templates_are_gone();
         // No slot is to be taken over by a spare that is dead as well.
         let (spares, others): (Vec<_>, Vec<_>) =
-            self.links.spawns().into_iter().partition(|spawn| self.is_spare(*spawn));
+            self.links.by_spawn.keys().copied().partition(|spawn| self.is_spare(*spawn));
         for spawn in spares.into_iter().chain(others) {
             let death = self.untold_death(spawn);
             self.process_gone(spawn, death);
