@@ -210,7 +210,12 @@ impl BulkheadEntry {
     pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
-            None => Layout::isolated(&spec),
+            None => Layout::Isolated(Box::new(Isolated {
+                limits: spec.limits.clone(),
+                own: spec.own.clone(),
+                max_active: spec.max_active.unwrap_or_default(),
+                ..Isolated::default()
+            })),
         };
         let mut bulkhead = Self {
             name: spec.name.clone(),
@@ -298,17 +303,6 @@ impl BulkheadEntry {
             digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
             u128::from_be_bytes(digest).into()
         })
-    }
-}
-
-impl Layout {
-    fn isolated(spec: &BulkheadSpec) -> Self {
-        Self::Isolated(Box::new(Isolated {
-            limits: spec.limits.clone(),
-            own: spec.own.clone(),
-            max_active: spec.max_active.unwrap_or_default(),
-            ..Isolated::default()
-        }))
     }
 }
 
