@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_api::{Adaptive, Latencies, Rate, Snapshot, Tenant, Text, Worker};
+use bulkhead_api::{Adaptive, Latencies, Rate, Snapshot, Tenant, Text, Worker, millis};
 use bulkhead_plane::command::SteerError;
 use bulkhead_policy::{
     Activity, AdaptiveLimits, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
@@ -253,7 +253,6 @@ impl AdaptiveSeen {
     }
 
     fn describe(&self, numbers: &AdaptiveLimits, counters: &Counters) -> Adaptive {
-        let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
         Adaptive {
             mode: numbers.mode.into(),
             min: numbers.min,
