@@ -26,7 +26,7 @@ pub use crash::{
 };
 pub use events::{Event, Severity, What};
 pub use histogram::Histogram;
-pub use outcome::{JobOutcome, Problem};
+pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use snapshot::{
     Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,

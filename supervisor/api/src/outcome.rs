@@ -100,7 +100,7 @@ impl JobOutcome {
 }
 
 /// Milliseconds with three digits behind the point.
-fn millis(duration: Duration) -> f64 {
+pub fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 

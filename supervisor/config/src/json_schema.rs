@@ -63,22 +63,22 @@ fn preset(default: &Preset) -> Option<Value> {
 
 fn shape(key: &Key) -> Value {
     match key.kind {
-        Kind::Duration { .. } => json!({"type": "string", "pattern": whole(&units::duration_pattern())}),
+        Kind::Duration(_) => json!({"type": "string", "pattern": whole(&units::duration_pattern())}),
         Kind::Size { min, max } => size(min, max, &[]),
         Kind::Count { min, max } => integer(min, max),
         Kind::Share { none, all } => {
             let (from, to) = (["exclusiveMinimum", "minimum"], ["exclusiveMaximum", "maximum"]);
             json!({"type": "number", from[usize::from(none)]: 0, to[usize::from(all)]: 1})
         }
-        Kind::Number { max } => json!({"type": "number", "exclusiveMinimum": 0, "maximum": max}),
+        Kind::Number(max) => json!({"type": "number", "exclusiveMinimum": 0, "maximum": max}),
         Kind::Boolean => json!({"type": "boolean"}),
         Kind::Mode => json!({"type": "string", "pattern": "^0?[0-7]{3}$"}),
         Kind::Path | Kind::Text => json!({"type": "string", "minLength": 1}),
-        Kind::Word { now, .. } => json!({"type": "string", "enum": now}),
-        Kind::Words { of } => array(json!({"type": "string", "enum": of}), 0, of.len()),
+        Kind::Word(of) => json!({"type": "string", "enum": of}),
+        Kind::Words(of) => array(json!({"type": "string", "enum": of}), 0, of.len()),
         Kind::Program => array(json!({"type": "string"}), 1, usize::MAX),
-        Kind::Names { max } => array(json!({"type": "string"}), 0, max),
-        Kind::Paths { max } => array(json!({"type": "string", "minLength": 1}), 0, max),
+        Kind::Names(max) => array(json!({"type": "string"}), 0, max),
+        Kind::Paths(max) => array(json!({"type": "string", "minLength": 1}), 0, max),
         Kind::Ids => json!({"type": "string", "pattern": r"^\s*[0-9]+\s*-\s*[0-9]+\s*$"}),
         Kind::Environment => json!({
             "type": "object",
@@ -88,7 +88,7 @@ fn shape(key: &Key) -> Value {
         Kind::Statuses => array(integer(0, u8::MAX.into()), 0, usize::MAX),
         Kind::Limit(resource) => limit(resource),
         Kind::Table => inner_table(key),
-        Kind::Tables { max } => array(definition(key.name), 0, max),
+        Kind::Tables(max) => array(definition(key.name), 0, max),
     }
 }
 

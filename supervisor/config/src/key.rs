@@ -10,34 +10,14 @@ use serde::{Serialize, Serializer};
 use super::rlimits::{Measure, meaning};
 use super::{defaults, units};
 
-/// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
-/// and give it a row in `keys`. A table stands for all that is in it.
-pub(super) const LATER: &[(&str, &str)] = &[];
-
 pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
 pub(super) const SUPERVISOR: &str = "supervisor";
 pub(super) const BULKHEAD: &str = "bulkhead.NAME";
-pub(super) const PRIORITY: &str = "bulkhead.NAME.priority";
-pub(super) const PRESSURE: &str = "bulkhead.NAME.pressure";
-pub(super) const RATE_LIMIT: &str = "bulkhead.NAME.rate_limit";
 pub(super) const TENANTS: &str = "bulkhead.NAME.tenants";
-pub(super) const BREAKER: &str = "bulkhead.NAME.breaker";
-pub(super) const RETRY: &str = "bulkhead.NAME.retry";
-pub(super) const POISON: &str = "bulkhead.NAME.poison";
 pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
 pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
-pub(super) const ADAPTIVE: &str = "bulkhead.NAME.adaptive";
-pub(super) const RESTART: &str = "bulkhead.NAME.restart";
-pub(super) const START: &str = "bulkhead.NAME.start";
-pub(super) const HEALTH: &str = "bulkhead.NAME.health";
-pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
 pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
-pub(super) const EXIT_STATUS: &str = "bulkhead.NAME.exit_status";
-pub(super) const FILES: &str = "bulkhead.NAME.files";
-pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
-pub(super) const SYSCALLS: &str = "bulkhead.NAME.sandbox.syscalls";
-pub(super) const CGROUP: &str = "bulkhead.NAME.cgroup";
 
 /// One key of the configuration file.
 #[derive(Debug, Clone, Copy)]
@@ -61,11 +41,8 @@ pub struct Key {
 /// What a value looks like. `Display` says it in a few words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// `"1m 30s"`, up to a year.
-    Duration {
-        /// The shortest that makes sense.
-        min: Duration,
-    },
+    /// `"1m 30s"`, from the shortest that makes sense up to a year.
+    Duration(Duration),
     /// `"64MiB"`, or a number of bytes.
     Size {
         /// The smallest that makes sense.
@@ -87,11 +64,8 @@ pub enum Kind {
         /// Whether 1 itself is allowed; otherwise something is left to others.
         all: bool,
     },
-    /// A number above 0, whole or not.
-    Number {
-        /// The largest that is allowed.
-        max: u64,
-    },
+    /// A number above 0, whole or not, up to the largest that is allowed.
+    Number(u64),
     /// `true` or `false`.
     Boolean,
     /// `"0600"`.
@@ -101,29 +75,15 @@ pub enum Kind {
     /// Any other text.
     Text,
     /// One of a few words.
-    Word {
-        /// Those that work.
-        now: &'static [&'static str],
-        /// Those that are for a later version.
-        later: &'static [&'static str],
-    },
+    Word(&'static [&'static str]),
     /// Some of a few words, or none.
-    Words {
-        /// Those that there are.
-        of: &'static [&'static str],
-    },
+    Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// Names, in order, or none.
-    Names {
-        /// The most that are allowed.
-        max: usize,
-    },
-    /// Paths, or none; relative ones start at the file's folder.
-    Paths {
-        /// The most that are allowed.
-        max: usize,
-    },
+    /// Names, in order, or none, and the most that are allowed.
+    Names(usize),
+    /// Paths, or none, and the most that are allowed; relative ones start at the file's folder.
+    Paths(usize),
     /// The first and the last of some user ids: `"200000-200999"`.
     Ids,
     /// A table of strings.
@@ -135,10 +95,7 @@ pub enum Kind {
     /// A table with keys of its own.
     Table,
     /// Any number of such tables.
-    Tables {
-        /// The most that are allowed.
-        max: usize,
-    },
+    Tables(usize),
 }
 
 /// What holds without a key. `Display` gives the value as TOML, or says it in words.
@@ -202,19 +159,20 @@ pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
 
+/// Words as a message or the reference lists them.
+pub(super) fn in_list(words: &[&str]) -> String {
+    words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
+}
+
 /// How the heading of a table is written.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
 
-pub(super) fn path(table: &str, name: &str) -> String {
-    if table == TOP { name.to_owned() } else { format!("{table}.{name}") }
-}
-
 impl Key {
     /// Table and name: `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
-        path(self.table, self.name)
+        if self.table == TOP { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
     /// A table without a default, whose keys say what it is for.
@@ -276,8 +234,8 @@ impl fmt::Display for Preset {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Duration { min } if min.is_zero() => f.write_str("duration"),
-            Self::Duration { min } => write!(f, "duration, at least {}", units::format_duration(min)),
+            Self::Duration(min) if min.is_zero() => f.write_str("duration"),
+            Self::Duration(min) => write!(f, "duration, at least {}", units::format_duration(min)),
             Self::Size { min: 0, max: defaults::NUMBER_MAX } => f.write_str("size"),
             Self::Size { min, max: defaults::NUMBER_MAX } => {
                 write!(f, "size, at least {}", units::size_bound(min))
@@ -293,22 +251,16 @@ impl fmt::Display for Kind {
                     if all { "to" } else { "to below" }
                 )
             }
-            Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Number(max) => write!(f, "number, whole or not, above 0 to {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),
-            Self::Word { now, .. } => {
-                let words: Vec<_> = now.iter().map(|word| format!("`\"{word}\"`")).collect();
-                f.write_str(&words.join(", "))
-            }
-            Self::Words { of } => {
-                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
-                write!(f, "array of {}", words.join(", "))
-            }
+            Self::Word(of) => f.write_str(&in_list(of)),
+            Self::Words(of) => write!(f, "array of {}", in_list(of)),
             Self::Program => f.write_str("array of strings"),
-            Self::Names { max } => write!(f, "array of names, at most {max}"),
-            Self::Paths { max } => write!(f, "array of paths, at most {max}"),
+            Self::Names(max) => write!(f, "array of names, at most {max}"),
+            Self::Paths(max) => write!(f, "array of paths, at most {max}"),
             Self::Ids => f.write_str("range of ids as a string"),
             Self::Environment => f.write_str("table of strings"),
             Self::Statuses => f.write_str("array of numbers, 0 to 255"),
@@ -320,7 +272,7 @@ impl fmt::Display for Kind {
                 Measure::Zero => "`0`",
             }),
             Self::Table => f.write_str("table"),
-            Self::Tables { max } => write!(f, "array of tables, at most {max}"),
+            Self::Tables(max) => write!(f, "array of tables, at most {max}"),
         }
     }
 }

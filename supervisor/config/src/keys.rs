@@ -11,36 +11,6 @@ pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-use crate::key::Key;
-use crate::table::Table;
-
-/// The rows of every table, in the order of the reference.
-pub(crate) const TABLES: &[fn() -> Vec<Key>] = &[
-    supervisor::SupervisorKeys::keys,
-    access::AccessKeys::keys,
-    bulkhead::BulkheadKeys::keys,
-    admission::PriorityKeys::keys,
-    admission::PressureKeys::keys,
-    admission::RateLimitKeys::keys,
-    tenants::TenantsKeys::keys,
-    tenants::TenantKeys::keys,
-    tenants::TenantRateKeys::keys,
-    admission::BreakerKeys::keys,
-    admission::RetryKeys::keys,
-    admission::PoisonKeys::keys,
-    admission::AdaptiveKeys::keys,
-    exec::ExitStatusKeys::keys,
-    exec::FilesKeys::keys,
-    life::RestartKeys::keys,
-    life::StartKeys::keys,
-    life::HealthKeys::keys,
-    life::RecycleKeys::keys,
-    confinement::SandboxKeys::keys,
-    confinement::SyscallsKeys::keys,
-    confinement::CgroupKeys::keys,
-    rlimits::keys,
-];
-
 /// Kinds that rows often have.
 mod kinds {
     use std::time::Duration;
@@ -57,7 +27,7 @@ mod kinds {
     pub(super) const PART: Kind = Kind::Share { none: false, all: true };
 
     pub(super) const fn at_least(min: Duration) -> Kind {
-        Kind::Duration { min }
+        Kind::Duration(min)
     }
 
     pub(super) const fn size(min: u64, max: u64) -> Kind {
@@ -69,6 +39,6 @@ mod kinds {
     }
 
     pub(super) const fn one_of<T: Vocabulary>() -> Kind {
-        Kind::Word { now: T::WORDS, later: &[] }
+        Kind::Word(T::WORDS)
     }
 }

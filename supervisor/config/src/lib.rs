@@ -57,7 +57,7 @@ pub use keys::supervisor::{HttpConfig, SupervisorConfig};
 pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
 pub use relations::admission::{overflow_needs_queue, pressure_needs_queue};
 pub use rlimits::Rlimit;
-pub use schema::{later, reference, replaces_workers, waits_for_start};
+pub use schema::{reference, replaces_workers, waits_for_start};
 pub use summary::WorkerIds;
 pub use token::Token;
 use toml::de::DeTable;

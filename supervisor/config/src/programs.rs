@@ -60,6 +60,19 @@ fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
 
+/// Checks that this user may do with a path what is to be done.
+fn check_access(
+    label: &str,
+    path: &Path,
+    access: Access,
+    (done, able): (&str, &str),
+) -> Result<(), Complaint> {
+    may(path, access).map_err(|error| {
+        let message = format!("`{label}`: {} cannot be {done}: {error}", path.display());
+        Complaint::new(message, format!("make it {able} to the user of the supervisor"))
+    })
+}
+
 fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
     check_regular_file(label, "program", path, folder)?;
     may(path, Access::EXEC_OK).map_err(|_| {
@@ -73,12 +86,7 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complain
 /// Checks that a library can be loaded, as far as that can be seen from outside.
 pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
     check_regular_file(label, "library", path, folder)?;
-    may(path, Access::READ_OK).map_err(|error| {
-        Complaint::new(
-            format!("`{label}`: {} cannot be read: {error}", path.display()),
-            "make it readable to the user of the supervisor",
-        )
-    })
+    check_access(label, path, Access::READ_OK, ("read", "readable"))
 }
 
 /// Checks that workers can start in a folder.
@@ -91,12 +99,7 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
             format!("name a folder, as in \"{}\"", parent.display()),
         ));
     }
-    may(path, Access::EXEC_OK).map_err(|error| {
-        Complaint::new(
-            format!("`{label}`: {} cannot be entered: {error}", path.display()),
-            "make it accessible to the user of the supervisor",
-        )
-    })
+    check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
 }
 
 /// Checks that a folder can be made at `path`, or be used if it is there. What is above it is not judged.
@@ -106,12 +109,7 @@ pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
             format!("`{label}`: {} is not a folder", path.display()),
             "name a folder, or a path where there is nothing yet",
         )),
-        Ok(_) => may(path, Access::WRITE_OK | Access::EXEC_OK).map_err(|error| {
-            Complaint::new(
-                format!("`{label}`: {} cannot be written to: {error}", path.display()),
-                "make it writable to the user of the supervisor",
-            )
-        }),
+        Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
     }
 }

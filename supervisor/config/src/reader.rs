@@ -122,10 +122,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn checked(mut self) -> Self {
         for (name, value) in self.table.iter() {
             if self.find(name.get_ref()).is_none() {
-                let complaint = self.not_read(name.get_ref(), value.get_ref());
-                self.problems.report(name.span(), complaint.message, complaint.help);
-                let meant = nearest(name.get_ref(), self.key_names());
-                self.misspelt.extend(meant);
+                self.complain(name.span(), self.not_read(name.get_ref(), value.get_ref()));
+                self.misspelt.extend(nearest(name.get_ref(), self.key_names()));
             }
         }
         self
@@ -152,10 +150,6 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
-        if self.later_names().any(|later| later == name) {
-            let message = format!("`{}` is not supported yet", self.label(name));
-            return Complaint::new(message, "remove it: this version runs without it");
-        }
         if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
             let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
             return Complaint::new(message, "remove it");
@@ -166,11 +160,6 @@ impl<'t, 'p> TableReader<'t, 'p> {
             format!("in {}", self.heading())
         };
         Complaint::new(format!("unknown key `{}` {place}", shown(name)), self.unknown_help(name, value))
-    }
-
-    fn later_names(&self) -> impl Iterator<Item = &'static str> + use<> {
-        let schema = self.schema;
-        key::LATER.iter().filter(move |(table, _)| *table == schema).map(|(_, name)| *name)
     }
 
     /// How the file has the heading of this table.
@@ -198,7 +187,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if !elsewhere.is_empty() {
             return format!("`{name}` belongs in {}", elsewhere.join(" or "));
         }
-        if let Some(key) = nearest(name, here.iter().copied().chain(self.later_names())) {
+        if let Some(key) = nearest(name, here.iter().copied()) {
             return format!("did you mean `{key}`?");
         }
         match (self.schema, value) {
@@ -219,7 +208,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn entry(&self, name: &str) -> Option<(Named, &'t Spanned<DeValue<'t>>)> {
         let value = self.table.get(name)?;
         let key = self.find(name)?;
-        Some((Named::new(key, self.label(name)), value))
+        Some((Named { key, label: self.label(name) }, value))
     }
 
     fn label(&self, name: &str) -> String {
@@ -236,14 +225,26 @@ impl<'t, 'p> TableReader<'t, 'p> {
         name: &str,
         read: impl FnOnce(&Named, &DeValue<'_>) -> Result<T, Complaint>,
     ) -> Field<T> {
+        self.take_by(name, |_, key, value| read(key, value.get_ref()).map(Some))
+    }
+
+    /// Takes a value by a function that may report and leave out parts of the value; `None` if nothing is left.
+    fn take_by<T>(
+        &mut self,
+        name: &str,
+        read: impl FnOnce(&mut Self, &Named, &Spanned<DeValue<'_>>) -> Result<Option<T>, Complaint>,
+    ) -> Field<T> {
         let Some((key, value)) = self.entry(name) else { return self.missing(name) };
-        match read(&key, value.get_ref()) {
-            Ok(taken) => Field::Given(Given { value: taken, span: value.span(), origin: self.origin }),
-            Err(complaint) => {
-                self.problems.report(value.span(), complaint.message, complaint.help);
-                Field::Refused
-            }
+        let read = read(self, &key, value);
+        match self.found(value.span(), read).flatten() {
+            Some(taken) => Field::Given(Given { value: taken, span: value.span(), origin: self.origin }),
+            None => Field::Refused,
         }
+    }
+
+    /// Reports a part of a value that is refused.
+    pub(super) fn found<T>(&mut self, span: Range<usize>, found: Result<T, Complaint>) -> Option<T> {
+        found.map_err(|complaint| self.complain(span, complaint)).ok()
     }
 
     /// Opens a table inside this one.
@@ -266,7 +267,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         let DeValue::Array(array) = value.get_ref() else {
             return self.complain(value.span(), values::not_tables(&key, value.get_ref()));
         };
-        let Kind::Tables { max } = key.kind else {
+        let Kind::Tables(max) = key.kind else {
             return self.complain(value.span(), values::unreadable(&key));
         };
         if let Some(beyond) = array.get(max) {
@@ -293,16 +294,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
     /// read, since what that was meant to say is unknown.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
-        match self.table.get_key_value(name) {
-            None => Field::Absent,
-            Some((name, value)) => match value.get_ref() {
-                DeValue::Table(table)
-                    if table.keys().all(|key| key::find(self.keys, schema, key.get_ref()).is_some()) =>
-                {
-                    Field::Given(Given { value: (), span: name.span(), origin: self.origin })
-                }
-                _ => Field::Refused,
-            },
+        let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
+        match value.get_ref() {
+            DeValue::Table(table) if table.keys().all(|key| self.is_key_of(schema, key.get_ref())) => {
+                Field::Given(Given { value: (), span: name.span(), origin: self.origin })
+            }
+            _ => Field::Refused,
         }
     }
 

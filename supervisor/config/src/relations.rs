@@ -25,8 +25,8 @@ use super::table::ByRows as _;
 use super::token::Token;
 use super::values::Complaint;
 use super::{
-    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, Start, SupervisorConfig, defaults,
-    programs, units,
+    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs,
+    units,
 };
 
 /// Bytes of the smallest memory files, one for payloads and one for results.
@@ -238,7 +238,7 @@ impl Checker<'_> {
             cwd: self.cwd(&raw.cwd),
             name: raw.name.clone(),
             program,
-            env: raw.env.value_or_default().into_iter().collect(),
+            env: raw.env.value().unwrap_or_default().into_iter().collect(),
             processes: raw.processes.value(),
             max_in_flight: raw.max_in_flight.value(),
             max_queue: queue.value,
@@ -263,12 +263,7 @@ impl Checker<'_> {
             poison: raw.poison.checked_if_here(),
             adaptive: self.adaptive(&raw.adaptive),
             restart: self.restart(&raw.restart),
-            start: Start {
-                handshake: raw.start.handshake.value(),
-                ready: raw.start.ready.value(),
-                mode: raw.start.mode.value(),
-                spares: raw.start.spares.value(),
-            },
+            start: raw.start.checked(),
             health: raw.health.checked(),
             recycle: raw.recycle.checked(),
             rlimits: raw.rlimits.checked(),
@@ -406,7 +401,7 @@ impl Checker<'_> {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
             given.map_or(0, |given| given.value.iter().map(|argument| argument.value.len() + 1).sum());
-        let variables = raw.env.value_or_default();
+        let variables = raw.env.value().unwrap_or_default();
         let variables: usize = variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
         if arguments + variables > defaults::ARGUMENT_BYTES_MAX {
             self.problems.report(

@@ -1,13 +1,16 @@
-//! Every key, as the rows of `keys` have them: the reference for the documentation, what is for later, and what a
-//! reload does with a key.
+//! Every key, as the rows of `keys` have them: the reference for the documentation, and what a reload does with
+//! a key.
 
 use std::sync::LazyLock;
 
 #[cfg(test)]
 pub(super) use super::key::ACCESS;
-pub(super) use super::key::{BULKHEAD, LATER};
-use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP, path};
-use super::keys::TABLES;
+pub(super) use super::key::BULKHEAD;
+use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP};
+use super::keys::access::AccessKeys;
+use super::keys::bulkhead::BulkheadKeys;
+use super::keys::supervisor::SupervisorKeys;
+use super::table::Table as _;
 use super::{defaults, key};
 
 static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
@@ -16,13 +19,13 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
         Key::of_table(TOP, "defaults"),
         Key::of_table(TOP, "bulkhead"),
         Key {
-            kind: Kind::Tables { max: defaults::ACCESS_MAX },
+            kind: Kind::Tables(defaults::ACCESS_MAX),
             example: "[{ uid = 1001 }]",
             ..Key::of_table(TOP, "access")
         },
     ];
-    let tables = TABLES.iter().flat_map(|keys| keys());
-    top.into_iter().chain(tables).collect()
+    let tables = [SupervisorKeys::keys(), AccessKeys::keys(), BulkheadKeys::keys()];
+    top.into_iter().chain(tables.into_iter().flatten()).collect()
 });
 
 /// Every key that a configuration file of this version may have, table by table: what the reader reads,
@@ -34,18 +37,7 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
 /// assert_eq!(key.default.to_string(), "`\"100ms\"`");
 /// ```
 pub fn reference() -> Vec<Key> {
-    all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
-}
-
-/// What a file is refused for as not supported yet: keys as paths, words of supported keys as
-/// `path = "word"`.
-pub fn later() -> Vec<String> {
-    let keys = LATER.iter().map(|(table, name)| path(table, name));
-    let words = all().flat_map(|key| match key.kind {
-        Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
-        _ => Vec::new(),
-    });
-    keys.chain(words).collect()
+    all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables(_))).collect()
 }
 
 /// Every key that a file may have, tables included.

@@ -110,7 +110,7 @@ pub(crate) trait Table: Sized {
     /// Its name in the schema.
     const PATH: &'static str;
 
-    /// The rows.
+    /// The rows, and behind them those of the tables in it.
     fn keys() -> Vec<Key>;
 
     /// Reads an open table, or one that is not there.
@@ -138,6 +138,9 @@ pub(crate) trait ByRows {
 
 /// What stands in a table under the name of a table.
 pub(crate) trait Part: Sized {
+    /// As [`Table::keys`].
+    fn keys_inside() -> Vec<Key>;
+
     /// Reads the table `name` inside an open one, or inside one that is not there.
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
@@ -146,6 +149,10 @@ pub(crate) trait Part: Sized {
 }
 
 impl<T: Table> Part for T {
+    fn keys_inside() -> Vec<Key> {
+        Self::keys()
+    }
+
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
         let Some(table) = table else { return Self::read(Field::Absent, None) };
         let here = table.presence(name, Self::PATH);

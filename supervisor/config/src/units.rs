@@ -10,8 +10,10 @@ use serde::Serializer;
 pub(super) enum UnitError {
     /// A number alone, where a unit is required.
     NoUnit,
-    /// A unit that can be read in two ways; the second is what to write instead.
-    Ambiguous(&'static str),
+    /// `M`, which is a month to some.
+    AmbiguousMonth,
+    /// A lone letter: what to write instead for powers of 1024, and for powers of 1000.
+    AmbiguousPower(&'static str, &'static str),
     /// More than can be counted.
     TooLarge,
     /// A fraction that leaves a part of a nanosecond.
@@ -27,7 +29,7 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
         return Err(UnitError::NoUnit);
     }
     if text.split(|c: char| !c.is_alphabetic()).any(|unit| unit == "M") {
-        return Err(UnitError::Ambiguous("m"));
+        return Err(UnitError::AmbiguousMonth);
     }
     humantime::parse_duration(text).map_err(|error| match error {
         humantime::DurationError::NumberOverflow => overflow(text),
@@ -98,7 +100,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     let (number, unit) = (&text[..digits], text[digits..].trim_start());
     let scale = match SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)) {
         Some((_, scale)) => *scale,
-        None => return Err(ambiguous_size_unit(unit).map_or(UnitError::Malformed, UnitError::Ambiguous)),
+        None => return Err(wrong_size_unit(unit)),
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || scale == 1)) || fraction.len() > 9
@@ -126,13 +128,13 @@ fn number_error(whole: &str, fraction: &str) -> UnitError {
     if digits(whole) && digits(fraction) { UnitError::TooLarge } else { UnitError::Malformed }
 }
 
-fn ambiguous_size_unit(unit: &str) -> Option<&'static str> {
+fn wrong_size_unit(unit: &str) -> UnitError {
     match unit {
-        "k" | "K" | "Ki" | "ki" => Some("KiB"),
-        "m" | "M" | "Mi" | "mi" => Some("MiB"),
-        "g" | "G" | "Gi" | "gi" => Some("GiB"),
-        "t" | "T" | "Ti" | "ti" => Some("TiB"),
-        _ => None,
+        "k" | "K" | "Ki" | "ki" => UnitError::AmbiguousPower("KiB", "kB"),
+        "m" | "M" | "Mi" | "mi" => UnitError::AmbiguousPower("MiB", "MB"),
+        "g" | "G" | "Gi" | "gi" => UnitError::AmbiguousPower("GiB", "GB"),
+        "t" | "T" | "Ti" | "ti" => UnitError::AmbiguousPower("TiB", "TB"),
+        _ => UnitError::Malformed,
     }
 }
 

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::Vocabulary;
-use toml::de::{DeFloat, DeInteger, DeValue};
+use toml::de::{DeInteger, DeValue};
 
 use super::defaults;
 use super::diagnostics::{nearest, shown};
 use super::ids::UidRange;
-use super::key::{Key, Kind};
+use super::key::{Key, Kind, in_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
@@ -32,15 +32,9 @@ type Read<T> = Result<T, Complaint>;
 
 /// A key of an open table: what the schema says of it, and what messages call it.
 pub(super) struct Named {
-    key: Key,
+    pub(super) key: Key,
     /// From the bulkhead or the supervisor down, with the tenant's name in it: `restart.backoff`.
     pub(super) label: String,
-}
-
-impl Named {
-    pub(super) fn new(key: Key, label: String) -> Self {
-        Self { key, label }
-    }
 }
 
 impl Deref for Named {
@@ -99,7 +93,7 @@ fn integer(number: &DeInteger<'_>) -> i128 {
 }
 
 pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
-    let Kind::Duration { min } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Duration(min) = key.kind else { return Err(unreadable(key)) };
     let duration = match value {
         DeValue::String(text) => duration_text(key, text)?,
         DeValue::Integer(number) => {
@@ -138,14 +132,14 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
         let message = format!("`{}` is not a duration: \"{}\"", key.label, shown(text));
         let help = match error {
             UnitError::NoUnit => unit_help(key, text.trim()),
-            UnitError::Ambiguous(unit) => {
-                format!("`M` is a month to some: for minutes write `{unit}`, as in \"5m\"")
+            UnitError::AmbiguousMonth => {
+                "`M` is a month to some: for minutes write `m`, as in \"5m\"".to_owned()
             }
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
             UnitError::TooFine => "a fraction must come to whole nanoseconds, as in \"1.5ms\"".to_owned(),
-            UnitError::Malformed => {
+            UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
         };
@@ -182,15 +176,12 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
         DeValue::String(text) => units::parse_size(text).map(i128::from).map_err(|error| {
             let message = format!("`{}` is not a size: \"{}\"", key.label, shown(text));
             let help = match error {
-                UnitError::Ambiguous(unit) => {
+                UnitError::AmbiguousPower(binary, decimal) => {
                     let number = text.trim_end_matches(|c: char| c.is_alphabetic() || c.is_whitespace()).trim();
-                    format!(
-                        "write \"{number}{unit}\" for powers of 1024, or \"{number}{}\" for powers of 1000",
-                        decimal_unit(unit)
-                    )
+                    format!("write \"{number}{binary}\" for powers of 1024, or \"{number}{decimal}\" for powers of 1000")
                 }
                 UnitError::TooLarge => "that is more than can be counted in 64 bits".to_owned(),
-                UnitError::NoUnit | UnitError::TooFine | UnitError::Malformed => {
+                _ => {
                     "write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in \"64MiB\""
                         .to_owned()
                 }
@@ -198,15 +189,6 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
             Complaint::new(message, help)
         }),
         other => Err(wrong_type(key, "a size such as \"64MiB\" or a number of bytes", other)),
-    }
-}
-
-fn decimal_unit(binary: &str) -> &'static str {
-    match binary {
-        "KiB" => "kB",
-        "MiB" => "MB",
-        "GiB" => "GB",
-        _ => "TB",
     }
 }
 
@@ -304,7 +286,7 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
 }
 
 pub(super) fn number(key: &Named, value: &DeValue<'_>) -> Read<f64> {
-    let Kind::Number { max } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Number(max) = key.kind else { return Err(unreadable(key)) };
     let number = fraction(key, "a number", value)?;
     if number > 0.0 && number <= max as f64 {
         return Ok(number);
@@ -342,7 +324,8 @@ pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
 fn fraction(key: &Named, expected: &str, value: &DeValue<'_>) -> Read<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
-        DeValue::Float(number) => Ok(float(number)),
+        // Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
+        DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
             format!("`{}` must be {expected}, not a string", key.label),
             format!("{} without the quotes", write(key, &shown(text.trim()))),
@@ -359,15 +342,11 @@ fn is_decimal(text: &str) -> bool {
     }
 }
 
-/// Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
-fn float(number: &DeFloat<'_>) -> f64 {
-    number.as_str().parse().unwrap_or(f64::NAN)
-}
-
 fn given_literal(value: &DeValue<'_>) -> String {
     match value {
         DeValue::Integer(number) => given_number(integer(number)),
         DeValue::Float(number) => shown(number.as_str()),
+        DeValue::String(text) => shown(text),
         other => type_name(other).to_owned(),
     }
 }
@@ -403,19 +382,16 @@ fn octal(digits: &str) -> Option<u32> {
 pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
-    not_empty(&key.label, text, || write(key, &key.example()))?;
-    no_nul(&key.label, text)?;
+    path_text(&key.label, text, key)?;
     Ok(text.to_string())
 }
 
 /// The same in an array of paths.
 pub(super) fn path_text(label: &str, text: &str, key: &Named) -> Read<()> {
-    not_empty(label, text, || write(key, &key.example()))?;
+    if text.is_empty() {
+        return Err(Complaint::new(format!("`{label}` is empty"), write(key, &key.example())));
+    }
     no_nul(label, text)
-}
-
-fn not_empty(label: &str, text: &str, help: impl FnOnce() -> String) -> Read<()> {
-    if text.is_empty() { Err(Complaint::new(format!("`{label}` is empty"), help())) } else { Ok(()) }
 }
 
 pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
@@ -429,19 +405,9 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
 }
 
 pub(super) fn word<T: Vocabulary>(key: &Named, value: &DeValue<'_>) -> Read<T> {
-    let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
+    let Kind::Word(of) = key.kind else { return Err(unreadable(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
-    if let Some(word) = T::of(text) {
-        return Ok(word);
-    }
-    let choices = now.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
-    if later.contains(&text.as_ref()) {
-        return Err(Complaint::new(
-            format!("`{} = \"{text}\"` is not supported yet", key.label),
-            format!("this version has {choices}"),
-        ));
-    }
-    Err(not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), now))
+    T::of(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
 /// One word of an array of words.
@@ -457,8 +423,7 @@ fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> C
     let help = match nearest(meant, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
         None => {
-            let choices = words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
-            format!("write one of {choices}")
+            format!("write one of {}", in_list(words))
         }
     };
     Complaint::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
@@ -561,16 +526,12 @@ fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> 
                 "`{}` must be at most {}, not {}",
                 key.label,
                 units::format_duration(defaults::DURATION_MAX),
-                given_time(value)
+                given_literal(value)
             ),
             format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
         ));
     }
     Ok(number)
-}
-
-fn given_time(value: &DeValue<'_>) -> String {
-    if let DeValue::String(text) = value { shown(text) } else { given_literal(value) }
 }
 
 /// Rounded up: a limit below one unit must not become none at all.

@@ -1,13 +1,17 @@
 //! Jobs sent ahead to a worker: the journal that preserves answers when the worker dies, and jobs that are taken back.
 //! The policy decides which jobs these are.
 
+use std::os::fd::AsFd;
+
 use bulkhead_policy::{Event, WorkerId};
 use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{Inbox, Item};
 use bulkhead_shared::frame::kind;
+use bulkhead_shared::worker_protocol::Empty;
 
-use super::journal::{Journal, lend};
+use super::journal::Journal;
 use super::links::Stage;
+use super::memory_files::lend;
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Incoming};
 
@@ -21,7 +25,9 @@ impl DataPlane {
             return;
         }
         let Ok(journal) = Journal::make() else { return };
-        let Ok(sent) = lend(&link.socket, &journal) else { return };
+        let Ok(sent) = lend(&link.socket, (kind::JOURNAL, 0), &Empty, &[journal.file.as_fd()]) else {
+            return;
+        };
         link.reading.written(sent);
         link.journal = Some(journal);
     }

@@ -101,6 +101,7 @@ pub(super) enum Layout {
 }
 
 /// The compartments of a bulkhead whose tenants are kept apart.
+#[derive(Default)]
 pub(super) struct Isolated {
     /// The numbers of a tenant that has none of its own.
     pub(super) limits: Limits,
@@ -209,7 +210,12 @@ impl BulkheadEntry {
     pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
-            None => Layout::isolated(&spec),
+            None => Layout::Isolated(Box::new(Isolated {
+                limits: spec.limits.clone(),
+                own: spec.own.clone(),
+                max_active: spec.max_active.unwrap_or_default(),
+                ..Isolated::default()
+            })),
         };
         let mut bulkhead = Self {
             name: spec.name.clone(),
@@ -300,38 +306,12 @@ impl BulkheadEntry {
     }
 }
 
-impl Layout {
-    fn isolated(spec: &BulkheadSpec) -> Self {
-        Self::Isolated(Box::new(Isolated {
-            limits: spec.limits.clone(),
-            own: spec.own.clone(),
-            by_tenant: HashMap::default(),
-            max_active: spec.max_active.unwrap_or_default(),
-            idle: BTreeSet::new(),
-            resting: BTreeSet::new(),
-            awake: BTreeSet::new(),
-            tripped: BTreeSet::new(),
-            awaiting: VecDeque::new(),
-            running: 0,
-            leaving: 0,
-            past: Counters::default(),
-            past_restarts: 0,
-            is_draining: false,
-            is_forced_open: false,
-            is_unsettled: false,
-        }))
-    }
-}
-
 impl Isolated {
     /// The numbers of a tenant.
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {
-            limits.processes = own.processes.unwrap_or(limits.processes);
-            limits.max_in_flight = own.max_in_flight.unwrap_or(limits.max_in_flight);
-            limits.max_queue = own.max_queue.unwrap_or(limits.max_queue);
-            limits.rate_limit = own.rate_limit.or(limits.rate_limit);
+            own.of_workers().put_into(&mut limits);
         }
         limits
     }

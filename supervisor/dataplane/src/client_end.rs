@@ -78,19 +78,19 @@ impl ClientEnd {
     /// Lends the files, with the frame that says so. Nothing waits to be written.
     pub(super) fn lend(
         &self,
-        (kind, number): (u8, u64),
+        said: (u8, u64),
         named: Named,
         files: [BorrowedFd<'_>; FILES],
         (lends, receiver): (&mut Lends, &mut Unread),
     ) -> io::Result<()> {
         match self {
             Self::Socket(socket) => {
-                memory_files::lend(socket, (kind, number), named, files)?;
+                memory_files::lend(socket, said, &named, &files)?;
                 lends.lent(receiver);
                 Ok(())
             }
             Self::InProcess(end) => {
-                let frame = memory_files::lend_frame((kind, number), named)?;
+                let frame = memory_files::lend_frame(said, &named)?;
                 let copies = files.iter().map(|file| file.try_clone_to_owned());
                 end.write_with_files(&frame, copies.collect::<io::Result<_>>()?)?;
                 Ok(())

@@ -6,7 +6,7 @@ use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, c
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
+use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, cut};
 use bulkhead_shared::worker_protocol::Empty;
 
 use super::sessions::{Breach, Stage, UNREAD_BYTES_PAUSE};
@@ -22,6 +22,19 @@ fn no_hello() -> Breach {
     let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
                    HTTP is spoken on the admin socket";
     Breach(RejectReason::Invalid, message.into())
+}
+
+/// The error tells the peer what to do.
+pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String> {
+    let Hello { version_min, version_max, .. } = *hello;
+    if (version_min..=version_max).contains(&PROTOCOL_VERSION) {
+        return Ok(());
+    }
+    let (name, version) = (cut(hello.name, 64), cut(hello.version, 64));
+    Err(format!(
+        "{name} {version} speaks the protocol versions {version_min} to {version_max}, this supervisor version \
+         {PROTOCOL_VERSION}: {help}"
+    ))
 }
 
 impl DataPlane {
@@ -182,16 +195,7 @@ impl DataPlane {
         if hello.role != role::CLIENT {
             return Err(invalid("only clients connect here; workers are started by the supervisor".into()));
         }
-        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
-            return Err(invalid(format!(
-                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
-                 use a matching client library",
-                bulkhead_shared::limits::cut(hello.name, 64),
-                bulkhead_shared::limits::cut(hello.version, 64),
-                hello.version_min,
-                hello.version_max
-            )));
-        }
+        check_version(&hello, "use a matching client library").map_err(invalid)?;
         let welcome = ClientWelcome {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)

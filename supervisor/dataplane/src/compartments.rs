@@ -5,6 +5,7 @@ use bulkhead_policy::{Time, Timers};
 use super::bulkheads::Compartment;
 use super::slab::{CompartmentIndex, Slab, SlabIndex, owns_slab};
 
+#[derive(Default)]
 pub(super) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
@@ -22,14 +23,7 @@ owns_slab!(Compartments, CompartmentIndex, Compartment);
 
 impl Compartments {
     pub(super) fn new(seed: u64) -> Self {
-        Self {
-            slab: Slab::default(),
-            timers: Timers::default(),
-            touched: Vec::new(),
-            seed,
-            seeds: 0,
-            jobs: 0,
-        }
+        Self { seed, ..Self::default() }
     }
 
     /// No two compartments draw the same numbers.

@@ -12,7 +12,6 @@ use bulkhead_plane::command::Notice;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
 use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
 use bulkhead_shared::JobId;
-use serde_json::Value;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::links::Link;
@@ -158,7 +157,7 @@ impl DataPlane {
         }
         let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
         let of_living = || self.links.get(self.link_of(compartment, worker)?);
-        let confinement = link.or_else(of_living).and_then(confinement_in_force);
+        let confinement = link.or_else(of_living).and_then(Link::confinement);
         let report = CrashReport {
             id,
             at,
@@ -178,7 +177,7 @@ impl DataPlane {
             culprit,
             jobs: self.crash_jobs(compartment, &post.jobs),
             stderr_tail,
-            confinement,
+            confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
         self.reporter.last_report = Some((post.pid, id));
         self.reporter.notify(Notice::Crash { report: Box::new(report), place });
@@ -229,11 +228,6 @@ impl DataPlane {
 fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
-}
-
-/// What confined a worker, as read back from the kernel.
-fn confinement_in_force(link: &Link) -> Option<Value> {
-    serde_json::to_value(link.program.sandbox().describe(&link.running()?.observed)).ok()
 }
 
 /// A job in the hands of a dead worker, and its payload if there is `room` for it.

@@ -3,25 +3,20 @@
 //! Only the numbers at the beginning of a journal are mapped here. The frames are copied after the worker's exit, and
 //! are trusted no more than the same bytes on the worker's link.
 
-use std::io::{self, IoSlice};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_linux::shared_words::SharedWords;
 use bulkhead_policy::Claims;
-use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
 use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
-use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// Bytes of metadata without a structure and without extensions.
-const EMPTY: [u8; 8] = [0; 8];
+use super::memory_files::sealed_file;
 
 /// A journal that was lent.
 pub(super) struct Journal {
-    file: OwnedFd,
+    pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
 }
 
@@ -43,12 +38,7 @@ const WORD_BYTES: usize = size_of::<u64>();
 
 impl Journal {
     pub(super) fn make() -> io::Result<Self> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Kernels before 6.3 do not know the last flag.
-        let file = rustix::fs::memfd_create(c"journal", flags | MemfdFlags::NOEXEC_SEAL)
-            .or_else(|_| rustix::fs::memfd_create(c"journal", flags))?;
-        rustix::fs::ftruncate(&file, JOURNAL_BYTES as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let file = sealed_file(c"journal", JOURNAL_BYTES as u64)?;
         let words = Arc::new(SharedWords::map(&file, FRAMES_AT / WORD_BYTES)?);
         Ok(Self { file, words })
     }
@@ -94,26 +84,4 @@ impl Journal {
         }
         filled
     }
-}
-
-/// Sends a journal, with the frame that says so. The socket is empty, so that it has room. Returns how many bytes that
-/// were.
-pub(super) fn lend(socket: impl AsFd, journal: &Journal) -> io::Result<usize> {
-    let length = EMPTY.len();
-    let header = Header {
-        length: length as u32,
-        kind: kind::JOURNAL,
-        flags: 0,
-        metadata_length: length as u16,
-        number: 0,
-    };
-    let mut frame = [0; HEADER_BYTES + EMPTY.len()];
-    frame[..HEADER_BYTES].copy_from_slice(&header.encode());
-    let files = [journal.file.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(&files));
-    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
-    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("a part of the frame was sent")) }
 }

@@ -3,10 +3,10 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::Duration;
 
-use bulkhead_keeper::{Keeper, Report, SpawnOrder};
+use bulkhead_keeper::{Keeper, Report};
 use bulkhead_policy::{Time, WorkerId};
 
 use super::background::Background;
@@ -22,7 +22,8 @@ const PROVEN_AFTER: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    state: State,
+    /// `None` while it is being replaced: the one before is lost, and with it all workers.
+    keeper: Option<Box<Keeper>>,
     since: Time,
     /// How often in a row it died soon after its start.
     deaths: u32,
@@ -32,12 +33,6 @@ pub(super) struct KeeperLink {
     late_reports: VecDeque<Report>,
     /// Workers that are to be ordered.
     wanted: VecDeque<Wanted>,
-}
-
-enum State {
-    Serving(Box<Keeper>),
-    /// The one before is lost, and with it all workers.
-    Replaced,
 }
 
 /// A worker that is ordered as soon as there is a keeper, and time.
@@ -50,7 +45,7 @@ pub(super) struct Wanted {
 impl KeeperLink {
     pub(super) fn new(keeper: Keeper) -> Self {
         Self {
-            state: State::Serving(Box::new(keeper)),
+            keeper: Some(Box::new(keeper)),
             since: Time::ZERO,
             deaths: 0,
             asked_at: None,
@@ -59,64 +54,29 @@ impl KeeperLink {
         }
     }
 
-    fn keeper(&mut self) -> io::Result<&mut Keeper> {
-        match &mut self.state {
-            State::Serving(keeper) => Ok(keeper),
-            State::Replaced => Err(io::ErrorKind::BrokenPipe.into()),
-        }
+    /// The one that there is. While it is being replaced, an order to it fails.
+    pub(super) fn serving(&mut self) -> io::Result<&mut Keeper> {
+        self.keeper.as_deref_mut().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
     }
 
     pub(super) fn is_replaced(&self) -> bool {
-        matches!(self.state, State::Replaced)
+        self.keeper.is_none()
     }
 
     /// Its process; `None` while it is being replaced.
     pub(super) fn pid(&self) -> Option<u32> {
-        match &self.state {
-            State::Serving(keeper) => Some(keeper.pid()),
-            State::Replaced => None,
-        }
+        self.keeper.as_ref().map(|keeper| keeper.pid())
     }
 
     pub(super) fn descriptor(&self) -> Option<RawFd> {
-        match &self.state {
-            State::Serving(keeper) => Some(keeper.as_raw_fd()),
-            State::Replaced => None,
-        }
+        self.keeper.as_ref().map(|keeper| keeper.as_raw_fd())
     }
 
     // Orders.
 
-    pub(super) fn spawn(
-        &mut self,
-        order: &SpawnOrder<'_>,
-        link: OwnedFd,
-        (stdout, stderr): (OwnedFd, OwnedFd),
-    ) -> io::Result<()> {
-        self.keeper()?.spawn(order, link, stdout, stderr)
-    }
-
-    pub(super) fn spawn_template(
-        &mut self,
-        order: &SpawnOrder<'_>,
-        (stdout, stderr): (OwnedFd, OwnedFd),
-    ) -> io::Result<()> {
-        self.keeper()?.spawn_template(order, stdout, stderr)
-    }
-
-    /// Has a template fork a worker.
-    pub(super) fn fork(
-        &mut self,
-        (spawn, template): (u64, u64),
-        link: OwnedFd,
-        (stdout, stderr): (OwnedFd, OwnedFd),
-    ) -> io::Result<()> {
-        self.keeper()?.fork((spawn, template), link, stdout, stderr)
-    }
-
     /// Reaps ended orphans; see [`Keeper::reap_orphans`]. While the keeper is being replaced, that reaps all.
     pub(super) fn reap_orphans(&mut self) -> bool {
-        self.keeper().is_ok_and(|keeper| keeper.reap_orphans())
+        self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
 
     /// Has a worker wait until it is ordered.
@@ -142,7 +102,7 @@ impl KeeperLink {
 
     /// Has a worker killed, and wants to hear that it was.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
-        if let Ok(keeper) = self.keeper() {
+        if let Ok(keeper) = self.serving() {
             // An error means that the keeper is gone, which its socket says as well.
             let _ = keeper.kill(spawn);
             self.ask(now);
@@ -151,7 +111,7 @@ impl KeeperLink {
 
     /// Wants to hear from the keeper, after an order that matters. Its answer is due from then on.
     pub(super) fn ask(&mut self, now: Time) {
-        if self.asked_at.is_none() && self.keeper().and_then(Keeper::ping).is_ok() {
+        if self.asked_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.asked_at = Some(now);
         }
     }
@@ -173,22 +133,12 @@ impl KeeperLink {
         if is_silent {
             self.asked_at = None;
             // It can only have ended meanwhile.
-            let _ = self.keeper().and_then(Keeper::kill_keeper);
+            let _ = self.serving().and_then(Keeper::kill_keeper);
         }
         is_silent
     }
 
     // Reports.
-
-    /// Sends orders that wait for the socket.
-    pub(super) fn flush(&mut self) -> io::Result<()> {
-        self.keeper()?.flush()
-    }
-
-    /// The next report, if there is one.
-    pub(super) fn receive(&mut self) -> io::Result<Option<Report>> {
-        self.keeper()?.receive()
-    }
 
     /// A report was heard: it answers.
     pub(super) fn heard(&mut self) {
@@ -210,24 +160,19 @@ impl KeeperLink {
         let is_again = now.since(self.since) < PROVEN_AFTER;
         self.deaths = if is_again { self.deaths + 1 } else { 0 };
         self.asked_at = None;
-        match std::mem::replace(&mut self.state, State::Replaced) {
-            State::Serving(lost) => background.replace_keeper(lost, pause_after(self.deaths)),
-            State::Replaced => unreachable!("a keeper is lost once"),
-        }
+        let lost = self.keeper.take().expect("a keeper is lost once");
+        background.replace_keeper(lost, pause_after(self.deaths));
     }
 
     /// There is another one: the workers that were wanted meanwhile can be ordered.
     pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) {
         self.since = now;
-        self.state = State::Serving(keeper);
+        self.keeper = Some(keeper);
     }
 
     /// Ends it, with all workers. Waits for that, and for one that is just being started.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
-        match self.state {
-            State::Serving(keeper) => keeper.end(),
-            State::Replaced => background.last_keeper()?.end(),
-        }
+        self.keeper.map_or_else(|| background.last_keeper(), Ok)?.end()
     }
 }
 

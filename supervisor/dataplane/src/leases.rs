@@ -61,7 +61,7 @@ pub(super) struct Leases {
     /// The number of the last one.
     last: u64,
     /// Bytes of all files, also of those that are over for their clients and not for a job.
-    bytes: u64,
+    pub(super) bytes: u64,
     /// How many leases these are.
     live: u64,
     /// Clients that may be offered one, once all that was answered is sent.
@@ -78,6 +78,8 @@ struct Lease {
     bulkhead: Arc<str>,
     tenant: Box<str>,
     bytes: u64,
+    /// There once they are made.
+    files: Option<Arc<Files>>,
     stage: Stage,
     is_busy: bool,
     user: User,
@@ -85,15 +87,16 @@ struct Lease {
     used_at: Time,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Its files are being made.
     Making,
     /// They are there, and its client has not heard of another lease yet.
-    Made(Arc<Files>),
+    Made,
     /// They were sent to its client, which has not said that it has them.
-    Offered(Arc<Files>),
-    Held(Arc<Files>),
-    CalledBack(Arc<Files>, Time),
+    Offered,
+    Held,
+    CalledBack(Time),
 }
 
 /// The worker that has the files, by the keeper's name for it.
@@ -107,22 +110,11 @@ enum User {
     Barred,
 }
 
-impl Lease {
-    fn files(&self) -> Option<&Arc<Files>> {
-        match &self.stage {
-            Stage::Making => None,
-            Stage::Made(files) | Stage::Offered(files) | Stage::Held(files) | Stage::CalledBack(files, _) => {
-                Some(files)
-            }
-        }
-    }
-}
-
 /// A job's payload in a file.
 pub(super) struct Leased {
     lease: u64,
     files: Arc<Files>,
-    bytes: usize,
+    pub(super) bytes: usize,
     /// The worker that has it, in whatever form.
     at: Option<u64>,
     /// The worker that was given it by its name.
@@ -131,12 +123,6 @@ pub(super) struct Leased {
     result: Option<u64>,
     /// Whether it may be tried again, so that it counts as kept while a worker has it.
     pub(super) is_kept: bool,
-}
-
-impl Leased {
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
 }
 
 impl Leases {
@@ -152,11 +138,6 @@ impl Leases {
             to_offer: Vec::new(),
             left: Vec::new(),
         }
-    }
-
-    /// What the files take.
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     pub(super) fn len(&self) -> usize {
@@ -209,15 +190,12 @@ impl DataPlane {
             return Ok(());
         };
         // Of those that were not sent it cannot know.
-        if matches!(lease.stage, Stage::Making | Stage::Made(_)) {
+        if matches!(lease.stage, Stage::Making | Stage::Made) {
             self.sessions[index].standing.refuse();
         } else if header.kind == kind::LEASE_RETURNED {
             self.drop_lease(number);
-        } else {
-            match std::mem::replace(&mut lease.stage, Stage::Making) {
-                Stage::Offered(files) => lease.stage = Stage::Held(files),
-                other => lease.stage = other,
-            }
+        } else if lease.stage == Stage::Offered {
+            lease.stage = Stage::Held;
         }
         self.offer_next(id);
         Ok(())
@@ -258,7 +236,7 @@ impl DataPlane {
         let entry = &self.bulkheads[bulkhead];
         // What kills is recognised by its bytes.
         let is_welcome = !self.needs_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.stopping;
-        let is_making = |(_, lease): &(u64, &Lease)| matches!(lease.stage, Stage::Making);
+        let is_making = |(_, lease): &(u64, &Lease)| lease.stage == Stage::Making;
         let has_room = self.leases.of_session(id).count() < LEASES_MAX
             && self.leases.of_session(id).filter(is_making).count() < MAKING_MAX;
         if !is_welcome || !has_room || wanted.tenant.len() > TENANT_BYTES_MAX {
@@ -279,6 +257,7 @@ impl DataPlane {
             bulkhead: name,
             tenant: wanted.tenant.into(),
             bytes,
+            files: None,
             stage: Stage::Making,
             is_busy: false,
             user: User::None,
@@ -311,7 +290,7 @@ impl DataPlane {
             .leases
             .by_number
             .iter()
-            .filter(|(_, lease)| !lease.is_busy && matches!(lease.stage, Stage::Held(_)))
+            .filter(|(_, lease)| !lease.is_busy && lease.stage == Stage::Held)
             .map(|(number, lease)| (lease.used_at, *number, 2 * lease.bytes))
             .collect();
         idle.sort_unstable();
@@ -336,7 +315,7 @@ impl DataPlane {
             self.leases.by_number.values().filter(|lease| is(lease)).map(|lease| 2 * lease.bytes).sum()
         };
         let (idle, given) =
-            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::CalledBack(..))));
+            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::CalledBack(_))));
         let over =
             idle.saturating_sub(room).max(self.leases.bytes.saturating_sub(self.limits.pooled_bytes_max));
         self.call_back_idle(over.saturating_sub(given));
@@ -347,21 +326,17 @@ impl DataPlane {
         let lease = self.leases.by_number.get_mut(&number);
         match (made, lease) {
             (Ok(files), Some(lease)) => {
-                lease.stage = Stage::Made(Arc::new(files));
+                (lease.stage, lease.files) = (Stage::Made, Some(Arc::new(files)));
                 let session = lease.session;
                 self.offer_next(session);
             }
-            (made, lease) => {
+            (made, _) => {
                 self.leases.bytes -= 2 * bytes;
                 self.leases.live -= 1;
                 if let Ok(files) = made {
                     self.background.free_files(files);
                 }
-                let asked = lease.map(|lease| (lease.session, lease.asked_as));
-                self.leases.by_number.remove(&number);
-                if let Some((session, asked_as)) = asked {
-                    self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
-                }
+                self.decline(number);
             }
         }
     }
@@ -390,41 +365,37 @@ impl DataPlane {
     /// Sends a client the next lease that is there for it, if it has received the one before.
     fn offer_one(&mut self, session: SessionId) {
         let of = || self.leases.of_session(session);
-        let made = of().find(|(_, lease)| matches!(lease.stage, Stage::Made(_))).map(|(number, _)| number);
-        let is_behind = of().any(|(_, lease)| matches!(lease.stage, Stage::Offered(_)));
+        let made = of().find(|(_, lease)| lease.stage == Stage::Made).map(|(number, _)| number);
+        let is_behind = of().any(|(_, lease)| lease.stage == Stage::Offered);
         let Some(number) = made.filter(|_| !is_behind) else { return };
         // A reload may have come between.
         let name = self.leases.by_number.get(&number).map(|lease| &lease.bulkhead);
         let bulkhead = name.and_then(|name| self.bulkheads.by_name.get(name).copied());
         let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_bytes(bulkhead));
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
-        let Stage::Made(files) = &lease.stage else { return };
+        let Some(files) = &lease.files else { return };
         let lends = &mut self.leases.lends;
         let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
-        let Some(client) =
-            client.and_then(|client| client.end.may_lend(lends, &mut client.unread).then_some(client))
-        else {
-            let asked_as = lease.asked_as;
-            return self.decline(session, number, asked_as);
-        };
-        let named = Named { lease: number, bytes: lease.bytes };
-        let unread = &mut client.unread;
-        let sent = client.end.lend((kind::LEASED, lease.asked_as), named, files.of_client(), (lends, unread));
-        if sent.is_ok() {
-            lease.stage = Stage::Offered(files.clone());
-            lease.used_at = self.now;
+        let is_sent = client.is_some_and(|client| {
+            let (named, unread) = (Named { lease: number, bytes: lease.bytes }, &mut client.unread);
+            let said = (kind::LEASED, lease.asked_as);
+            client.end.may_lend(lends, unread)
+                && client.end.lend(said, named, files.of_client(), (lends, unread)).is_ok()
+        });
+        if is_sent {
+            (lease.stage, lease.used_at) = (Stage::Offered, self.now);
         } else {
-            // It gets none by this way, or we may not have more on their way.
-            let asked_as = lease.asked_as;
-            self.decline(session, number, asked_as);
+            // It gets none by this way, or we may not have more on their way. The next one may be offered.
+            self.decline(number);
+            self.offer_next(session);
         }
     }
 
-    /// A lease that was made is not offered after all. The next one may be.
-    fn decline(&mut self, session: SessionId, number: u64, asked_as: u64) {
-        self.drop_lease(number);
-        self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
-        self.offer_next(session);
+    /// A lease is not offered after all.
+    fn decline(&mut self, number: u64) {
+        if let Some((session, asked_as)) = self.drop_lease(number) {
+            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+        }
     }
 
     fn send_to_client(&mut self, index: SessionIndex, kind: u8, number: u64) {
@@ -437,15 +408,10 @@ impl DataPlane {
 
     /// Asks a client for a lease. No worker gets it any more.
     fn call_back(&mut self, number: u64) {
-        let now = self.now;
-        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
-        match std::mem::replace(&mut lease.stage, Stage::Making) {
-            Stage::Held(files) | Stage::Offered(files) => lease.stage = Stage::CalledBack(files, now),
-            other => {
-                lease.stage = other;
-                return;
-            }
-        }
+        let lease = self.leases.by_number.get_mut(&number);
+        let is_out = |lease: &&mut Lease| matches!(lease.stage, Stage::Held | Stage::Offered);
+        let Some(lease) = lease.filter(is_out) else { return };
+        lease.stage = Stage::CalledBack(self.now);
         let user = std::mem::replace(&mut lease.user, User::Barred);
         let (session, bytes) = (lease.session, lease.bytes);
         self.take_from_worker(user, number, bytes);
@@ -464,17 +430,16 @@ impl DataPlane {
         }
     }
 
-    /// A lease is over. A job that needs its files has them until its end.
-    fn drop_lease(&mut self, number: u64) {
-        let Some(lease) = self.leases.by_number.remove(&number) else { return };
+    /// A lease is over. A job that needs its files has them until its end. Returns whose it was, and by which number it
+    /// was asked for.
+    fn drop_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
+        let lease = self.leases.by_number.remove(&number)?;
         self.take_from_worker(lease.user, number, lease.bytes);
-        match lease.stage {
-            // Its bytes go when its files are there.
-            Stage::Making => {}
-            Stage::Made(files) | Stage::Offered(files) | Stage::Held(files) | Stage::CalledBack(files, _) => {
-                self.let_go(files);
-            }
+        // The bytes of files that are still made go when these are there.
+        if let Some(files) = lease.files {
+            self.let_go(files);
         }
+        Some((lease.session, lease.asked_as))
     }
 
     fn let_go(&mut self, files: Arc<Files>) {
@@ -493,7 +458,9 @@ impl DataPlane {
         }
         if self.leases.len() > 0 {
             let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
-            numbers.into_iter().for_each(|number| self.drop_lease(number));
+            for number in numbers {
+                self.drop_lease(number);
+            }
         }
     }
 
@@ -525,8 +492,8 @@ impl DataPlane {
         }
         let now = self.now;
         let is_unused = |lease: &Lease| match lease.stage {
-            Stage::Held(_) => !lease.is_busy && now.since(lease.used_at) >= IDLE_MAX,
-            Stage::Offered(_) => now.since(lease.used_at) >= RETURN_WITHIN,
+            Stage::Held => !lease.is_busy && now.since(lease.used_at) >= IDLE_MAX,
+            Stage::Offered => now.since(lease.used_at) >= RETURN_WITHIN,
             _ => false,
         };
         for number in self.leases.numbers(is_unused) {
@@ -534,14 +501,12 @@ impl DataPlane {
             self.call_back(number);
         }
         let is_late = |lease: &Lease| {
-            matches!(lease.stage, Stage::CalledBack(_, since) if now.since(since) >= RETURN_WITHIN)
+            matches!(lease.stage, Stage::CalledBack(since) if now.since(since) >= RETURN_WITHIN)
                 && !lease.is_busy
                 && now.since(lease.used_at) >= RETURN_WITHIN
         };
         for number in self.leases.numbers(is_late) {
-            let session = self.leases.by_number.get(&number).map(|lease| lease.session);
-            self.drop_lease(number);
-            let Some(session) = session else { continue };
+            let Some((session, _)) = self.drop_lease(number) else { continue };
             if let Some(client) = self.sessions.of_mut(session) {
                 if client.leases_lost.len() >= LOST_MAX {
                     client.leases_lost.pop_front();
@@ -557,16 +522,12 @@ impl DataPlane {
     /// A client has not said in time that it has what it was offered: it is not kept waiting for more.
     fn refuse_made(&mut self, offered: u64) {
         let Some(lease) = self.leases.by_number.get(&offered) else { return };
-        if !matches!(lease.stage, Stage::Offered(_)) {
+        if lease.stage != Stage::Offered {
             return;
         }
         let session = lease.session;
-        let is_made = |lease: &Lease| lease.session == session && matches!(lease.stage, Stage::Made(_));
-        for number in self.leases.numbers(is_made) {
-            let asked_as = self.leases.by_number.get(&number).map_or(0, |lease| lease.asked_as);
-            self.drop_lease(number);
-            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
-        }
+        let is_made = |lease: &Lease| lease.session == session && lease.stage == Stage::Made;
+        self.leases.numbers(is_made).into_iter().for_each(|number| self.decline(number));
     }
 
     // Jobs.
@@ -597,10 +558,10 @@ impl DataPlane {
                 ));
             }
         };
-        if lease.is_busy || !matches!(lease.stage, Stage::Held(_) | Stage::CalledBack(..)) {
+        if lease.is_busy || !matches!(lease.stage, Stage::Held | Stage::CalledBack(_)) {
             return Err(invalid("this lease is in use by another job, or was not taken"));
         }
-        if matches!(lease.stage, Stage::CalledBack(_, since) if self.now.since(since) >= RETURN_WITHIN) {
+        if matches!(lease.stage, Stage::CalledBack(since) if self.now.since(since) >= RETURN_WITHIN) {
             return Err((RejectReason::Overloaded, LOST.to_owned()));
         }
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
@@ -615,7 +576,7 @@ impl DataPlane {
     /// A job begins to use its lease, which was checked.
     pub(super) fn use_lease(&mut self, named: Named) -> Option<Box<Leased>> {
         let lease = self.leases.by_number.get_mut(&named.lease)?;
-        let files = lease.files()?.clone();
+        let files = lease.files.clone()?;
         lease.is_busy = true;
         let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
         Some(Box::new(Leased {
@@ -686,13 +647,13 @@ impl DataPlane {
         }
         let Some(link) = self.links.get_mut(index) else { return };
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
-        let Some(files) = lease.files().filter(|_| link.outbox.is_empty()) else { return };
+        let Some(files) = lease.files.as_ref().filter(|_| link.outbox.is_empty()) else { return };
         let lends = &mut self.leases.lends;
         if !lends.may_lend(&link.socket, &mut link.unread) {
             return;
         }
         let named = Named { lease: number, bytes: lease.bytes };
-        match lend(&link.socket, (kind::FILES, number), named, files.of_worker()) {
+        match lend(&link.socket, (kind::FILES, number), &named, &files.of_worker()) {
             Ok(sent) => {
                 link.reading.written(sent);
                 link.lent_bytes += 2 * lease.bytes;

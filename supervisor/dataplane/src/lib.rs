@@ -80,7 +80,9 @@ use bulkhead_plane::span::SpanSender;
 use bulkhead_plane::threads::Fate;
 use bulkhead_policy::{Action, Event, Time};
 use bulkhead_shared::connection::Payload;
+use bulkhead_shared::frame::kind;
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
+use bulkhead_shared::worker_protocol::{Empty, Limits};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
@@ -691,16 +693,18 @@ impl DataPlane {
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
             Action::TookBack { worker, job } => self.job_taken_back(index, worker, job),
-            Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
+            Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
             Action::Spawn { worker, slot, again } => {
                 self.count_restart(index, again);
                 self.keeper.want(Wanted { compartment: index, worker, slot });
             }
-            Action::Drain { worker } => self.send_drain(index, worker),
+            Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
             Action::Kill { worker, .. } => self.kill(index, worker),
             Action::Watch { worker } => self.watch(index, worker),
             Action::Look { worker } => self.look(index, worker),
-            Action::Limit { worker, max_in_flight } => self.send_limits(index, worker, max_in_flight),
+            Action::Limit { worker, max_in_flight } => {
+                self.send((index, worker), (kind::LIMITS, 0), &Limits { max_in_flight });
+            }
             Action::Note(note) => self.note(index, note),
         }
     }
@@ -759,21 +763,21 @@ impl DataPlane {
                 break;
             }
         }
-        if let Err(error) = self.keeper.end(&self.background) {
-            tracing::error!("the keeper did not end well: {error}");
-        }
+        self.end_keeper();
     }
-}
 
-impl DataPlane {
     /// A thread of the supervisor has ended. No worker is to outlive that.
     fn give_up(self, name: &str) -> io::Error {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.end_keeper();
+        io::Error::other(format!("the thread or task '{name}' has ended"))
+    }
+
+    fn end_keeper(self) {
         if let Err(error) = self.keeper.end(&self.background) {
             tracing::error!("the keeper did not end well: {error}");
         }
-        io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 }
 

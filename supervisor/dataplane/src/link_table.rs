@@ -11,6 +11,7 @@ use super::links::Link;
 use super::reports::Sweeping;
 use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 
+#[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
     /// By the keeper's name for the worker.
@@ -37,18 +38,7 @@ owns_slab!(Links, LinkIndex, Link);
 
 impl Links {
     pub(super) fn new(ids: Option<Arc<Ids>>) -> Self {
-        Self {
-            slab: Slab::default(),
-            by_spawn: HashMap::new(),
-            spawned: 0,
-            ids,
-            sweeping: HashMap::new(),
-            gone: Vec::new(),
-            again: Vec::new(),
-            resume_at: None,
-            failed_spawns: Vec::new(),
-            looked: Vec::new(),
-        }
+        Self { ids, ..Self::default() }
     }
 
     /// The link of a worker that the keeper knows by this name.
@@ -58,11 +48,6 @@ impl Links {
 
     pub(super) fn of_spawn_mut(&mut self, spawn: u64) -> Option<&mut Link> {
         self.slab.get_mut(*self.by_spawn.get(&spawn)?)
-    }
-
-    /// The keeper's names of all workers that are not gone.
-    pub(super) fn spawns(&self) -> Vec<u64> {
-        self.by_spawn.keys().copied().collect()
     }
 
     /// A user id for a worker, where each has its own.

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_api::Confinement;
 use bulkhead_keeper::{Observed, Usage};
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::program::Program;
@@ -15,7 +16,7 @@ use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::memory_files::Named;
-use bulkhead_shared::worker_protocol::{Empty, Job, Limits};
+use bulkhead_shared::worker_protocol::Job;
 use bulkhead_shared::{HandlerFailure, JobId};
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -271,11 +272,10 @@ impl DataPlane {
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
         // Last: what has been ordered has the id, whatever becomes of it here.
-        let output = (stdout_write, stderr_write);
-        let ordered = match template {
-            None => self.keeper.spawn(&program.order(spawn, id), theirs, output),
-            Some(template) => self.keeper.fork((spawn, template), theirs, output),
-        };
+        let ordered = self.keeper.serving().and_then(|keeper| match template {
+            None => keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write),
+            Some(template) => keeper.fork((spawn, template), theirs, stdout_write, stderr_write),
+        });
         if let Err(error) = ordered {
             let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
             return Err(error);
@@ -406,29 +406,15 @@ impl DataPlane {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    pub(super) fn send_cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
-        self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
-    }
-
-    pub(super) fn send_drain(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        self.send_plain(compartment, worker, kind::DRAIN, 0);
-    }
-
-    pub(super) fn send_limits(
+    /// Sends what has no payload.
+    pub(super) fn send(
         &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        max_in_flight: u32,
+        (compartment, worker): (CompartmentIndex, WorkerId),
+        (kind, number): (u8, u64),
+        message: &impl bincode::Encode,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        let limits = Limits { max_in_flight };
-        let _ = self.links[index].outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
-        self.mark_dirty(Endpoint::Link(index));
-    }
-
-    fn send_plain(&mut self, compartment: CompartmentIndex, worker: WorkerId, kind: u8, number: u64) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        let _ = self.links[index].outbox.push(kind, number, &Empty, &[], Payload::NONE);
+        let _ = self.links[index].outbox.push(kind, number, message, &[], Payload::NONE);
         self.mark_dirty(Endpoint::Link(index));
     }
 
@@ -477,6 +463,11 @@ impl Link {
             Process::Ordered { .. } => None,
             Process::Running(running) => Some(running),
         }
+    }
+
+    /// What confines it, as read back from the kernel.
+    pub(super) fn confinement(&self) -> Option<Confinement> {
+        Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
     pub(super) fn pid(&self) -> Option<u32> {

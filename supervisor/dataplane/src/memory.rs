@@ -8,6 +8,7 @@ use bulkhead_policy::{Bulkhead, Event};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 
+use super::bulkheads::Compartment;
 use super::shares::{Giver, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
 use super::{DataPlane, Incoming, JobData};
@@ -127,8 +128,12 @@ impl JobData {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
         let fallback = if self.fallback.is_some() { size_of::<super::FallbackState>() } else { 0 };
-        let in_file = self.held.file.as_ref().map_or(0, |file| file.bytes());
-        JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.held.bytes() + in_file
+        JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
+    }
+
+    /// Bytes of its payload, here or in a file.
+    fn payload_bytes(&self) -> usize {
+        self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes)
     }
 }
 
@@ -141,19 +146,31 @@ impl DataPlane {
         }
     }
 
+    /// Holds for a job from now on what `count` says, for its client. Returns the holder, and the job's priority.
+    fn charge(
+        &mut self,
+        (compartment, job): (CompartmentIndex, JobId),
+        is_waiting: bool,
+        count: impl Fn(&JobData) -> usize,
+    ) -> Option<(Holder, Priority)> {
+        let Compartment { policy, bulkhead, .. } = &mut self.compartments[compartment];
+        let Some(record) = policy.cargo_mut(job) else {
+            debug_assert!(false, "{job} was just taken or dispatched, and is not there");
+            return None;
+        };
+        debug_assert_eq!(record.charge.bytes, 0, "something is held for it already");
+        let (bulkhead, session, bytes, class) = (*bulkhead, record.session, count(record), record.priority);
+        let holder = self.holder_of(session, bulkhead);
+        self.memory.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
+        let record = self.compartments[compartment].policy.cargo_mut(job)?;
+        record.charge = Charge { holder, bytes, is_waiting };
+        Some((holder, class))
+    }
+
     /// A job waits from now on.
     pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
-        let bulkhead = self.compartments[compartment].bulkhead;
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
-            return debug_assert!(false, "{job} was just taken, and is not there");
-        };
-        let (session, bytes, class) = (record.session, record.footprint(), record.priority);
-        debug_assert_eq!(record.charge.bytes, 0, "it waits already");
-        let holder = self.holder_of(session, bulkhead);
-        self.memory.shares.add(holder, Kind::Job, bytes);
-        self.list_waiting(holder, class, (compartment, job));
-        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
-            record.charge = Charge { holder, bytes, is_waiting: true };
+        if let Some((holder, class)) = self.charge((compartment, job), true, JobData::footprint) {
+            self.list_waiting(holder, class, (compartment, job));
         }
     }
 
@@ -173,30 +190,13 @@ impl DataPlane {
 
     /// A job that a worker has holds its payload nevertheless, since another worker may want it.
     pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
-        let bulkhead = self.compartments[compartment].bulkhead;
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
-            return debug_assert!(false, "{job} was just dispatched, and is not there");
-        };
-        let in_file = record.held.file.as_ref().map_or(0, |file| file.bytes());
-        let (session, bytes) = (record.session, record.held.bytes() + in_file);
-        let holder = self.holder_of(session, bulkhead);
-        self.memory.shares.add(holder, Kind::Fixed, bytes);
-        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
-            record.charge = Charge { holder, bytes, is_waiting: false };
-        }
+        self.charge((compartment, job), false, JobData::payload_bytes);
     }
 
     /// A job that waits ahead of a worker holds what it would hold here.
     pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
-        let bulkhead = self.compartments[compartment].bulkhead;
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
-        let copied = record.held.copy.as_ref().map_or(0, |copy| copy.len());
-        let (session, bytes) = (record.session, record.footprint() + copied);
-        let holder = self.holder_of(session, bulkhead);
-        self.memory.shares.add(holder, Kind::Fixed, bytes);
-        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
-            record.charge = Charge { holder, bytes, is_waiting: false };
-        }
+        let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
+        self.charge((compartment, job), false, |record| record.footprint() + copied(record));
     }
 
     /// Whether a connection may hold so much more. What that takes from others, they give by
@@ -221,7 +221,7 @@ impl DataPlane {
     /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
-        if self.leases.bytes() > 0 {
+        if self.leases.bytes > 0 {
             self.settle_files(self.memory.shares.held());
         }
         while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {

@@ -3,6 +3,7 @@
 //! Nothing of them is mapped here. Each is open twice: as who writes it gets it, and as who reads it does. Their mode
 //! lets nobody open them a third time.
 
+use std::ffi::CStr;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -10,7 +11,7 @@ use std::sync::Arc;
 
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header};
-use bulkhead_shared::memory_files::{FILES, Named};
+use bulkhead_shared::memory_files::FILES;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -25,12 +26,7 @@ struct File {
 
 impl File {
     fn make(bytes: u64) -> rustix::io::Result<Self> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Kernels before 6.3 do not know the last flag.
-        let written = rustix::fs::memfd_create(c"lease", flags | MemfdFlags::NOEXEC_SEAL)
-            .or_else(|_| rustix::fs::memfd_create(c"lease", flags))?;
-        rustix::fs::ftruncate(&written, bytes)?;
-        rustix::fs::fcntl_add_seals(&written, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let written = sealed_file(c"lease", bytes)?;
         let path = format!("/proc/self/fd/{}", written.as_raw_fd());
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
@@ -39,6 +35,17 @@ impl File {
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
+}
+
+/// A file of this process alone, of a size that stays.
+pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Kernels before 6.3 do not know the last flag.
+    let file = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|_| rustix::fs::memfd_create(name, flags))?;
+    rustix::fs::ftruncate(&file, bytes)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
 }
 
 /// The files of one lease, of the same size.
@@ -97,27 +104,27 @@ pub(super) enum Lending {
 }
 
 /// The frame that says which files come with it.
-pub(super) fn lend_frame((kind, number): (u8, u64), named: Named) -> io::Result<Vec<u8>> {
+pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
-    codec::encode(&named, &[], &mut frame).map_err(io::Error::other)?;
+    codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
     let length = frame.len() - HEADER_BYTES;
     let header = Header { length: length as u32, kind, flags: 0, metadata_length: length as u16, number };
     frame[..HEADER_BYTES].copy_from_slice(&header.encode());
     Ok(frame)
 }
 
-/// Sends the files with the frame that says so. The socket is empty, so that it has room as a rule. Returns how many
-/// bytes that were.
+/// Sends files, as many as a lease has at most, with the frame that says so. The socket is empty, so that it has room as
+/// a rule. Returns how many bytes that were.
 pub(super) fn lend(
     socket: impl AsFd,
-    (kind, number): (u8, u64),
-    named: Named,
-    files: [BorrowedFd<'_>; FILES],
+    said: (u8, u64),
+    message: &impl bincode::Encode,
+    files: &[BorrowedFd<'_>],
 ) -> io::Result<usize> {
-    let frame = lend_frame((kind, number), named)?;
+    let frame = lend_frame(said, message)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(&files));
+    control.push(SendAncillaryMessage::ScmRights(files));
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
     if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("a part of the frame was sent")) }

@@ -25,7 +25,7 @@ impl DataPlane {
         Scrape {
             clients: self.sessions.clients as u64,
             buffered_bytes: self.memory.shares.held() as u64,
-            memory_file_bytes: self.leases.bytes(),
+            memory_file_bytes: self.leases.bytes,
             labels: self.bulkheads.labels.clone(),
             bulkheads,
         }

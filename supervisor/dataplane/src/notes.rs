@@ -1,9 +1,7 @@
 //! Turns what policy notes into the events that operators see. No text is rendered here: an event is a
 //! value, and another thread makes a line of it.
 
-use std::time::Duration;
-
-use bulkhead_api::{CrashId, Severity, Text, What};
+use bulkhead_api::{CrashId, Severity, Text, What, millis};
 use bulkhead_plane::command::Event;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
@@ -129,11 +127,6 @@ impl DataPlane {
         };
         self.event_reported(Severity::Warning, Some(compartment), what, report);
     }
-}
-
-/// Milliseconds, to three digits behind the point.
-fn millis(duration: Duration) -> f64 {
-    (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
 /// The exit status, or the signal.

@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Event, Time, WorkerId};
+use bulkhead_policy::{Event, Time};
 
-use super::slab::{CompartmentIndex, LinkIndex};
+use super::slab::LinkIndex;
 use super::{DataPlane, Incoming};
 
 /// Notices a second that any worker may send; each begun 8 KiB counts as one.
@@ -121,12 +121,8 @@ impl DataPlane {
         if let Some(text) = said {
             self.apply(compartment, Event::Said { worker, text }, Incoming::None);
         }
-        self.hear(compartment, worker);
-        settled
-    }
-
-    fn hear(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.apply(compartment, Event::Heard { worker }, Incoming::None);
+        settled
     }
 
     /// Reads links again whose pause is over.

@@ -37,13 +37,13 @@ pub(super) struct Sweeping {
 
 impl DataPlane {
     pub(super) fn keeper_ready(&mut self) {
-        if self.keeper.flush().is_err() {
+        if self.keeper.serving().and_then(Keeper::flush).is_err() {
             return self.keeper_gone();
         }
         loop {
             // What could not be heard when it came goes before what came after it.
             self.hear_late_reports();
-            match self.keeper.receive() {
+            match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.keeper_report(report),
                 Ok(None) => break,
                 Err(_) => return self.keeper_gone(),
@@ -163,7 +163,7 @@ impl DataPlane {
             // What it said of a violation it said before it killed. The rest has to wait: it may be the end
             // of this very worker, whose answer is being read.
             for _ in 0..REPORTS_AHEAD_MAX {
-                let Ok(Some(report)) = self.keeper.receive() else { break };
+                let Ok(Some(report)) = self.keeper.serving().and_then(Keeper::receive) else { break };
                 match report {
                     Report::Violation { worker, process, call } => self.violation(worker, process, call),
                     other => self.keeper.put_off(other),
@@ -283,7 +283,7 @@ impl DataPlane {
         self.templates_are_gone();
         // No slot is to be taken over by a spare that is dead as well.
         let (spares, others): (Vec<_>, Vec<_>) =
-            self.links.spawns().into_iter().partition(|spawn| self.is_spare(*spawn));
+            self.links.by_spawn.keys().copied().partition(|spawn| self.is_spare(*spawn));
         for spawn in spares.into_iter().chain(others) {
             let death = self.untold_death(spawn);
             self.process_gone(spawn, death);

@@ -137,20 +137,16 @@ impl DataPlane {
             };
             self.apply_quietly(compartment, event);
         }
-        if self.bulkheads[bulkhead].isolated().is_some() {
-            self.note_verb(bulkhead, verb);
-        }
-        Ok(())
-    }
-
-    /// One event for all tenants.
-    fn note_verb(&mut self, bulkhead: BulkheadIndex, verb: Verb) {
+        // One event for all tenants.
         let what = match verb {
             Verb::Drain => What::Draining { drain_timeout_ms: None },
             Verb::Resume => What::Resumed {},
-            Verb::Restart | Verb::Reset => return,
+            Verb::Restart | Verb::Reset => return Ok(()),
         };
-        self.bulkhead_event(Severity::Info, bulkhead, what);
+        if self.bulkheads[bulkhead].isolated().is_some() {
+            self.bulkhead_event(Severity::Info, bulkhead, what);
+        }
+        Ok(())
     }
 
     // Numbers.
@@ -181,11 +177,7 @@ impl DataPlane {
             self.apply(compartment, Event::Change(numbers), Incoming::None);
         }
         if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-            let limits = &mut isolated.limits;
-            limits.processes = processes.unwrap_or(limits.processes);
-            limits.max_in_flight = max_in_flight.unwrap_or(limits.max_in_flight);
-            limits.max_queue = max_queue.unwrap_or(limits.max_queue);
-            limits.rate_limit = rate.unwrap_or(limits.rate_limit);
+            numbers.put_into(&mut isolated.limits);
         }
         if let Some(mode) = change.breaker {
             self.force_breaker(bulkhead, mode == BreakerMode::ForcedOpen);
@@ -242,10 +234,7 @@ impl DataPlane {
 
     fn check_change(&self, bulkhead: BulkheadIndex, numbers: &Numbers) -> Result<(), SteerError> {
         let mut limits = self.limits_of(bulkhead).clone();
-        limits.processes = numbers.processes.unwrap_or(limits.processes);
-        limits.max_in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
-        limits.max_queue = numbers.max_queue.unwrap_or(limits.max_queue);
-        limits.rate_limit = numbers.rate_limit.unwrap_or(limits.rate_limit);
+        numbers.put_into(&mut limits);
         let entry = &self.bulkheads[bulkhead];
         let max_active = match &entry.layout {
             Layout::Shared(_) => None,
@@ -265,9 +254,9 @@ impl DataPlane {
         let rate = change.rate_limit.as_ref();
         let rate = rate.map(|rate| rate_limit(rate.per_second, rate.burst, RatePer::Tenant));
         let TenantChange { processes, max_in_flight, max_queue, .. } = *change;
-        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate.map(Some) };
-        self.check_tenant(bulkhead, tenant, &numbers)?;
         let own = TenantConfig { processes, max_in_flight, max_queue, rate_limit: rate };
+        let numbers = own.of_workers();
+        self.check_tenant(bulkhead, tenant, &numbers)?;
         let all = match &mut self.bulkheads[bulkhead].layout {
             Layout::Isolated(isolated) => {
                 let entry = isolated.own.entry(tenant.to_owned()).or_default();
@@ -315,10 +304,9 @@ impl DataPlane {
                 if is_new && isolated.own.len() >= OWN_MAX {
                     return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
                 }
-                let limits = isolated.limits_of(tenant);
-                let processes = numbers.processes.unwrap_or(limits.processes);
-                let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
-                let queue = numbers.max_queue.unwrap_or(limits.max_queue);
+                let mut limits = isolated.limits_of(tenant);
+                numbers.put_into(&mut limits);
+                let (processes, in_flight) = (limits.processes, limits.max_in_flight);
                 check_programs(self.bulkheads[bulkhead].program.sandbox(), in_flight)?;
                 if u64::from(in_flight) > IN_FLIGHT_CEILING {
                     return unfit(format!(
@@ -329,7 +317,7 @@ impl DataPlane {
                     return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
                 }
                 check_adaptive(&limits, processes, in_flight)?;
-                if in_flight == 0 && queue > 0 {
+                if in_flight == 0 && limits.max_queue > 0 {
                     return unfit("this tenant's max_in_flight is 0: nothing in its queue would run".into());
                 }
                 check_workers(processes, limits.start.spares, isolated.max_active)

@@ -65,7 +65,7 @@ impl DataPlane {
         };
         let mut file = extras.leased.and_then(|named| self.use_lease(named));
         let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
-        let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes());
+        let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes);
         let (priority, idempotent) =
             (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
         let compartment = self.compartment_for(bulkhead, submit.tenant);

@@ -109,7 +109,8 @@ impl DataPlane {
         let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let order = program.template_order(spawn, id);
-        if let Err(error) = self.keeper.spawn_template(&order, (stdout_write, stderr_write)) {
+        let keeper = self.keeper.serving();
+        if let Err(error) = keeper.and_then(|it| it.spawn_template(&order, stdout_write, stderr_write)) {
             self.links.give_back(id);
             return Err(error);
         }

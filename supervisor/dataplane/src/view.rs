@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_api::{Adaptive, Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
+use bulkhead_api::{Adaptive, Latencies, Rate, Snapshot, Tenant, Text, Worker, millis};
 use bulkhead_plane::command::SteerError;
 use bulkhead_policy::{
     Activity, AdaptiveLimits, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
@@ -108,7 +108,8 @@ impl Links {
         let views = compartment.policy.workers(now);
         views
             .into_iter()
-            .map(|view| Worker {
+            .map(|view| (self.link_in(compartment, view.id), view))
+            .map(|(link, view)| Worker {
                 tenant: compartment.tenant.as_deref().map(str::to_owned),
                 slot: view.slot,
                 generation: view.id.generation,
@@ -121,20 +122,11 @@ impl Links {
                 restarts: view.restarts,
                 rss_bytes: None,
                 cpu_ms: None,
-                status: self.status_of(compartment, view.id),
+                status: link.and_then(|link| link.status.clone()),
                 last_exit: view.last_exit,
-                confinement: self.confinement_of(compartment, view.id),
+                confinement: link.and_then(Link::confinement),
             })
             .collect()
-    }
-
-    fn status_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<String> {
-        self.link_in(compartment, worker)?.status.clone()
-    }
-
-    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<Confinement> {
-        let link = self.link_in(compartment, worker)?;
-        Some(link.program.sandbox().describe(&link.running()?.observed))
     }
 
     fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {
@@ -144,6 +136,7 @@ impl Links {
 }
 
 /// What the parts of a bulkhead add up to.
+#[derive(Default)]
 pub(super) struct Sum {
     counters: Counters,
     restarts: u64,
@@ -159,27 +152,6 @@ pub(super) struct Sum {
     quarantined: u64,
     tenants: Vec<Tenant>,
     workers: Vec<Worker>,
-}
-
-impl Default for Sum {
-    fn default() -> Self {
-        Self {
-            counters: Counters::default(),
-            restarts: 0,
-            states: States::default(),
-            trouble: None,
-            limit: 0,
-            adaptive: AdaptiveSeen::default(),
-            in_flight: 0,
-            available: 0,
-            queued: 0,
-            capacity: 0,
-            breaker: BreakerState::Closed,
-            quarantined: 0,
-            tenants: Vec::new(),
-            workers: Vec::new(),
-        }
-    }
 }
 
 impl Sum {
@@ -281,7 +253,6 @@ impl AdaptiveSeen {
     }
 
     fn describe(&self, numbers: &AdaptiveLimits, counters: &Counters) -> Adaptive {
-        let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
         Adaptive {
             mode: numbers.mode.into(),
             min: numbers.min,
@@ -335,7 +306,7 @@ fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
         BreakerState::Open => 2,
         BreakerState::ForcedOpen => 3,
     };
-    breakers.max_by_key(weight).unwrap_or(BreakerState::Closed)
+    breakers.max_by_key(weight).unwrap_or_default()
 }
 
 fn share(view: TenantView) -> Tenant {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bulkhead_policy::{Abilities, Death, Event, Reply, WorkerId};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
-use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{
@@ -21,6 +21,7 @@ use bulkhead_shared::worker_protocol::{
 };
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
 
+use super::client_frames::check_version;
 use super::journal::Journal;
 use super::links::{Link, Oversized, Reads, Stage};
 use super::memory_files::Lending;
@@ -226,8 +227,7 @@ impl DataPlane {
                 }
             }
             kind::FAILED => {
-                let (failed, extensions) =
-                    codec::decode::<Failed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
+                let (failed, extensions) = decode_all::<Failed<'_>>(metadata, &[])?;
                 self.note_status((compartment, worker), JobId(number), extensions.get(tag::STATUS));
                 let failure = HandlerFailure {
                     code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
@@ -244,15 +244,14 @@ impl DataPlane {
                 self.reply(compartment, worker, number, Reply::Failed(failure), payload);
             }
             kind::PROGRAM_CRASHED => {
-                let (crashed, extensions) =
-                    codec::decode::<ProgramCrashed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
+                let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
                 if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
                     return Err(format!("a program cannot die by the signal {}", crashed.signal));
                 }
                 let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
                 let message = match death {
-                    Death::Violation(_) => describe_program(death),
+                    Death::Violation(_) => format!("the program {death}"),
                     _ => cut(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
                 };
                 self.report_program(compartment, worker, JobId(number), death, &message);
@@ -266,8 +265,7 @@ impl DataPlane {
                 self.files_taken(index, number);
             }
             kind::RETURNED => {
-                let (_, extensions) =
-                    codec::decode::<Empty>(metadata, &[]).map_err(|error| error.to_string())?;
+                let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let arrival = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
                 let arrival = arrival.ok_or("it gave a job back without its arrival number")?;
                 self.job_returned(index, JobId(number), u64::from_le_bytes(arrival));
@@ -341,15 +339,7 @@ impl DataPlane {
         if hello.role != role::WORKER {
             return Err("it says hello in the role of a client".into());
         }
-        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
-            let message = format!(
-                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
-                 build the worker with a matching SDK",
-                cut(hello.name, 64),
-                cut(hello.version, 64),
-                hello.version_min,
-                hello.version_max
-            );
+        if let Err(message) = check_version(&hello, "build the worker with a matching SDK") {
             let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
             let _ = link.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
             self.flush_link(index);
@@ -479,7 +469,15 @@ impl DataPlane {
 }
 
 fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M, String> {
-    codec::decode(metadata, &[]).map(|(message, _)| message).map_err(|error| error.to_string())
+    decode_all(metadata, &[]).map(|(message, _)| message)
+}
+
+/// The same with the extensions, of which critical ones are to be known.
+fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
+    metadata: &'m [u8],
+    known: &[u16],
+) -> Result<(M, Extensions<'m>), String> {
+    codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
 /// What is no frame looks like a long one as a rule, whose end would be waited for in vain.
@@ -506,11 +504,11 @@ fn check_result(metadata: &[u8]) -> Result<(Option<Named>, Option<&[u8]>), Strin
     if metadata == [0; 8] {
         return Ok((None, None));
     }
-    let decoded = codec::decode::<Empty>(metadata, &[tag::LEASE]).map_err(|error| error.to_string())?;
-    let named = decoded.1.get(tag::LEASE).map(|bytes| {
+    let (_, extensions) = decode_all::<Empty>(metadata, &[tag::LEASE])?;
+    let named = extensions.get(tag::LEASE).map(|bytes| {
         Named::from_bytes(bytes).ok_or_else(|| "it named a lease by other than 16 bytes".to_owned())
     });
-    Ok((named.transpose()?, decoded.1.get(tag::STATUS)))
+    Ok((named.transpose()?, extensions.get(tag::STATUS)))
 }
 
 fn too_large(size: u64, most: u64) -> HandlerFailure {
@@ -520,9 +518,4 @@ fn too_large(size: u64, most: u64) -> HandlerFailure {
         retryable: false,
         fault: Fault::Dependency,
     }
-}
-
-/// How a program ended, for people.
-fn describe_program(death: Death) -> String {
-    format!("the program {death}")
 }

@@ -55,8 +55,10 @@ impl BreakerLimits {
 
 vocabulary! {
     /// The four states by name.
+    #[derive(Default)]
     BreakerState {
         /// Calls pass and are judged.
+        #[default]
         Closed = "closed",
         /// No call passes for a time.
         Open = "open",

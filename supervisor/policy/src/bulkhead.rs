@@ -297,18 +297,16 @@ impl<T> Bulkhead<T> {
     }
 
     /// Whether this incarnation of a worker has this job.
-    pub fn holds(&mut self, worker: WorkerId, job: JobId) -> bool {
-        let Some(index) = self.jobs.find(job) else { return false };
-        let place = self.jobs.get(index).place;
-        self.worker(worker).is_some()
-            && matches!(place, Place::InFlight { worker: at, .. } if at == worker.place)
+    pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
+        matches!(self.find_at(worker, job), Some((_, Place::InFlight { .. })))
     }
 
-    /// Whether this job is ahead of this incarnation of a worker.
-    pub fn is_ahead(&self, worker: WorkerId, job: JobId) -> bool {
-        let place = self.jobs.find(job).and_then(|index| self.jobs.place(index));
-        self.worker(worker).is_some()
-            && matches!(place, Some(Place::Ahead { worker: at, .. }) if at == worker.place)
+    /// Returns the index and the place of a job that is in flight in this incarnation of a worker, or ahead of it.
+    fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, Place)> {
+        let index = self.jobs.find(job)?;
+        let place = self.jobs.place(index)?;
+        let (Place::InFlight { worker: at, .. } | Place::Ahead { worker: at }) = place else { return None };
+        (at == worker.place && self.worker(worker).is_some()).then_some((index, place))
     }
 
     /// The numbers in force.
@@ -470,25 +468,18 @@ impl<T> Bulkhead<T> {
 
     fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply, out: &mut Vec<Action<T>>) {
         self.heard(now, worker);
-        let held = self.jobs.find(job).filter(|&index| {
-            self.worker(worker).is_some()
-                && matches!(self.jobs.get(index).place, Place::InFlight { worker: at, .. } if at == worker.place)
-        });
-        let Some(index) = held else {
-            if self.is_ahead(worker, job) || self.was_taken_from(worker, job) {
+        let found = self.find_at(worker, job);
+        let Some((index, Place::InFlight { since, is_oversized: is_told, .. })) = found else {
+            if found.is_some() || self.was_taken_from(worker, job) {
                 self.answered_without_right(now, worker, job, out);
             }
             self.counters.late_replies += 1;
             return;
         };
-        let arrival = self.jobs.get(index).arrival;
-        let mut is_told = false;
-        if let Place::InFlight { since, is_oversized, .. } = self.jobs.get(index).place {
-            is_told = is_oversized;
-            let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
-            self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
-        }
-        let is_wanted = self.jobs.get(index).cargo.is_some();
+        let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
+        self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
+        let job = self.jobs.get(index);
+        let (arrival, is_wanted) = (job.arrival, job.cargo.is_some());
         if !is_wanted && !is_told {
             // Its client was told long ago: the worker came round after all.
             self.counters.late_replies += 1;
@@ -692,7 +683,7 @@ impl<T> Bulkhead<T> {
         if let Mode::Stopping { by } = self.mode
             && by <= now
         {
-            self.stop_all(now, out);
+            self.stop_all(out);
         }
     }
 
@@ -701,6 +692,11 @@ impl<T> Bulkhead<T> {
     /// Not one that is dead, of which nothing more can be heard.
     fn worker(&self, id: WorkerId) -> Option<&Worker> {
         self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id && !w.is_dead())
+    }
+
+    /// The worker of a slot, dead or alive.
+    fn worker_of(&self, slot: u32) -> Option<&Worker> {
+        self.workers[self.slots[slot as usize].state.worker()? as usize].as_ref()
     }
 
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {

@@ -5,7 +5,8 @@ use std::time::Duration;
 use bulkhead_shared::{JobId, Priority, Verdict};
 
 use crate::breaker::Claim;
-use crate::messages::WorkerId;
+use crate::limits::Limits;
+use crate::messages::{Submission, WorkerId};
 use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -72,32 +73,6 @@ pub(crate) struct Before {
     pub(crate) ran: Duration,
     /// The process that had it last.
     pub(crate) worker_pid: Option<u32>,
-}
-
-/// What is known of a job when it is entered.
-pub(crate) struct Entry<T> {
-    pub(crate) cargo: T,
-    /// The least that its sequence number can be.
-    pub(crate) sequence: u64,
-    pub(crate) idempotent: bool,
-    pub(crate) is_repeatable: bool,
-    pub(crate) is_guest: bool,
-    pub(crate) digest: Option<Digest>,
-    pub(crate) priority: Priority,
-    pub(crate) tenant: TenantId,
-    pub(crate) cost: u32,
-    pub(crate) bytes: u32,
-    pub(crate) received: Time,
-    /// From its receipt until it has waited for too long.
-    pub(crate) queue_timeout: Option<Duration>,
-    /// From its receipt until its client is answered.
-    pub(crate) limit: Duration,
-    /// From its receipt until its worker is ended for it.
-    pub(crate) hard_limit: Duration,
-    /// From each dispatch until its client is answered.
-    pub(crate) run_limit: Option<Duration>,
-    /// From each dispatch until its worker is ended for it.
-    pub(crate) hard_run_limit: Option<Duration>,
 }
 
 impl<T> Job<T> {
@@ -167,8 +142,14 @@ impl<T> Jobs<T> {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }
 
-    /// Enters a job and returns its index. The table must not be full.
-    pub(crate) fn insert(&mut self, entry: Entry<T>) -> u32 {
+    /// Enters a job that may take `limit` and returns its index. The table must not be full.
+    pub(crate) fn insert(
+        &mut self,
+        now: Time,
+        submission: Submission<T>,
+        limit: Duration,
+        limits: &Limits,
+    ) -> u32 {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
@@ -178,25 +159,25 @@ impl<T> Jobs<T> {
             self.table.push(None);
             self.table.len() as u32 - 1
         });
-        self.sequence = entry.sequence.max(self.sequence + 1);
-        let Entry { cargo, received, limit, hard_limit, .. } = entry;
+        self.sequence = submission.sequence.max(self.sequence + 1);
+        let hard_run_limit = limits.run_limit.unwrap_or(Duration::MAX);
         self.table[index as usize] = Some(Job {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
-            cargo: Some(cargo),
-            received,
-            patience_until: entry.queue_timeout.map(|timeout| received + timeout),
-            deadline_at: received + limit,
-            hard_deadline_at: received + hard_limit,
-            run_limit: entry.run_limit.unwrap_or(Duration::MAX),
-            hard_run_limit: entry.hard_run_limit.unwrap_or(Duration::MAX),
-            idempotent: entry.idempotent,
-            is_repeatable: entry.is_repeatable,
-            is_guest: entry.is_guest,
-            digest: entry.digest,
-            priority: entry.priority,
-            tenant: entry.tenant,
-            cost: entry.cost,
-            bytes: entry.bytes,
+            cargo: Some(submission.cargo),
+            received: now,
+            patience_until: limits.queue_timeout.map(|timeout| now + timeout),
+            deadline_at: now + limit,
+            hard_deadline_at: now + limit.max(limits.deadline),
+            run_limit: submission.run_limit.map_or(hard_run_limit, |asked| asked.min(hard_run_limit)),
+            hard_run_limit,
+            idempotent: submission.idempotent,
+            is_repeatable: submission.is_repeatable,
+            is_guest: submission.is_guest,
+            digest: submission.digest,
+            priority: submission.priority,
+            tenant: submission.tenant,
+            cost: submission.cost,
+            bytes: submission.bytes,
             arrival: 0,
             returned: 0,
             taken_from: None,
@@ -226,11 +207,6 @@ impl<T> Jobs<T> {
 
     pub(crate) fn place(&self, index: u32) -> Option<Place> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
-    }
-
-    /// Returns the place of a job, and true if its client waits for it. `None` if there is no such job any more.
-    pub(crate) fn place_and_wanted(&self, index: u32) -> Option<(Place, bool)> {
-        self.table.get(index as usize)?.as_ref().map(|job| (job.place, job.cargo.is_some()))
     }
 
     /// Whether a result of a job that is too large is still coming.
@@ -290,34 +266,17 @@ impl<T> Jobs<T> {
 mod tests {
     use super::*;
 
-    fn entry(cargo: u32) -> Entry<u32> {
-        Entry {
-            cargo,
-            sequence: 0,
-            idempotent: false,
-            is_repeatable: true,
-            is_guest: false,
-            digest: None,
-            priority: Priority::Normal,
-            tenant: TenantId::NONE,
-            cost: 1,
-            bytes: 0,
-            queue_timeout: None,
-            received: Time::ZERO,
-            limit: Duration::from_secs(1),
-            hard_limit: Duration::from_secs(1),
-            run_limit: None,
-            hard_run_limit: None,
-        }
+    fn insert(jobs: &mut Jobs<u32>, cargo: u32) -> u32 {
+        jobs.insert(Time::ZERO, Submission::new(cargo), Duration::from_secs(1), &Limits::default())
     }
 
     #[test]
     fn a_place_that_is_used_again_has_another_number() {
         let mut jobs = Jobs::default();
-        let all: Vec<u32> = (0..5).map(|n| jobs.insert(entry(n))).collect();
+        let all: Vec<u32> = (0..5).map(|n| insert(&mut jobs, n)).collect();
         let old = jobs.id(all[2]);
         jobs.remove(all[2]);
-        let again = jobs.insert(entry(9));
+        let again = insert(&mut jobs, 9);
         assert_eq!(again, all[2]);
         assert_eq!((jobs.find(old), jobs.find(jobs.id(again))), (None, Some(again)));
         jobs.get(all[1]).place = Place::Queued;
@@ -327,26 +286,26 @@ mod tests {
     #[test]
     fn what_a_flood_took_is_given_back_when_the_last_of_it_is_gone() {
         let mut jobs = Jobs::default();
-        let all: Vec<u32> = (0..10_000).map(|n| jobs.insert(entry(n))).collect();
+        let all: Vec<u32> = (0..10_000).map(|n| insert(&mut jobs, n)).collect();
         let (staying, cancelled): (Vec<u32>, Vec<u32>) = all.iter().partition(|&n| !(500..9500).contains(n));
         cancelled.into_iter().for_each(|index| jobs.remove(index));
         let newest = jobs.id(staying[999]);
         staying.into_iter().for_each(|index| jobs.remove(index));
         assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
-        let next = jobs.insert(entry(7));
+        let next = insert(&mut jobs, 7);
         assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "no number is used twice");
     }
 
     #[test]
     fn what_a_flood_took_is_given_back_beside_the_few_that_stay() {
         let mut jobs = Jobs::default();
-        let all: Vec<u32> = (0..10_000).map(|n| jobs.insert(entry(n))).collect();
+        let all: Vec<u32> = (0..10_000).map(|n| insert(&mut jobs, n)).collect();
         let stays = all[3];
         let number = jobs.id(stays);
         all.into_iter().filter(|&index| index != stays).for_each(|index| jobs.remove(index));
         assert!(jobs.table.capacity() < 2 * KEPT_MAX, "{}", jobs.table.capacity());
         assert_eq!(jobs.find(number), Some(stays));
-        let next: Vec<u32> = (0..2000).map(|n| jobs.insert(entry(n))).collect();
+        let next: Vec<u32> = (0..2000).map(|n| insert(&mut jobs, n)).collect();
         assert!(!next.contains(&stays) && jobs.table.len() == 2001, "each place is used once");
     }
 }

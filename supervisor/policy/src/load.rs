@@ -12,8 +12,20 @@ pub(crate) struct Load {
 }
 
 impl Load {
+    /// Brings a worker up to date that stands at level `is`, if it is to be here, and is known to stand at `was`.
+    pub(crate) fn list(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
+        if *was != is {
+            if let Some(level) = std::mem::replace(was, is) {
+                self.remove(worker, level);
+            }
+            if let Some(level) = is {
+                self.insert(worker, level);
+            }
+        }
+    }
+
     /// Enters a worker that has `level` jobs.
-    pub(crate) fn insert(&mut self, worker: u32, level: u32) {
+    fn insert(&mut self, worker: u32, level: u32) {
         let (level, word) = (level as usize, worker as usize / 64);
         if self.levels.len() <= level {
             self.levels.resize_with(level + 1, Vec::new);
@@ -29,7 +41,7 @@ impl Load {
     }
 
     /// Takes a worker out that has `level` jobs.
-    pub(crate) fn remove(&mut self, worker: u32, level: u32) {
+    fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
         debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");
         *word &= !(1 << (worker % 64));

@@ -15,7 +15,7 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// One incarnation of a worker. A message from an earlier one does not match it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
     /// The place in the bulkhead's table of workers.
     pub place: u32,
@@ -415,6 +415,16 @@ pub struct Change {
     pub max_queue: Option<u32>,
     /// Another rate limit, or none. What was charged stays charged.
     pub rate_limit: Option<Option<RateLimit>>,
+}
+
+impl Change {
+    /// Puts the numbers into others.
+    pub fn put_into(self, limits: &mut Limits) {
+        limits.processes = self.processes.unwrap_or(limits.processes);
+        limits.max_in_flight = self.max_in_flight.unwrap_or(limits.max_in_flight);
+        limits.max_queue = self.max_queue.unwrap_or(limits.max_queue);
+        limits.rate_limit = self.rate_limit.unwrap_or(limits.rate_limit);
+    }
 }
 
 /// What became of a job.

@@ -59,9 +59,7 @@ impl Bucket {
             Some(wait) => Err(Excess::For(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))),
         }
     }
-}
 
-impl Bucket {
     /// Another limit is in force: what was charged stays charged, by its cost and not by the time that it took
     /// under the limit before.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {

@@ -24,6 +24,7 @@ const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
 
+#[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
     /// Number of jobs, queued and in flight, and of withheld places.
@@ -195,17 +196,10 @@ impl Tenants {
         let tenant = Tenant {
             label: label.unwrap_or(self.labelled.len()) as u32,
             name: name.clone(),
-            jobs: 0,
-            in_flight: 0,
-            withheld: 0,
-            ahead: 0,
-            bucket: Bucket::default(),
             own: self.own.get(&*name).copied().unwrap_or_default(),
-            submitted: 0,
-            rejected: 0,
-            throttled_at: None,
             older: NONE,
             newer: NONE,
+            ..Tenant::default()
         };
         let index = if self.idle >= self.idle_max && self.oldest != NONE {
             let index = self.oldest;

@@ -19,6 +19,7 @@ const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 /// owns the workers, with which the start fails.
 const FORK_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
+#[derive(Default)]
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
@@ -102,9 +103,10 @@ pub(crate) struct Worker {
     pub(crate) last_words: Option<String>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Role {
     /// It fills its slot.
+    #[default]
     Current,
     /// It will fill its slot once it is ready; if that is to have begun only so many jobs, not before it has.
     Successor(RecycleReason),
@@ -113,18 +115,20 @@ pub(crate) enum Role {
 }
 
 /// What a worker runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
     /// What is to be run now.
+    #[default]
     New,
     /// What was to be run before. If a replacement did not start, the next one is tried at `again_at`.
     Old { again_at: Option<Time> },
 }
 
 /// What is done about a worker that should have been heard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Silence {
     /// Nothing: it was heard.
+    #[default]
     None,
     /// Until then it is watched.
     Watched { until: Time },
@@ -133,9 +137,10 @@ pub(crate) enum Silence {
 }
 
 /// Whether a worker takes jobs beside each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Apart {
     /// It does.
+    #[default]
     No,
     /// It finishes what it has, for one that is to be alone.
     Reserved,
@@ -157,6 +162,12 @@ pub(crate) enum Phase {
     Killing(KillReason),
     /// Gone and reported; what it left behind is being swept up.
     Dead(End),
+}
+
+impl Default for Phase {
+    fn default() -> Self {
+        Self::Handshaking { until: Time::ZERO }
+    }
 }
 
 /// What the end of a worker says of it.
@@ -190,50 +201,14 @@ impl Worker {
             id,
             slot,
             owes: slot,
-            is_spare: false,
             role,
             phase: Phase::Handshaking { until: now + limits.start.handshake.max(patience) },
-            pid: None,
             spawned_at: now,
-            ready_at: None,
             last_heard: now,
-            silence: Silence::None,
-            forgiven: 0,
-            has_dispatch_thread: false,
             heartbeat: limits.health.heartbeat,
-            revision: Revision::New,
-            can_resize: false,
             promised: u32::MAX,
-            claims: None,
-            sent: 0,
-            begun_last: 0,
-            taken: 0,
-            check_at: None,
-            is_stalled: false,
-            ahead: VecDeque::new(),
-            ahead_bytes: 0,
-            room: None,
             turned_at: now,
-            lag: 0,
-            tenant: None,
-            apart: Apart::No,
-            jobs: Vec::new(),
-            unbegun: 0,
-            wanted: 0,
-            overdue: 0,
-            kill_at: None,
-            served: 0,
-            begun: 0,
-            is_spent: false,
-            succession_after: Time::ZERO,
-            age_after: Time::ZERO,
-            listed: None,
-            counted: false,
-            has_left: false,
-            is_written_off: false,
-            permits: 0,
-            debt: 0,
-            last_words: None,
+            ..Self::default()
         }
     }
 
@@ -245,6 +220,14 @@ impl Worker {
     /// Whether its process is gone.
     pub(crate) fn is_dead(&self) -> bool {
         matches!(self.phase, Phase::Dead(_))
+    }
+
+    /// Why it was killed, until its end is reported.
+    pub(crate) fn killed(&self) -> Option<KillReason> {
+        match &self.phase {
+            Phase::Killing(reason) => Some(reason.clone()),
+            _ => None,
+        }
     }
 
     /// Its process, while there is one.
@@ -366,6 +349,11 @@ pub(crate) enum SlotState {
 }
 
 impl SlotState {
+    /// The place of the slot's worker.
+    pub(crate) fn worker(&self) -> Option<u32> {
+        if let Self::Occupied(place) = self { Some(*place) } else { None }
+    }
+
     /// Whether a worker is here or will come in the ordinary way.
     pub(crate) fn is_live(&self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)

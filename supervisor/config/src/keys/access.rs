@@ -21,9 +21,9 @@ table! {
     /// The group that the entry is for, by a name that there is when the file is read.
     group: String as Kind::Text, without "none", such as "\"www-data\"";
     /// The bulkheads of the file that they may use.
-    bulkheads: Arguments as Kind::Names { max: BULKHEADS_MAX }, without "all", such as "[\"thumbnail\"]";
+    bulkheads: Arguments as Kind::Names(BULKHEADS_MAX), without "all", such as "[\"thumbnail\"]";
     /// The tenants that their jobs may name. With it each of their jobs names one.
-    tenants: Arguments as Kind::Names { max: ACCESS_TENANTS_MAX }, without "any, or none", such as "[\"acme\"]";
+    tenants: Arguments as Kind::Names(ACCESS_TENANTS_MAX), without "any, or none", such as "[\"acme\"]";
 }
 
 /// `[[access]]`: what one user or group may do. A client that fits no entry may do nothing.

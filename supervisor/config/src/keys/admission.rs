@@ -10,12 +10,12 @@ use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{ADAPTIVE, BREAKER, Kind, POISON, PRESSURE, PRIORITY, RATE_LIMIT, RETRY};
+use crate::key::Kind;
 use crate::table::section;
 
 section! {
     /// `priority`: what is kept for critical jobs.
-    PriorityKeys => PriorityConfig, PRIORITY;
+    PriorityKeys => PriorityConfig, "bulkhead.NAME.priority";
 
     /// The share of permits that only critical jobs may take, rounded up.
     critical_reserve: f64 as Kind::Share { none: true, all: false }, without "required", such as "0.2";
@@ -30,7 +30,7 @@ pub struct PriorityConfig {
 
 section! {
     /// `pressure`: what a filling queue does before it is full.
-    PressureKeys => Pressure, PRESSURE;
+    PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
     /// The share of `max_queue` at which a `queue_pressure` event is told. At most `reject`, also without being
     /// written.
@@ -41,10 +41,10 @@ section! {
 
 section! {
     /// `rate_limit`: how fast jobs may come.
-    RateLimitKeys => RateLimit, RATE_LIMIT;
+    RateLimitKeys => RateLimit, "bulkhead.NAME.rate_limit";
 
     /// Jobs a second in the long run, each counted by its cost.
-    per_second: f64 as Kind::Number { max: RATE_CEILING }, without "required", such as "100";
+    per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Jobs that may come at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
     /// Who shares the limit: all jobs of the bulkhead, or those of one tenant.
@@ -53,7 +53,7 @@ section! {
 
 section! {
     /// `breaker`: when jobs are turned away because those before them failed.
-    BreakerKeys => BreakerLimits, BREAKER, by rows;
+    BreakerKeys => BreakerLimits, "bulkhead.NAME.breaker", by rows;
 
     /// How far back the rates look.
     window: Duration as at_least(BREAKER_WINDOW_MIN), default Duration::from_secs(10);
@@ -73,7 +73,7 @@ section! {
 
 section! {
     /// `retry`: when an idempotent job whose worker crashed is tried again.
-    RetryKeys => RetryLimits, RETRY, by rows;
+    RetryKeys => RetryLimits, "bulkhead.NAME.retry", by rows;
 
     /// How often a job is tried at most; counts the first time.
     attempts: u32 as count(2, RETRY_CEILING), default 2;
@@ -83,7 +83,7 @@ section! {
 
 section! {
     /// `poison`: when a payload that kills workers is quarantined.
-    PoisonKeys => PoisonLimits, POISON, by rows;
+    PoisonKeys => PoisonLimits, "bulkhead.NAME.poison", by rows;
 
     /// A payload that killed this many workers, alone in each, is rejected `quarantined`.
     crashes: u32 as count(1, POISON_CEILING), default 3;
@@ -93,7 +93,7 @@ section! {
 
 section! {
     /// `adaptive`: how many jobs run at once follows how long they take; see [below](#adaptive-limit).
-    AdaptiveKeys => AdaptiveLimits, ADAPTIVE;
+    AdaptiveKeys => AdaptiveLimits, "bulkhead.NAME.adaptive";
 
     /// The least that the limit may be. At most `max`.
     min: u32 as count(1, PERMITS_CEILING), default 1;

@@ -28,13 +28,13 @@ section! {
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// A program built with the worker SDK, and its arguments.
-    command: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
+    command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
     /// A C library; the host loads it and calls `entry`.
-    library: String as Kind::Path, elsewhere "none", such as "\"./libworker.so\"", reload ReplacesWorkers;
+    library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, kept elsewhere;
     /// The function of `library` that serves a job.
-    entry: Cow<'static, str> as Kind::Text, elsewhere_default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers;
+    entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, kept elsewhere;
     /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
-    exec: Arguments as Kind::Program, elsewhere "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers;
+    exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
     /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is awaited after the
     /// program's exit. A process that still holds the output open after that is killed, and the job is `failed` as
     /// `output_incomplete`; see [below](#exec).
@@ -77,7 +77,7 @@ section! {
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
     /// Bulkheads that take a job which this one turns away as `circuit_open`, `queue_full`, `backpressure`,
     /// `unavailable` or `draining`, and an idempotent one whose worker crashed: tried in order, each at most once.
-    fallback: Arguments as Kind::Names { max: FALLBACKS_MAX }, without "`[]`", such as "[\"other\"]";
+    fallback: Arguments as Kind::Names(FALLBACKS_MAX), without "`[]`", such as "[\"other\"]";
 
     tables {
         pressure: admission::PressureKeys,

@@ -7,13 +7,13 @@ use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{CGROUP, Kind, SANDBOX, SYSCALLS};
+use crate::key::Kind;
 use crate::reader::Arguments;
 use crate::table::{section, table};
 
 table! {
     /// `sandbox`: how far the workers are confined.
-    SandboxKeys, SANDBOX;
+    SandboxKeys, "bulkhead.NAME.sandbox";
 
     /// How far the workers are confined.
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
@@ -21,9 +21,9 @@ table! {
     network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
     /// Further files and folders that the workers may read. The program, its libraries and its loader come by
     /// themselves.
-    read: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and folders that the workers may write, besides their own `/tmp`.
-    write: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names and that
     /// is looked at every second: a worker that has more in it is ended as `crashed`/`violation`; for
     /// workers with ids of `/etc/subuid` it is in memory.
@@ -34,19 +34,19 @@ table! {
     /// or the name of a user. Under root only `"root"` and `"shared"` make a worker root.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
     /// Layers of the profile that may be missing on this machine; without any other the workers do not start.
-    best_effort: Arguments as Kind::Words { of: Layer::WORDS }, without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
+    best_effort: Arguments as Kind::Words(Layer::WORDS), without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
 
     tables { syscalls: SyscallsKeys, }
 }
 
 table! {
     /// `sandbox.syscalls`: which system calls the workers have besides those of the profile, or have not.
-    SyscallsKeys, SYSCALLS;
+    SyscallsKeys, "bulkhead.NAME.sandbox.syscalls";
 
     /// System calls that the workers may make on top of the profile.
-    allow: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+    allow: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
     /// System calls that the workers may not make, though the profile has them.
-    deny: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+    deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
 /// `sandbox`: how far the workers are confined. With [`Profile::None`] all else is empty and says nothing.
@@ -154,14 +154,14 @@ vocabulary! {
 
 section! {
     /// `cgroup`: what one worker and all that it starts may use together.
-    CgroupKeys => CgroupConfig, CGROUP, by rows;
+    CgroupKeys => CgroupConfig, "bulkhead.NAME.cgroup", by rows;
 
     /// Memory of one worker and all that it starts, page cache included.
     memory: u64 as size(CGROUP_MEMORY_MIN, NUMBER_MAX), without "no limit", such as "\"8MiB\"", reload ReplacesWorkers;
     /// Processes and threads of one worker and all that it starts.
     pids: u64 as count(1, NUMBER_MAX), without "no limit", such as "32", reload ReplacesWorkers;
     /// Processor cores that one worker and all that it starts may use.
-    cpu: f64 as Kind::Number { max: CGROUP_CPU_CEILING }, without "no limit", such as "1.5", reload ReplacesWorkers;
+    cpu: f64 as Kind::Number(CGROUP_CPU_CEILING), without "no limit", such as "1.5", reload ReplacesWorkers;
 }
 
 /// `cgroup`: what one worker and all that it starts may use together. Each is unlimited when absent.

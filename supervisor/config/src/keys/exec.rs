@@ -2,12 +2,12 @@
 
 use serde::Serialize;
 
-use crate::key::{EXIT_STATUS, FILES, Kind};
+use crate::key::Kind;
 use crate::table::section;
 
 section! {
     /// `exit_status`: the meaning of exit statuses.
-    ExitStatusKeys => ExitStatus, EXIT_STATUS;
+    ExitStatusKeys => ExitStatus, "bulkhead.NAME.exit_status";
 
     /// Statuses with which the job is `ok`.
     ok: Vec<u8> as Kind::Statuses, without "`[0]`", such as "[0, 1]", reload ReplacesWorkers;
@@ -19,7 +19,7 @@ section! {
 
 section! {
     /// `files`: payload and result as files.
-    FilesKeys => Files, FILES, by rows;
+    FilesKeys => Files, "bulkhead.NAME.files", by rows;
 
     /// File that holds the payload, in place of standard input.
     input: String as Kind::Text, without "standard input", such as "\"in.mov\"", reload ReplacesWorkers;

@@ -6,12 +6,11 @@ use bulkhead_policy::{Health, Recycle, Restart, RestartPolicy, Start, StartMode}
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{HEALTH, RECYCLE, RESTART, START};
 use crate::table::section;
 
 section! {
     /// `restart`: when a dead worker is started again.
-    RestartKeys => Restart, RESTART, by rows;
+    RestartKeys => Restart, "bulkhead.NAME.restart", by rows;
 
     /// Which deaths are followed by a restart: all, all but a clean exit, or none.
     policy: RestartPolicy as one_of::<RestartPolicy>(), default RestartPolicy::Always;
@@ -27,7 +26,7 @@ section! {
 
 section! {
     /// `start`: how long a start may take, and what is started ahead.
-    StartKeys => Start, START;
+    StartKeys => Start, "bulkhead.NAME.start", by rows;
 
     /// From the start of the process to its hello; until the process runs, which is the supervisor's doing, it has a
     /// minute at least.
@@ -43,7 +42,7 @@ section! {
 
 section! {
     /// `health`: when a silent worker counts as hung.
-    HealthKeys => Health, HEALTH, by rows;
+    HealthKeys => Health, "bulkhead.NAME.health", by rows;
 
     /// Time between heartbeats.
     heartbeat: Duration as at_least(SOME), default Duration::from_secs(1), reload ReplacesWorkers;
@@ -53,7 +52,7 @@ section! {
 
 section! {
     /// `recycle`: when a worker that works is replaced all the same.
-    RecycleKeys => Recycle, RECYCLE, by rows;
+    RecycleKeys => Recycle, "bulkhead.NAME.recycle", by rows;
 
     /// A worker begins this many jobs and no more: 1 is a fresh process for each job. Its replacement is started
     /// early enough to be ready by then, and waits for its turn.

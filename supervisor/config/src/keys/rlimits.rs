@@ -10,11 +10,6 @@ use crate::rlimits::{Measure, Rlimit, UNLIMITED, meaning};
 use crate::table::{Part, Write, Written, braced};
 use crate::values;
 
-/// The keys of `rlimits`.
-pub(super) fn keys() -> Vec<Key> {
-    Resource::ALL.map(key).to_vec()
-}
-
 fn key(resource: Resource) -> Key {
     let (measure, about) = meaning(resource);
     Key {
@@ -45,6 +40,10 @@ fn key(resource: Resource) -> Key {
 pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
 
 impl Part for RawRlimits {
+    fn keys_inside() -> Vec<Key> {
+        Resource::ALL.map(key).to_vec()
+    }
+
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
         let Some(mut table) = table.and_then(|table| table.table(name, RLIMITS)) else {
             return Self(Resource::ALL.map(|_| Field::Absent));

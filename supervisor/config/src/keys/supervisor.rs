@@ -25,10 +25,10 @@ section! {
     admin: String as Kind::Path, without "`admin.sock` beside `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
     /// The address and port that the admin API is served on over TCP too, as in `127.0.0.1:9464`. Needs
     /// `http_token_file`.
-    http: String as Kind::Text, elsewhere "off", such as "\"127.0.0.1:9464\"", reload Waits;
+    http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload Waits, kept elsewhere;
     /// The file that holds the token which requests over TCP must have, 16 to 4096 visible ASCII characters. Others
     /// may not read it; its group may. Needs `http`.
-    http_token_file: String as Kind::Path, elsewhere "none", such as "\"/etc/bulkhead/token\"", reload Waits;
+    http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload Waits, kept elsewhere;
     /// How long a stop waits for jobs in flight; `"0s"` does not wait.
     drain_timeout: Duration as at_least(ANY), default Duration::from_secs(30);
     /// Clients served at once. One user alone may have all; when another finds none free, the longest-idle connection

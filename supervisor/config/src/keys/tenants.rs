@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{OwnNumbers, RateLimit};
+use bulkhead_policy::{Change, OwnNumbers, RateLimit};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde::Serialize;
 use toml::de::DeValue;
@@ -12,7 +12,7 @@ use super::kinds::*;
 use crate::defaults;
 use crate::defaults::*;
 use crate::diagnostics::{shown, shown_key};
-use crate::key::{Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
+use crate::key::{Key, Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
 use crate::reader::{Field, TableReader};
 use crate::table::{Part, Table as _, as_table_option, section, table};
 use crate::values::{self, Complaint};
@@ -57,7 +57,7 @@ table! {
     TenantRateKeys, TENANT_RATE_LIMIT;
 
     /// Jobs of this tenant a second in the long run, each counted by its cost.
-    per_second: f64 as Kind::Number { max: RATE_CEILING }, without "required", such as "100";
+    per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Jobs of this tenant that may come at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
@@ -72,12 +72,6 @@ pub struct TenantsConfig {
     pub max_queue: Option<u32>,
     /// Workers for each tenant; `None`: the workers are common.
     pub isolation: Option<IsolationConfig>,
-}
-
-impl TenantsConfig {
-    pub(crate) fn says_something(&self) -> bool {
-        self.max_in_flight.is_some() || self.max_queue.is_some() || self.isolation.is_some()
-    }
 }
 
 /// `tenants.isolate = true`: what the bulkhead says of processes, jobs in flight, queue, rate, breaker and
@@ -112,6 +106,12 @@ impl TenantConfig {
         OwnNumbers { max_in_flight, max_queue, rate_limit }
     }
 
+    /// As a change of the numbers of workers that are the tenant's own.
+    pub fn of_workers(&self) -> Change {
+        let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
+        Change { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
+    }
+
     /// These numbers where they say something, and the others where they do not.
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -131,6 +131,10 @@ pub(crate) struct RawTenant {
 
 /// In the order of the file; `[defaults]` have none.
 impl Part for Vec<RawTenant> {
+    fn keys_inside() -> Vec<Key> {
+        TenantKeys::keys()
+    }
+
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, _: &'static str) -> Self {
         table.map(read).unwrap_or_default()
     }
@@ -151,9 +155,7 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
     }
     let mut tenants = Vec::new();
     for (name, value) in entries {
-        if let Err(complaint) = check_name(name.get_ref()) {
-            bulkhead.complain(name.span(), complaint);
-        }
+        bulkhead.found(name.span(), check_name(name.get_ref()));
         match value.get_ref() {
             DeValue::Table(table) => {
                 let keys = TenantKeys::read(Field::Absent, Some(bulkhead.tenant(name.get_ref(), table)));

@@ -3,12 +3,12 @@
 use std::fmt::Display;
 
 use super::{Checker, Permits, leaf};
-use crate::key::{self, Key};
+use crate::key::Key;
 use crate::keys::admission::{AdaptiveKeys, BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
 use crate::reader::{Field, Origin};
 use crate::resolved::{Resolved, blame, blame_one_of};
 use crate::schema;
-use crate::table::{ByRows as _, WithDefault};
+use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
@@ -38,7 +38,7 @@ impl PressureKeys {
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &PriorityKeys) -> Option<PriorityConfig> {
         let critical_reserve =
-            self.required(&raw.here, key::PRIORITY, ("critical_reserve", &raw.critical_reserve))?;
+            self.required(&raw.here, PriorityKeys::PATH, ("critical_reserve", &raw.critical_reserve))?;
         Some(PriorityConfig { critical_reserve })
     }
 
@@ -72,7 +72,7 @@ impl Checker<'_> {
     }
 
     pub(super) fn rate_limit(&mut self, raw: &RateLimitKeys) -> Option<RateLimitConfig> {
-        let per_second = self.required(&raw.here, key::RATE_LIMIT, ("per_second", &raw.per_second))?;
+        let per_second = self.required(&raw.here, RateLimitKeys::PATH, ("per_second", &raw.per_second))?;
         let burst = burst(&raw.burst, per_second);
         Some(RateLimitConfig { per_second, burst, per: raw.per.value() })
     }
@@ -91,8 +91,8 @@ impl Checker<'_> {
     }
 
     pub(super) fn adaptive(&mut self, raw: &AdaptiveKeys) -> Option<AdaptiveConfig> {
-        let max = self.required(&raw.here, key::ADAPTIVE, ("max", &raw.max));
-        let target = self.required(&raw.here, key::ADAPTIVE, ("target", &raw.target));
+        let max = self.required(&raw.here, AdaptiveKeys::PATH, ("max", &raw.max));
+        let target = self.required(&raw.here, AdaptiveKeys::PATH, ("target", &raw.target));
         let (max, target) = (max?, target?);
         let min = raw.min.resolved();
         self.ordered(("adaptive.min", &min), ("adaptive.max", &raw.max.resolved(max)), |count| {

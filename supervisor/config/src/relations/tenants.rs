@@ -22,22 +22,24 @@ impl Checker<'_> {
         self.check_common_share("max_in_flight", &raw.max_in_flight, &raw.isolate);
         self.check_common_share("max_queue", &raw.max_queue, &raw.isolate);
         let here = raw.here.given()?;
-        if raw.is_silent() {
+        let is_silent = raw.isolate.is_absent()
+            && raw.max_in_flight.is_absent()
+            && raw.max_queue.is_absent()
+            && raw.max_active.is_absent()
+            && raw.idle.is_absent();
+        if is_silent {
             self.problems.report(
                 here.span.clone(),
                 "`tenants` has none of `isolate`, `max_in_flight` and `max_queue`",
                 "add `isolate = true`, `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
             );
         }
-        let isolate = raw.isolate.value();
-        let tenants = TenantsConfig {
-            max_in_flight: raw.max_in_flight.value(),
-            max_queue: raw.max_queue.value(),
-            isolation: isolate
-                .then(|| IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() }),
-        };
+        let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
+        let isolation = raw.isolate.value().then_some(isolation);
+        let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
         // `isolate = false` alone is a way to switch off what [defaults] switch on.
-        tenants.says_something().then_some(tenants)
+        let says_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
+        says_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
     /// `isolate = false` of a bulkhead silences what [defaults] have for isolated ones; nothing else does.
@@ -207,17 +209,6 @@ impl Checker<'_> {
             "write fewer `processes`, here or for other tenants, fewer `start.spares`, or a smaller \
              `tenants.max_active`",
         );
-    }
-}
-
-impl TenantsKeys {
-    /// Whether the table says nothing at all.
-    fn is_silent(&self) -> bool {
-        self.isolate.is_absent()
-            && self.max_in_flight.is_absent()
-            && self.max_queue.is_absent()
-            && self.max_active.is_absent()
-            && self.idle.is_absent()
     }
 }
 

@@ -9,9 +9,8 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `elsewhere` stands for `without`, and `elsewhere_default` for `default`, where the checked value is not a
-//! field of the key's name; `fixed` stands for `default` where there is no checked value, since as yet it can only
-//! be one. `reload` says what a reload does with another value, if it does not hold at once.
+//! `reload` says what a reload does with another value, if it does not hold at once. `kept elsewhere` says that the
+//! checked value is not a field of the key's name.
 
 /// Declares a table: see the head of this file. Behind the rows can follow the tables in it.
 macro_rules! table {
@@ -21,7 +20,7 @@ macro_rules! table {
         $(
             $(#[doc = $sentence:literal])+
             $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
-            $(, such as $example:expr)? $(, reload $reload:ident)?;
+            $(, such as $example:expr)? $(, reload $reload:ident)? $(, kept $elsewhere:ident)?;
         )*
         $(tables { $($inner:ident: $part:ty,)+ })?
     ) => {
@@ -48,7 +47,9 @@ macro_rules! table {
                 },)*];
                 let tables: Vec<$crate::key::Key> =
                     vec![$($($crate::key::Key::of_table($path, stringify!($inner)),)+)?];
-                rows.into_iter().chain(tables).collect()
+                let inside: Vec<Vec<$crate::key::Key>> =
+                    vec![$($(<$part as $crate::table::Part>::keys_inside(),)+)?];
+                rows.into_iter().chain(tables).chain(inside.into_iter().flatten()).collect()
             }
 
             fn read(
@@ -83,7 +84,7 @@ macro_rules! section {
         $(
             $(#[doc = $sentence:literal])+
             $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
-            $(, such as $example:expr)? $(, reload $reload:ident)?;
+            $(, such as $example:expr)? $(, reload $reload:ident)? $(, kept $elsewhere:ident)?;
         )*
         $(tables { $($inner:ident: $part:ty,)+ })?
     ) => {
@@ -101,7 +102,7 @@ macro_rules! section {
 
         impl $crate::table::Section for $checked {
             fn entries(&self) -> Vec<$crate::table::Entry> {
-                let rows = [$($crate::table::entry!($how $what; self.$key; stringify!($key); $kind),)*];
+                let rows = [$($crate::table::entry!($($elsewhere)?; $how $what; self.$key; stringify!($key); $kind),)*];
                 let tables: Vec<$crate::table::Entry> = vec![$($($crate::table::Entry {
                     key: stringify!($inner),
                     value: $crate::table::Write::written(&self.$inner, $crate::key::Kind::Table),
@@ -121,23 +122,21 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// What the two make of `default`, `without`, `elsewhere`, `elsewhere_default` and `fixed`.
+// What the two make of `default` and `without`.
 
 macro_rules! slot {
     (default $type:ty) => { $crate::table::WithDefault<$type> };
-    (elsewhere_default $type:ty) => { $crate::table::WithDefault<$type> };
-    (fixed $type:ty) => { $crate::table::WithDefault<$type> };
     (without $type:ty) => { $crate::reader::Field<$type> };
-    (elsewhere $type:ty) => { $crate::reader::Field<$type> };
 }
 pub(crate) use slot;
 
 macro_rules! slot_of {
-    (default $default:expr; $field:expr) => { $crate::table::WithDefault { field: $field, default: $default } };
-    (elsewhere_default $default:expr; $field:expr) => { $crate::table::slot_of!(default $default; $field) };
-    (fixed $default:expr; $field:expr) => { $crate::table::slot_of!(default $default; $field) };
-    (without $words:expr; $field:expr) => { $field };
-    (elsewhere $words:expr; $field:expr) => { $field };
+    (default $default:expr; $field:expr) => {
+        $crate::table::WithDefault { field: $field, default: $default }
+    };
+    (without $words:expr; $field:expr) => {
+        $field
+    };
 }
 pub(crate) use slot_of;
 
@@ -146,30 +145,23 @@ macro_rules! preset {
         let default: $type = $default;
         $crate::table::Scalar::preset(&default, $kind)
     }};
-    (elsewhere_default $default:expr; $type:ty; $kind:expr) => {
-        $crate::table::preset!(default $default; $type; $kind)
+    (without $words:expr; $type:ty; $kind:expr) => {
+        $crate::key::Preset::Described($words)
     };
-    (fixed $default:expr; $type:ty; $kind:expr) => { $crate::table::preset!(default $default; $type; $kind) };
-    (without $words:expr; $type:ty; $kind:expr) => { $crate::key::Preset::Described($words) };
-    (elsewhere $words:expr; $type:ty; $kind:expr) => { $crate::key::Preset::Described($words) };
 }
 pub(crate) use preset;
 
 macro_rules! entry {
-    (default $default:expr; $value:expr; $name:expr; $kind:expr) => {
-        $crate::table::entry!(without ""; $value; $name; $kind)
+    (elsewhere; $how:ident $what:expr; $value:expr; $name:expr; $kind:expr) => { None };
+    (; default $default:expr; $value:expr; $name:expr; $kind:expr) => {
+        $crate::table::entry!(; without ""; $value; $name; $kind)
     };
-    (without $words:expr; $value:expr; $name:expr; $kind:expr) => {
+    (; without $words:expr; $value:expr; $name:expr; $kind:expr) => {
         Some($crate::table::Entry {
             key: $name,
             value: $crate::table::Write::written(&$value, $kind),
             without: $words,
         })
-    };
-    (elsewhere $words:expr; $value:expr; $name:expr; $kind:expr) => { None };
-    (elsewhere_default $default:expr; $value:expr; $name:expr; $kind:expr) => { None };
-    (fixed $default:expr; $value:expr; $name:expr; $kind:expr) => {
-        $crate::table::entry!(default $default; $default; $name; $kind)
     };
 }
 pub(crate) use entry;

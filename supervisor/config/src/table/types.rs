@@ -89,7 +89,7 @@ impl Scalar for u32 {
 impl Value for f64 {
     fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.take(name, |key, value| match key.kind {
-            Kind::Number { .. } => values::number(key, value),
+            Kind::Number(_) => values::number(key, value),
             _ => values::share(key, value),
         })
     }
@@ -97,7 +97,7 @@ impl Value for f64 {
 
 impl Scalar for f64 {
     fn preset(&self, kind: Kind) -> Preset {
-        if matches!(kind, Kind::Number { .. }) { Preset::Number(*self) } else { Preset::Share(*self) }
+        if matches!(kind, Kind::Number(_)) { Preset::Number(*self) } else { Preset::Share(*self) }
     }
 }
 

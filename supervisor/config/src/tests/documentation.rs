@@ -20,17 +20,11 @@ fn table(name: &str) -> String {
     table
 }
 
-fn later_list() -> String {
-    let items: Vec<_> = later().into_iter().map(|item| format!("`{item}`")).collect();
-    format!("{}.\n", items.join(", "))
-}
-
 /// The document with every generated part as it should be.
 fn current(docs: &str) -> String {
     let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();
     let parts = names.iter().map(|name| (format!("<!-- keys: {name} -->\n"), table(name)));
-    let parts = parts.chain([("<!-- later -->\n".to_owned(), later_list())]);
     let mut docs = docs.to_owned();
     for (marker, content) in parts {
         let start = docs.find(&marker).unwrap_or_else(|| panic!("{DOCS} has no {marker}")) + marker.len();

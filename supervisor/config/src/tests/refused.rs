@@ -334,18 +334,6 @@ fn every_key_of_the_reference_is_read_and_refuses_another_type() {
 }
 
 #[test]
-fn every_key_of_later_is_refused_as_such() {
-    let folder = Folder::new();
-    for (table, name) in schema::LATER {
-        let text = with_key(table, &format!("{name} = 1979-05-27"));
-        let message = format!("`{}` is not supported yet", label(table, name));
-        let column = text.find(name).unwrap() + 1;
-        folder.refuse_one(&text, (1, column), &message, "remove it");
-        assert!(schema::find(table, name).is_none(), "{name} is supported and not");
-    }
-}
-
-#[test]
 fn what_cannot_be_forked_is_said() {
     let folder = Folder::new();
     let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");

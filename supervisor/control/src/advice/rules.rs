@@ -138,27 +138,21 @@ fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut V
     let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
     let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
     let proposed = if wanted > limit {
-        more(&lever, wanted, &most_permits(seen, setup, machine, &lever))
+        more(&lever, wanted, seen, setup, machine)
     } else {
-        fewer(&lever, wanted, seen, setup, is_capped).ok_or_else(String::new)
+        fewer(&lever, wanted, seen, setup, is_capped)
     };
+    let permits = proposed.map_or(limit, |proposed| proposed * lever.permits_each);
+    let held = if permits < wanted { held(seen, setup, machine) } else { String::new() };
     match proposed {
-        Ok(proposed) => {
-            let held = if proposed * lever.permits_each < wanted {
-                held(seen, setup, machine)
-            } else {
-                String::new()
-            };
+        Some(proposed) => {
             let total =
                 if lever.key == "processes" { total_memory(seen, proposed, machine) } else { String::new() };
             verdicts.propose(lever.key, now, Setting::Count(proposed), format!("{why}{held}{total}"));
-            proposed * lever.permits_each
         }
-        Err(but) => {
-            verdicts.keep(lever.key, now, format!("{why}{but}"));
-            limit
-        }
+        None => verdicts.keep(lever.key, now, format!("{why}{held}")),
     }
+    permits
 }
 
 /// The limit was no limit: what was seen is what is needed.
@@ -196,14 +190,6 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
     (wanted, why)
 }
 
-/// How many permits this machine bears.
-fn most_permits(seen: &Seen, setup: &Setup, machine: &Machine, lever: &Lever) -> (u64, String) {
-    let by_processors = processors_permit(seen, machine);
-    let by_memory = memory_permits(seen, setup, machine);
-    let most = by_processors.unwrap_or(u64::MAX).min(by_memory.unwrap_or(u64::MAX));
-    (most.min(lever.most * lever.permits_each), held(seen, setup, machine))
-}
-
 /// As many as keep the processors busy, if it is processor time that jobs are made of.
 fn processors_permit(seen: &Seen, machine: &Machine) -> Option<u64> {
     let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
@@ -239,11 +225,12 @@ fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
     }
 }
 
-/// How many more there should be; if none, why.
-fn more(lever: &Lever, wanted: u64, (most, held): &(u64, String)) -> Result<u64, String> {
-    let needed = wanted.div_ceil(lever.permits_each).min(lever.most);
-    let proposed = needed.min(most / lever.permits_each);
-    if proposed > lever.now { Ok(proposed) } else { Err(held.clone()) }
+/// How many more there should be, of as many as this machine bears.
+fn more(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
+    let bearable = [processors_permit(seen, machine), memory_permits(seen, setup, machine)];
+    let most = bearable.into_iter().flatten().min().map_or(lever.most, |most| most / lever.permits_each);
+    let proposed = wanted.div_ceil(lever.permits_each).min(lever.most).min(most);
+    (proposed > lever.now).then_some(proposed)
 }
 
 /// How many fewer, if there are far more than were needed for a long time.

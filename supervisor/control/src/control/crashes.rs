@@ -227,7 +227,7 @@ fn describe(
         operation: job.operation.clone(),
         outcome,
         payload_bytes: job.payload_bytes,
-        ran_ms: (replayed.ran.as_secs_f64() * 1e6).round() / 1e3,
+        ran_ms: bulkhead_api::millis(replayed.ran),
         reason,
         stderr_tail,
         tenant: job.tenant.clone(),

@@ -446,7 +446,7 @@ async fn run(
             // The data plane passes on no more of a failure.
             let most = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
             reader.take(most).read_to_end(&mut payload).await.map_err(|_| Cut::Ended)?;
-            outcome_problem(&outcome, payload, asked.traceparent)
+            outcome_problem(None, &outcome, payload, asked.traceparent)
         }
     };
     let span = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok());
@@ -581,11 +581,16 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
     response
 }
 
-/// A problem document with the fields of the outcome.
-fn outcome_problem(outcome: &Outcome, payload: Vec<u8>, traceparent: Option<Traceparent>) -> Response {
+/// A problem document with the fields of the outcome; with the status of its verdict, if not with another.
+fn outcome_problem(
+    status: Option<StatusCode>,
+    outcome: &Outcome,
+    payload: Vec<u8>,
+    traceparent: Option<Traceparent>,
+) -> Response {
     // 499 is used here and by a few proxies alone.
-    let status =
-        StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let status = status.or_else(|| StatusCode::from_u16(outcome.verdict.http_status()).ok());
+    let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
     let told = headers(&fields);
     // In a problem document that is the status of HTTP.
@@ -621,12 +626,8 @@ fn refused(name: &str, reason: RejectReason, message: String) -> Response {
 /// The same of a payload that did not come in time, which has a status of its own.
 fn slow(name: &str) -> Response {
     let message = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
-    let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: message.clone() };
-    let fields = fields(&unseen(name, verdict, None), Vec::new());
-    let told = headers(&fields);
-    let mut response = problem_with(StatusCode::REQUEST_TIMEOUT, &message, fields);
-    response.headers_mut().extend(told);
-    response
+    let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
+    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &unseen(name, verdict, None), Vec::new(), None)
 }
 
 /// The data plane has ended, or has let go of a result that it had no room for.
@@ -637,7 +638,7 @@ fn ended(name: &str) -> Response {
 
 /// An outcome that the data plane did not tell.
 fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
-    outcome_problem(&unseen(name, verdict, retry_after), Vec::new(), None)
+    outcome_problem(None, &unseen(name, verdict, retry_after), Vec::new(), None)
 }
 
 fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {

@@ -54,6 +54,9 @@ fn write(page: &mut Page, now: &Moment<'_>) {
         for bulkhead in &now.scrape.bulkheads {
             match family.numbers {
                 Numbers::Each(number) => page.sample(&[&bulkhead.name], number(bulkhead)),
+                Numbers::Maybe(number) => {
+                    number(bulkhead).into_iter().for_each(|number| page.sample(&[&bulkhead.name], number));
+                }
                 Numbers::Of(write) => write(page, bulkhead),
                 Numbers::All(_) | Numbers::Process(_) => break,
             }
@@ -94,7 +97,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
 
 /// A count, unless it is zero and cannot be anything else.
 fn told(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
-    (is_possible || count > 0).then_some((name, count))
+    possible(is_possible, count).map(|count| (name, count))
 }
 
 fn write_crashed(page: &mut Page, of: &BulkheadNumbers) {
@@ -173,23 +176,13 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
 }
 
 /// A number that is left out while it is zero, if it cannot be anything else.
-fn write_possible(page: &mut Page, of: &BulkheadNumbers, is_possible: bool, number: u64) {
-    if is_possible || number > 0 {
-        page.sample(&[&of.name], number);
-    }
+fn possible(is_possible: bool, number: u64) -> Option<u64> {
+    (is_possible || number > 0).then_some(number)
 }
 
-fn write_elsewhere(page: &mut Page, of: &BulkheadNumbers) {
-    write_possible(page, of, of.possible.has_fallback, of.tally.elsewhere);
-}
-
-fn write_guests(page: &mut Page, of: &BulkheadNumbers) {
-    write_possible(page, of, of.possible.has_guests, of.tally.guests);
-}
-
-fn write_spares(page: &mut Page, of: &BulkheadNumbers) {
+fn spares(of: &BulkheadNumbers) -> Option<u64> {
     let spares = of.workers.iter().filter(|worker| worker.is_ready_spare).count();
-    write_possible(page, of, of.possible.has_spares, spares as u64);
+    possible(of.possible.has_spares, spares as u64)
 }
 
 fn write_memory(page: &mut Page, now: &Moment<'_>) {
@@ -197,18 +190,6 @@ fn write_memory(page: &mut Page, now: &Moment<'_>) {
         for (slot, rss_bytes) in memory_by_slot(of, now.residents).into_iter().enumerate() {
             page.sample(&[&of.name, &slot.to_string()], rss_bytes);
         }
-    }
-}
-
-fn write_memory_limit(page: &mut Page, of: &BulkheadNumbers) {
-    if let Some(limit) = of.memory_limit {
-        page.sample(&[&of.name], limit);
-    }
-}
-
-fn write_adaptive_limit(page: &mut Page, of: &BulkheadNumbers) {
-    if let Some(adaptive) = &of.adaptive {
-        page.sample(&[&of.name], adaptive.limit);
     }
 }
 

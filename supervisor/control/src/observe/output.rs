@@ -123,7 +123,7 @@ impl Output {
                 Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe, goes_on))),
                 Err(error) => {
                     tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}");
-                    self.end(&source, &goes_on);
+                    self.lock().end(&source, &goes_on);
                 }
             }
         }
@@ -164,11 +164,7 @@ impl Output {
             self.line(&source, &partial);
         }
         self.tell_held_back(&source.bulkhead);
-        self.end(&source, &goes_on);
-    }
-
-    fn end(&self, source: &Source, goes_on: &watch::Receiver<()>) {
-        self.lock().end(source, goes_on);
+        self.lock().end(&source, &goes_on);
     }
 
     /// Whether there may be more to come of what a process wrote to its standard error.

@@ -41,11 +41,16 @@ pub fn work(pid: u32) -> Option<(u64, u64)> {
     let status = read_small(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.trim().split(' ').next()?.parse().ok()?;
+    Some((kib * 1024, processor_ms(pid, 4)?))
+}
+
+/// The milliseconds of processor time that are the sum of so many times in `/proc/PID/stat`: of the process itself two,
+/// and two of the children that it has waited for.
+fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
-    let used: u64 = fields.skip(11).take(4).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
-    let ticks = rustix::param::clock_ticks_per_second().max(1);
-    Some((kib * 1024, used * 1000 / ticks))
+    let used: u64 = fields.skip(11).take(times).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
+    Some(used * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
 /// The bytes of memory that this machine has; `None` if it does not tell.
@@ -64,11 +69,5 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
 
 /// Resident bytes of a process, and the milliseconds of processor time it has used; `None` if it is gone.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
-    let resident = resident_bytes(pid)?;
-    let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
-    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
-    let user: u64 = fields.nth(11)?.parse().ok()?;
-    let system: u64 = fields.next()?.parse().ok()?;
-    let ticks = rustix::param::clock_ticks_per_second().max(1);
-    Some((resident, (user + system) * 1000 / ticks))
+    Some((resident_bytes(pid)?, processor_ms(pid, 2)?))
 }

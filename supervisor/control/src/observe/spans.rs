@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
+use bulkhead_api::millis;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::span::{JobSpan, SpanSender};
 use bulkhead_plane::threads::Fate;
@@ -157,9 +158,4 @@ fn log(span: &JobSpan) {
         payload_bytes = span.payload_bytes,
         "span"
     );
-}
-
-/// With three digits behind the point.
-fn millis(duration: Duration) -> f64 {
-    (duration.as_secs_f64() * 1e6).round() / 1e3
 }

@@ -9,7 +9,7 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::breaker::Admission;
-use crate::jobs::{Entry, Place};
+use crate::jobs::Place;
 use crate::limits::Overflow;
 use crate::messages::{Action, Answer, Note, Submission, rejection};
 use crate::rate::{Excess, RateLimit, RatePer};
@@ -78,27 +78,8 @@ impl<T> Bulkhead<T> {
                 return None;
             }
         };
-        let (tenant, hard_limit) = (submission.tenant, limit.max(self.limits.deadline));
-        let hard_run_limit = self.limits.run_limit;
-        let run_limit = earlier(submission.run_limit, hard_run_limit);
-        let index = self.jobs.insert(Entry {
-            cargo: submission.cargo,
-            sequence: submission.sequence,
-            idempotent: submission.idempotent,
-            is_repeatable: submission.is_repeatable,
-            is_guest: submission.is_guest,
-            digest: submission.digest,
-            priority: submission.priority,
-            tenant,
-            cost: submission.cost,
-            bytes: submission.bytes,
-            received: now,
-            queue_timeout: self.limits.queue_timeout,
-            limit,
-            hard_limit,
-            run_limit,
-            hard_run_limit,
-        });
+        let (tenant, priority) = (submission.tenant, submission.priority);
+        let index = self.jobs.insert(now, submission, limit, &self.limits);
         self.idle_since = None;
         self.tenants.begin(tenant);
         let id = self.jobs.id(index);
@@ -112,7 +93,7 @@ impl<T> Bulkhead<T> {
             }
             None => {
                 self.enqueue(index);
-                self.take_back_lower(now, submission.priority, out);
+                self.take_back_lower(now, priority, out);
                 self.pump(now, out);
             }
         }

@@ -134,14 +134,7 @@ impl<T> Bulkhead<T> {
         let left = worker.jobs_left(&self.limits);
         let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.lag == 0;
         let room = (worker.takes_ahead() && has_room).then_some(level as u32);
-        if worker.room != room {
-            if let Some(level) = std::mem::replace(&mut worker.room, room) {
-                self.room.remove(place, level);
-            }
-            if let Some(level) = room {
-                self.room.insert(place, level);
-            }
-        }
+        self.room.list(place, &mut worker.room, room);
     }
 
     /// How many jobs are worth `lookahead`, by how long they take.
@@ -159,7 +152,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         worker.check_at = None;
-        let Some(begun) = self.begun(place, out) else { return };
+        let Some(begun) = self.begun(place, None, out) else { return };
         let lookahead = self.limits.lookahead;
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         let ahead = worker.ahead.back().filter(|&&last| self.jobs.get(last).arrival > begun);
@@ -234,14 +227,11 @@ impl<T> Bulkhead<T> {
     // Taking jobs back.
 
     /// The last job that a worker says to have begun; `None` if it can say nothing, or nothing that makes sense.
-    fn begun(&mut self, place: u32, out: &mut Vec<Action<T>>) -> Option<u64> {
-        let claims = self.workers[place as usize].as_ref()?.claims.as_ref()?;
-        let begun = claims.begun();
-        self.note_begun(place, begun, out)
-    }
-
-    fn note_begun(&mut self, place: u32, begun: u64, out: &mut Vec<Action<T>>) -> Option<u64> {
+    /// If jobs are taken back up to a number first, it can begin none of these from then on.
+    fn begun(&mut self, place: u32, taken_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
         let worker = self.workers[place as usize].as_mut()?;
+        let claims = worker.claims.as_ref()?;
+        let begun = taken_to.map_or_else(|| claims.begun(), |up_to| claims.take_back(up_to));
         if (worker.begun_last..=worker.sent).contains(&begun) {
             worker.begun_last = begun;
             return Some(begun);
@@ -270,7 +260,7 @@ impl<T> Bulkhead<T> {
         if !worker.may_have_unbegun() && self.to_send_again.is_empty() {
             return false;
         }
-        let Some(begun) = self.begun(place, out) else { return false };
+        let Some(begun) = self.begun(place, None, out) else { return false };
         let (id, sent, held) = match self.workers[place as usize].as_ref() {
             Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
             _ => return false,
@@ -281,9 +271,7 @@ impl<T> Bulkhead<T> {
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
-        let claims = self.workers[place as usize].as_ref().and_then(|worker| worker.claims.as_ref());
-        let Some(begun) = claims.map(|claims| claims.take_back(sent)) else { return false };
-        let Some(begun) = self.note_begun(place, begun, out) else { return false };
+        let Some(begun) = self.begun(place, Some(sent), out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
             // All jobs sent so far are settled; the next check is for later jobs.
             (worker.taken, worker.check_at) = (sent, None);
@@ -567,7 +555,9 @@ impl<T> Bulkhead<T> {
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
         again.dedup();
         for index in again {
-            if let Some((Place::InFlight { worker, since, .. }, true)) = self.jobs.place_and_wanted(index) {
+            if let Some(Place::InFlight { worker, since, .. }) = self.jobs.place(index)
+                && self.jobs.get(index).cargo.is_some()
+            {
                 let remaining = self.jobs.get(index).answer_by(since).since(now);
                 self.send(now, index, worker, (remaining, false), out);
             }

@@ -175,10 +175,7 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         self.slots[slot as usize].successor = None;
-        let old = match self.slots[slot as usize].state {
-            SlotState::Occupied(old) => Some(old),
-            _ => None,
-        };
+        let old = self.slots[slot as usize].state.worker();
         self.set_slot(slot, SlotState::Occupied(place));
         if let Some(worker) = self.workers[place as usize].as_mut() {
             worker.role = Role::Current;
@@ -324,30 +321,25 @@ impl<T> Bulkhead<T> {
     /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now, or
     /// the one before is not gone yet: a slot has two workers at most. One that waits for its turn has it now.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
-        let entry = &self.slots[slot as usize];
-        let SlotState::Occupied(place) = entry.state else { return };
-        let standby = self.standby(slot);
-        if entry.successor != standby || entry.retired > 0 {
+        let Some(worker) = self.worker_of(slot) else { return };
+        let (entry, standby) = (&self.slots[slot as usize], self.standby(slot));
+        let is_due = match reason {
+            // Its slot may have another one since its turn was noted.
+            RecycleReason::Reload => worker.revision != Revision::New,
+            _ => now >= worker.succession_after,
+        };
+        if entry.successor != standby || entry.retired > 0 || worker.phase != Phase::Ready || !is_due {
             return;
         }
-        let is_due = self.workers[place as usize].as_ref().is_some_and(|worker| match reason {
-            // Its slot may have another one since its turn was noted.
-            RecycleReason::Reload => worker.phase == Phase::Ready && worker.revision != Revision::New,
-            _ => worker.phase == Phase::Ready && now >= worker.succession_after,
-        });
+        let pid = worker.pid.unwrap_or(0);
         match standby {
-            _ if !is_due => {}
             Some(standby) => self.succeed(now, slot, standby, reason, out),
             None if self.awaits_spare(slot) => {}
-            None => match self.ready_spare() {
-                Some(spare) => {
-                    let pid =
-                        self.workers[place as usize].as_ref().and_then(|worker| worker.pid).unwrap_or(0);
-                    out.push(Action::Note(Note::WorkerRecycled { pid, reason }));
-                    self.take_over(now, slot, spare, Some(reason), out);
-                }
-                None => self.spawn(now, slot, Role::Successor(reason), out),
-            },
+            None if let Some(spare) = self.ready_spare() => {
+                out.push(Action::Note(Note::WorkerRecycled { pid, reason }));
+                self.take_over(now, slot, spare, Some(reason), out);
+            }
+            None => self.spawn(now, slot, Role::Successor(reason), out),
         }
     }
 
@@ -593,10 +585,7 @@ impl<T> Bulkhead<T> {
     /// A worker is gone: its jobs are answered. Its slot is its own until it is [swept](Self::swept).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
-        let killed = match &worker.phase {
-            Phase::Killing(reason) => Some(reason.clone()),
-            _ => None,
-        };
+        let killed = worker.killed();
         let note = Note::WorkerExited {
             worker: id,
             slot: worker.slot,
@@ -849,10 +838,9 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn stop(&mut self, now: Time, by: Time, out: &mut Vec<Action<T>>) {
-        if matches!(self.mode, Mode::Stopping { .. }) {
-            self.mode = Mode::Stopping { by };
-        } else {
-            self.mode = Mode::Stopping { by };
+        let was_stopping = self.is_stopping();
+        self.mode = Mode::Stopping { by };
+        if !was_stopping {
             self.rolling.clear();
             self.reject_queue(now, RejectReason::Draining, "", out);
             for slot in 0..self.slots.len() as u32 {
@@ -865,18 +853,17 @@ impl<T> Bulkhead<T> {
             }
         }
         if by <= now {
-            self.stop_all(now, out);
+            self.stop_all(out);
         }
     }
 
     /// Patience has ended.
-    pub(super) fn stop_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn stop_all(&mut self, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             self.kill(place, KillReason::Overdue, out);
         }
         // Not asked again: what remains is to be told of the deaths.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
-        let _ = now;
     }
 
     /// Whether it was told to stop.

@@ -30,20 +30,17 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         self.heard(now, worker);
-        if !self.holds(worker, job) {
+        let Some((index, Place::InFlight { since, .. })) = self.find_at(worker, job) else { return };
+        if self.jobs.get(index).cargo.is_none() {
             return;
         }
-        let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).cargo.is_some()) else {
-            return;
-        };
         self.answer(now, index, Verdict::Failed(failure), out);
         let entry = self.jobs.get(index);
-        if let Place::InFlight { is_oversized, since, .. } = &mut entry.place {
+        let end_by = entry.end_by(since);
+        if let Place::InFlight { is_oversized, .. } = &mut entry.place {
             *is_oversized = true;
-            let since = *since;
-            let end_by = entry.end_by(since);
-            self.job_timers.set(index, end_by);
         }
+        self.job_timers.set(index, end_by);
         if let Some(worker) = self.worker_mut(worker) {
             worker.wanted -= 1;
         }

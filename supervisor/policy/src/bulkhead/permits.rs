@@ -24,14 +24,7 @@ impl<T> Bulkhead<T> {
         }
         let takes_jobs = is_available && worker.apart == Apart::No && !worker.is_stalled;
         let listed = (takes_jobs && level < capacity).then_some(level);
-        if worker.listed != listed {
-            if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
-                self.load.remove(place, level);
-            }
-            if let Some(level) = listed {
-                self.load.insert(place, level);
-            }
-        }
+        self.load.list(place, &mut worker.listed, listed);
         let permits = if is_available { capacity } else { 0 };
         self.permits =
             self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));
@@ -67,12 +60,8 @@ impl<T> Bulkhead<T> {
     /// Takes a worker that is gone out of the table and the limit.
     pub(super) fn strike_out(&mut self, place: u32) -> Option<crate::workers::Worker> {
         let mut worker = self.workers[place as usize].take()?;
-        if let Some(level) = worker.listed.take() {
-            self.load.remove(place, level);
-        }
-        if let Some(level) = worker.room.take() {
-            self.room.remove(place, level);
-        }
+        self.load.list(place, &mut worker.listed, None);
+        self.room.list(place, &mut worker.room, None);
         if self.reserved == Some(place) {
             self.reserved = None;
         }

@@ -129,8 +129,7 @@ impl<T> Bulkhead<T> {
 
     /// A worker that is gone cannot have begun a job.
     pub(super) fn unread(&mut self, worker: WorkerId, job: JobId) {
-        if self.holds(worker, job)
-            && let Some(index) = self.jobs.find(job)
+        if let Some((index, _)) = self.find_at(worker, job)
             && let Place::InFlight { is_unread, .. } = &mut self.jobs.get(index).place
         {
             *is_unread = true;

@@ -50,11 +50,9 @@ impl<T> Bulkhead<T> {
     /// Starts the worker that follows the one of a slot, if none is on its way or has failed just now.
     fn follow(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         let entry = &self.slots[slot as usize];
-        let SlotState::Occupied(place) = entry.state else { return };
         // Where there is a reserve, the next spare follows.
         let has_room = entry.successor.is_none() && entry.retired == 0 && !self.has_reserve();
-        let is_due = |worker: &Worker| now >= worker.succession_after;
-        if has_room && self.workers[place as usize].as_ref().is_some_and(is_due) {
+        if has_room && self.worker_of(slot).is_some_and(|worker| now >= worker.succession_after) {
             self.spawn(now, slot, Role::Successor(RecycleReason::Jobs), out);
         }
     }
@@ -118,8 +116,7 @@ impl<T> Bulkhead<T> {
     }
 
     fn has_turns_left(&self, slot: u32, reason: RecycleReason) -> bool {
-        let SlotState::Occupied(place) = self.slots[slot as usize].state else { return false };
-        let Some(worker) = self.workers[place as usize].as_ref() else { return false };
+        let Some(worker) = self.worker_of(slot) else { return false };
         let is_counted = reason == RecycleReason::Jobs && self.limits.recycle.jobs.is_some();
         is_counted && worker.phase == Phase::Ready && worker.jobs_left(&self.limits) > 0
     }
@@ -133,11 +130,7 @@ impl<T> Bulkhead<T> {
         }
         worker.succession_after = now + RECYCLE_PAUSE;
         let slot = worker.slot;
-        if let SlotState::Occupied(current) = self.slots[slot as usize].state
-            && self.workers[current as usize]
-                .as_ref()
-                .is_some_and(|w| w.phase == Phase::Ready && w.jobs.is_empty())
-        {
+        if self.worker_of(slot).is_some_and(|worker| worker.phase == Phase::Ready && worker.jobs.is_empty()) {
             self.succeed(now, slot, place, RecycleReason::Jobs, out);
         }
     }

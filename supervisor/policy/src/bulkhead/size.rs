@@ -226,10 +226,7 @@ impl<T> Bulkhead<T> {
         if is_waiting && matches!(state, SlotState::Empty) {
             entry.resting = Some(entry.state);
         }
-        let current = match entry.state {
-            SlotState::Occupied(place) => Some(place),
-            _ => None,
-        };
+        let current = entry.state.worker();
         entry.has_had_worker = false;
         entry.has_settled = false;
         self.rolling.retain(|(rolling, _)| *rolling != slot);

@@ -39,10 +39,7 @@ impl<T> Bulkhead<T> {
     /// A spare that can take over now.
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_reserve && slot.successor.is_none() && slot.retired == 0;
-        let mut places = self.slots.iter().filter(is_free).filter_map(|slot| match slot.state {
-            SlotState::Occupied(place) => Some(place),
-            _ => None,
-        });
+        let mut places = self.slots.iter().filter(is_free).filter_map(|slot| slot.state.worker());
         // One that is silent may hang.
         places.find(|&place| {
             let worker = self.workers[place as usize].as_ref();
@@ -57,7 +54,7 @@ impl<T> Bulkhead<T> {
 
     /// Whether the replacement of a slot's worker waits until a spare is ready.
     pub(super) fn awaits_spare(&self, slot: u32) -> bool {
-        let is_at_work = matches!(self.slots[slot as usize].state, SlotState::Occupied(_));
+        let is_at_work = self.slots[slot as usize].state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
         is_at_work && is_free && self.has_live_reserve()
     }

@@ -11,7 +11,7 @@ use crate::jobs::Place;
 use crate::messages::{KillReason, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Phase, Role, Silence, SlotState, Worker};
+use crate::workers::{Apart, Role, Silence, Slot, Worker};
 
 // Codes begin at 1 and leave no gap.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -301,7 +301,7 @@ impl<T> Bulkhead<T> {
         self.activity == Activity::Resting || self.slots_at_work().all(|slot| slot.has_settled)
     }
 
-    fn slots_at_work(&self) -> impl Iterator<Item = &crate::workers::Slot> {
+    fn slots_at_work(&self) -> impl Iterator<Item = &Slot> {
         self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_reserve)
     }
 
@@ -316,15 +316,11 @@ impl<T> Bulkhead<T> {
             return BulkheadState::Draining;
         }
         let slots = self.slots_at_work().count() as u32;
-        let ready_slots = self
-            .slots_at_work()
-            .filter(|slot| match slot.state {
-                SlotState::Occupied(place) => {
-                    self.workers[place as usize].as_ref().is_some_and(|w| w.counted || w.is_spent)
-                }
-                _ => false,
-            })
-            .count() as u32;
+        let has_worker = |slot: &&Slot| {
+            let worker = slot.state.worker().and_then(|place| self.workers[place as usize].as_ref());
+            worker.is_some_and(|worker| worker.counted || worker.is_spent)
+        };
+        let ready_slots = self.slots_at_work().filter(has_worker).count() as u32;
         match (ready_slots, self.live_slots) {
             (ready, _) if ready == slots => BulkheadState::Ready,
             (0, 0) => BulkheadState::Failed,
@@ -336,10 +332,7 @@ impl<T> Bulkhead<T> {
     /// What is known of a worker that is about to be reported as gone, with at most so many of its jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
         let worker = self.worker(id)?;
-        let killed = match &worker.phase {
-            Phase::Killing(reason) => Some(reason.clone()),
-            _ => None,
-        };
+        let killed = worker.killed();
         let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
         let unbegun = worker.unbegun as u32;

@@ -7,7 +7,7 @@ use crate::jobs::Place;
 use crate::messages::KillReason;
 use crate::tenants::TenantId;
 use crate::time::Time;
-use crate::workers::{Phase, SlotState};
+use crate::workers::Phase;
 
 /// A place of a tenant's share, withheld until the slot has a ready worker. At most one place is withheld for each job
 /// of the slot's last worker.
@@ -63,12 +63,7 @@ impl<T> Bulkhead<T> {
 
     fn awaits_worker(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
-        let is_ready = match entry.state {
-            SlotState::Occupied(place) => {
-                self.workers[place as usize].as_ref().is_some_and(|worker| worker.phase == Phase::Ready)
-            }
-            _ => false,
-        };
+        let is_ready = self.worker_of(slot).is_some_and(|worker| worker.phase == Phase::Ready);
         entry.state.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Family {
 pub(super) enum Numbers {
     /// Each bulkhead has one.
     Each(fn(&BulkheadNumbers) -> u64),
+    /// Some bulkheads have one.
+    Maybe(fn(&BulkheadNumbers) -> Option<u64>),
     /// Each bulkhead has some.
     Of(fn(&mut Page, &BulkheadNumbers)),
     /// The supervisor has some.
@@ -67,7 +69,7 @@ families! {
         "Jobs that a worker has and a client waits for.";
     Gauge "bulkhead_limit" ["bulkhead"] Each |of| of.limit,
         "Jobs that may run at once now: max_in_flight for each worker that is ready, and no more than the adaptive limit.";
-    Gauge "bulkhead_adaptive_limit" ["bulkhead"] Of super::write_adaptive_limit,
+    Gauge "bulkhead_adaptive_limit" ["bulkhead"] Maybe |of| Some(of.adaptive.as_ref()?.limit),
         "What the adaptive limit is, or with mode = monitor would be. Absent without one.";
     Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Of super::write_adaptive_changes,
         "How often the adaptive limit grew (up) and fell (down). Absent without one.";
@@ -75,9 +77,9 @@ families! {
         "Jobs that wait.";
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Each |of| of.queue_capacity,
         "Jobs that may wait; where tenants are apart, of those that have workers.";
-    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Of super::write_elsewhere,
+    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Maybe |of| super::possible(of.possible.has_fallback, of.tally.elsewhere),
         "Jobs that a fallback has now, and whose outcome will count here. Absent without a fallback.";
-    Gauge "bulkhead_jobs_guests" ["bulkhead"] Of super::write_guests,
+    Gauge "bulkhead_jobs_guests" ["bulkhead"] Maybe |of| super::possible(of.possible.has_guests, of.tally.guests),
         "Jobs of other bulkheads that are active or queued here as their fallback, and count there. Absent where it is none.";
     Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Of super::write_breaker,
         "1 for the state of the breaker, 0 for all others that it can have; of several breakers the one that matters most.";
@@ -87,11 +89,11 @@ families! {
         "1 for how well it serves (ok, degraded, failing: by how the jobs of the last minute ended), 0 for the others.";
     Gauge "bulkhead_workers" ["bulkhead", "state"] Of super::write_workers,
         "Worker processes by what they are doing. Of states other than ready and busy, those that there are.";
-    Gauge "bulkhead_spares" ["bulkhead"] Of super::write_spares,
+    Gauge "bulkhead_spares" ["bulkhead"] Maybe super::spares,
         "Spares that are ready to take over; bulkhead_workers counts them as well. Absent where none are kept.";
     Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] All super::write_memory,
         "Resident memory of the worker in a slot; 0 if there is none.";
-    Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Of super::write_memory_limit,
+    Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Maybe |of| of.memory_limit,
         "What a worker may hold: the less of cgroup.memory and recycle.rss. Absent without either.";
     Gauge "bulkhead_clients" [] All |page, now| page.sample(&[], now.scrape.clients),
         "Connections to the jobs socket.";
