@@ -1,5 +1,4 @@
-//! Programs that mean harm to a supervisor: a hostile client, a hostile worker, and busy loops in their place.
-//! Each runs until it is killed.
+//! Hostile programs: a client, a worker, and busy loops for comparison. Each runs until it is killed.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -18,25 +17,25 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use crate::Result;
 
-/// Keeps this process to the first processor.
+/// Binds this process to the first processor.
 pub(crate) fn pin() -> Result<()> {
     let mut processors = rustix::thread::CpuSet::new();
     processors.set(0);
     Ok(rustix::thread::sched_setaffinity(None, &processors)?)
 }
 
-/// Takes a processor and does nothing with it.
+/// Keeps a processor busy.
 pub(crate) fn spin() -> ! {
     loop {
         std::hint::spin_loop();
     }
 }
 
-/// A hostile client of the jobs socket, or of the admin socket beside it.
+/// Runs a hostile client of the jobs socket, or of the admin socket in the same folder.
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
-            // Each connection ends with the first descriptors that the supervisor does not take.
+            // The supervisor closes the connection when it receives descriptors that it does not accept.
             let Ok(socket) = dial(socket) else { continue };
             for _ in 0..8 {
                 let (held, _peer) = slow_to_close()?;
@@ -73,7 +72,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     }
 }
 
-/// Submits to a bulkhead that is missing, over so many connections, as fast as it can.
+/// Submits jobs to a missing bulkhead as fast as possible, over `connections` connections.
 fn flood(path: &Path, connections: usize) -> Result<()> {
     let burst: Vec<u8> =
         (0..64).map(|number| submit("missing", number)).collect::<Result<Vec<_>>>()?.concat();
@@ -83,7 +82,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = dial(path)?;
             socket.set_nonblocking(true)?;
-            // What is left of a burst that was not taken whole.
+            // The number counts the bytes of the current burst that were already written.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -99,7 +98,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// A hostile worker: honest until it is ready, and then never again.
+/// Runs a hostile worker, which follows the protocol until it is ready.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
@@ -110,7 +109,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     let _ = link.read(&mut welcome)?;
     link.write_all(&frame(self::kind::READY, 0, &Empty)?)?;
     if kind == "idle" {
-        // Serves nothing, harms no other.
+        // An idle worker serves no jobs and does no harm.
         while link.read(&mut welcome)? > 0 {}
         return Ok(());
     }
@@ -127,7 +126,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
         }
         "descriptors" => loop {
             let (held, _peer) = slow_to_close()?;
-            // Heartbeats, each with a descriptor.
+            // Each heartbeat carries a descriptor.
             if pass(link.as_fd(), &frame(self::kind::HEARTBEAT, 0, &Empty)?, held.as_fd()).is_err() {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -136,7 +135,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// A connection with unsent data whose last close takes seconds, and its other end, which reads nothing.
+/// Returns a connection with unsent data, and its peer, which reads nothing. The last close of the connection takes
+/// seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

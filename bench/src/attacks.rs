@@ -1,5 +1,5 @@
-//! What honest jobs notice of an attack, beside what they notice of busy loops in the attacker's place: p99 of
-//! jobs that are sent on schedule, so that a stall counts with every job that it holds up.
+//! Measures how much honest jobs suffer from an attack, compared with busy loops in the attacker's place. The measure
+//! is the p99 of jobs that are sent on schedule, so that a stall counts with each job that it delays.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -15,28 +15,28 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "attack";
 
-/// How much of everything.
+/// Size of each measurement.
 pub(crate) struct Plan {
-    /// Pairs of rounds, one beside busy loops and one beside the attack.
+    /// Number of pairs of rounds. One round of a pair runs next to busy loops, the other next to the attack.
     pub(crate) pairs: usize,
-    /// How long a round lasts.
+    /// Duration of a round.
     pub(crate) lasts: Duration,
 }
 
-/// From one honest job to the next.
+/// Interval between honest jobs.
 const EVERY: Duration = Duration::from_millis(2);
 
-/// From one death of an honest worker to the next.
+/// Interval between deaths of an honest worker.
 const DEATH_EVERY: Duration = Duration::from_millis(100);
 
-/// From one honest program to the next.
+/// Interval between honest programs.
 const PROGRAM_EVERY: Duration = Duration::from_millis(25);
 
-/// Programs of one worker: an honest one ends at once; the other does what it can to its neighbours and their host,
-/// for as long as it lives. It aims at nothing else, wherever it runs.
+/// Programs of a worker. An honest program ends at once. The hostile program attacks only
+/// its siblings and their host, until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -47,31 +47,31 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     done 2> /dev/null;; \
     *) cat;; esac";
 
-/// What an honest job counts for that did not end as it should.
+/// Latency that is recorded for an honest job with the wrong outcome.
 const HARMED: Duration = Duration::from_secs(60);
 
-/// A user without rights of its own.
+/// User id without privileges (`nobody`).
 const STRANGER: u32 = 65_534;
 
-/// The attacker.
+/// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// So many processes of a hostile client.
+    /// Number of processes that run a hostile client.
     Clients(&'static str, usize),
-    /// So many hostile workers of one bulkhead.
+    /// Number of hostile workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Jobs for a bulkhead that does not look hostile, so many at once.
+    /// Number of concurrent jobs for a bulkhead that seems honest.
     Jobs(&'static str, usize),
 }
 
-/// The victim whose time is taken.
+/// Jobs whose latency is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
-    /// Jobs of a sibling.
+    /// Jobs of a sibling bulkhead.
     Jobs,
-    /// Jobs that crash their own worker: how soon they are told.
+    /// Jobs that crash their worker, until the client has the outcome.
     Deaths,
-    /// Programs that the attacker's own worker runs.
+    /// Programs in the attacker's worker.
     Programs,
 }
 
@@ -89,7 +89,7 @@ const ATTACKS: [(&str, Attacker, Victim); 11] = [
     ("A8 a program attacks its neighbours", Attacker::Jobs("neighbours", 1), Victim::Programs),
 ];
 
-/// Takes every measurement that is wanted; within a `LocalSet`.
+/// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
@@ -129,7 +129,7 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// The honest jobs' p99 in µs, beside the attack or as many busy loops.
+/// Returns the p99 of the honest jobs in µs, next to the attack or to the same number of busy loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -141,7 +141,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     .push(Process::start(&mut host.attacker(scene, if is_loop { "spin" } else { kind })?)?);
             }
         }
-        // They have begun, by themselves.
+        // Hostile workers start with the supervisor.
         Attacker::Workers(..) => {}
         Attacker::Jobs(bulkhead, count) => {
             for _ in 0..count {
@@ -149,11 +149,11 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
                 } else {
                     let client = host.client.clone();
-                    // Each worker of the bench knows what a crash is.
+                    // Each worker of the bench supports the operation `crash`.
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
-                            // It harms, however it ends.
+                            // The attack continues whatever the outcome is.
                             let _ = client.job(bulkhead, "").operation(operation).send().await;
                         }
                     }));
@@ -161,7 +161,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
             }
         }
     }
-    // The attack is under way.
+    // Gives the attack time to take effect.
     tokio::time::sleep(plan.lasts / 5).await;
     let p99 = match scene.victim {
         Victim::Jobs => scheduled(&host.client, plan.lasts, EVERY, "one", "").await?,
@@ -172,7 +172,8 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     Ok(p99)
 }
 
-/// Sends a job on schedule, whatever became of those before; returns the p99 from the time when each was due.
+/// Sends jobs on schedule without waiting for earlier outcomes. Returns the p99 in µs, measured from the time when
+/// each job was due.
 async fn scheduled(
     client: &Client,
     lasts: Duration,
@@ -208,7 +209,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor with honest bulkheads, and those that the scene needs.
+/// A supervisor with honest bulkheads, and with the bulkheads of the scene.
 struct Host {
     client: Client,
     _supervisor: Process,
@@ -249,14 +250,14 @@ impl Host {
     }
 }
 
-/// Leaves the supervisor with 4,000 tenants to remember.
+/// Makes the supervisor remember 4,000 tenants.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();
     for number in 0..4_000 {
         let client = client.clone();
         jobs.spawn_local(async move {
-            // Refused for want of workers, and remembered all the same.
+            // The job may be rejected for lack of workers; the supervisor remembers the tenant in either case.
             let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
         });
         if jobs.len() >= 256 {

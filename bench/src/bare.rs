@@ -1,5 +1,5 @@
-//! The bare chain: what the sockets alone cost. No policy, no deadlines, no checks; just enough framing
-//! to find the waiter of an answer.
+//! The bare chain, which shows the cost of the sockets alone. There are no policy, deadlines or checks. The framing
+//! is just enough to find the waiter of an answer.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,13 +17,13 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// One read of an echo among many, whose requests are small, moves at most this much.
+/// Maximum number of bytes per read from one of many echoes, whose requests are small.
 const SPREAD_BYTES: usize = 8 * 1024;
 
-/// Bytes before a payload: its length and the number of its request.
+/// Size of the header before a payload: the payload's length and the request number.
 const HEADER_BYTES: usize = 12;
 
-/// Passes bytes on between one client and the echo.
+/// Forwards bytes between one client and the echo.
 pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -38,8 +38,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Passes the requests of one client on to so many echoes, each to the one whose number its payload begins with, and
-/// their answers back: all that has come at once in one write for each.
+/// Forwards the requests of one client to `echoes` echoes, and the answers back. The first bytes of a payload select
+/// the echo. All bytes that arrived at once are forwarded in one write per destination.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -64,7 +64,7 @@ pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     })
 }
 
-/// What waits to be written.
+/// Bytes that are not yet written.
 #[derive(Default)]
 struct Unsent {
     bytes: RefCell<Vec<u8>>,
@@ -128,11 +128,11 @@ async fn hand_out(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Result
     }
 }
 
-/// Connects to a listener that is about to be there.
+/// Connects to a socket that another process is about to listen on.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
-            // Bound, and not listening yet.
+            // The socket is bound, but does not listen yet.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
             other => return other,
         }
@@ -152,7 +152,7 @@ async fn pass_on(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// The client's end: each request has a waiter, all that wait to be sent leave in one write.
+/// The client of the bare chain. Each request has a waiter, and all pending requests are sent in one write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 
@@ -171,7 +171,7 @@ struct Waiters {
 }
 
 impl Client {
-    /// Connects; must be called within a `LocalSet`.
+    /// Connects. Must be called within a `LocalSet`.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let client = Self(Rc::new(Shared {
             stream: connect(socket).await?,
@@ -185,7 +185,7 @@ impl Client {
         Ok(client)
     }
 
-    /// One request and its answer.
+    /// Sends a request and returns the answer.
     pub(crate) async fn call(&self, payload: &[u8]) -> Result<Vec<u8>> {
         let (sender, answer) = oneshot::channel();
         let number = self.0.waiters.borrow_mut().enter(sender);
@@ -260,7 +260,7 @@ async fn read(shared: Rc<Shared>) -> io::Result<()> {
     }
 }
 
-/// Hands out every whole answer; returns how many bytes those were.
+/// Delivers all complete answers. Returns the number of consumed bytes.
 fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
     let mut at = 0;
     while let Some((length, rest)) = held[at..].split_first_chunk::<4>()
@@ -268,7 +268,7 @@ fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
         && let Some(payload) = rest.get(..u32::from_le_bytes(*length) as usize)
     {
         if let Some(waiter) = waiters.leave(u64::from_le_bytes(*number) as usize) {
-            // A waiter that is gone does not wait.
+            // The caller may have dropped the receiver.
             let _ = waiter.send(payload.to_vec());
         }
         at += HEADER_BYTES + payload.len();

@@ -1,4 +1,4 @@
-//! The two chains that are compared.
+//! The bare and the real chain.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// Both chains, up and idle.
+/// Both chains, started and idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -53,7 +53,7 @@ impl Chains {
 }
 
 impl Chains {
-    /// The real chain, with payloads that are copied from the caller's own memory, and results that are copied to it.
+    /// Measures the real chain. Copies payloads from the caller's memory, and results into it.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,
@@ -70,7 +70,7 @@ impl Chains {
         .await
     }
 
-    /// The real chain, with payloads and results where they stand.
+    /// Measures the real chain with mapped payloads and results.
     pub(crate) async fn mapped(
         &self,
         bulkhead: &str,
@@ -88,7 +88,7 @@ impl Chains {
     }
 }
 
-/// Calls of a bare client.
+/// Measures calls of a bare client.
 pub(crate) async fn bare_calls(
     client: &bare::Client,
     lanes: usize,

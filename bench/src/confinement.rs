@@ -1,5 +1,5 @@
-//! What confinement costs: starting a worker under each profile, its memory, and jobs under `strict`
-//! beside the same jobs under `none`.
+//! Measures the cost of confinement: the start of a worker under each profile, its memory, and jobs under `strict`
+//! compared with jobs under `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -12,31 +12,31 @@ use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 use crate::rounds::Rounds;
 
-/// What the names of these measurements begin with.
+/// Prefixes of the names of these measurements.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// How much of everything.
+/// Size of each measurement.
 pub(crate) struct Plan {
-    /// Workers started under each profile.
+    /// Number of workers started under each profile.
     pub(crate) starts: usize,
-    /// Pairs of rounds, one under `none` and one under `strict`.
+    /// Number of pairs of rounds, with one round under `none` and one under `strict`.
     pub(crate) pairs: usize,
-    /// How long they may go on, if that is bounded.
+    /// Maximum duration of all pairs, if limited.
     pub(crate) lasts: Option<Duration>,
-    /// Jobs in each such round, one at a time and [`WIDE`] at a time.
+    /// Number of jobs in each round of a pair: sent one at a time, and [`WIDE`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Jobs in flight where the throughput is measured.
+/// Number of jobs in flight for the throughput.
 const WIDE: usize = 64;
 
-/// Bytes of each job.
+/// Payload size of each job.
 const BYTES: usize = 64;
 
-/// How long a worker may take to start, and how long it is waited for one that does not.
+/// Maximum time for the start of a worker.
 const START_PATIENCE: Duration = Duration::from_secs(15);
 
 const STARTUP: &str = "startup: new worker's first answer";
@@ -45,7 +45,8 @@ const INIT_MEMORY: &str = "startup: its init's memory (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 
-/// Takes every measurement that is wanted; within a `LocalSet`. Profiles that cannot be had here are told.
+/// Takes all requested measurements. Must be called within a `LocalSet`. Reports profiles that are not available
+/// here.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_one_wanted = |names: &[&str]| {
         names.iter().any(|name| PROFILES.iter().any(|profile| report.wants(&format!("{name}, {profile}"))))
@@ -67,7 +68,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// A supervisor, and the profiles that can be had from it. `None`: it knows of none.
+/// Starts a supervisor and returns it with the available profiles. Returns `None` if no profile is available.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -99,14 +100,14 @@ fn config(profiles: &[&str]) -> Result<String> {
     let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // A user who may not change identities has `strict` refused, and that is told.
+    // Without root, the supervisor rejects `strict`, and the bench reports this.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a worker of its own, started by its first job.
+        // Each tenant has a separate worker, which is started by the tenant's first job.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -114,12 +115,13 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// The bulkhead of a profile whose worker takes many jobs at once.
+/// Returns the name of the bulkhead of a profile whose worker runs many jobs at once.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// From the first job of a tenant, whose worker is started for it, to the answer; and the worker's number.
+/// Returns the time from the first job of a tenant, which starts a worker, to the answer, and the worker's process
+/// number.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_PATIENCE);
@@ -128,7 +130,8 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// The same of the worker's program, spawned as the standard library does it, with no supervisor.
+/// Returns the time from a plain spawn of the worker's program by the standard library, without a supervisor, to the
+/// first answer.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();
@@ -157,14 +160,16 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Of a worker that has had one job, and of the first process of its namespace, if that is another.
+/// Measures the memory of a worker after one job, and of the first process of its namespace if the worker is not that
+/// process.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // All are there before the first is looked at: the more share a page, the smaller is each one's part.
+    // Starts all workers before the first measurement, because the share of a process falls with the number of
+    // processes that share a page.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
         if let Some(init) = processes::init_of(worker)? {
@@ -178,7 +183,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// The same load under `none` and under `strict`, in turns; which of them goes first changes as well.
+/// Runs the same load under `none` and under `strict`, alternately. The order changes with each pair.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

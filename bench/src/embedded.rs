@@ -1,5 +1,5 @@
-//! A supervisor in this process: with threads of its own against the bare chain, and on this thread against an echo
-//! without a relay between.
+//! Measures a supervisor in this process. With separate threads, the reference is the bare chain. On the caller's
+//! thread, the reference is an echo without a relay.
 
 use std::path::Path;
 use std::rc::Rc;

@@ -1,4 +1,4 @@
-//! The bare fork server, as those have it who want jobs done (`../parts/src/fork_server.rs` is the server itself).
+//! A client of the bare fork server (`../parts/src/fork_server.rs`).
 
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// A running server.
+/// A running fork server.
 pub(crate) struct ForkServer {
     orders: Mutex<UnixStream>,
     _process: Process,
@@ -22,7 +22,7 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
-    /// With the layers of a profile.
+    /// Starts a fork server with the layers of a profile.
     pub(crate) fn start(profile: &str) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let folder = tempfile::tempdir()?;
@@ -33,12 +33,12 @@ impl ForkServer {
         }
         let server =
             Self { orders: Mutex::new(ours), _process: Process::start(&mut command)?, _folder: folder };
-        // It is there, or has said why not.
+        // The first job shows that the server runs.
         server.one()?;
         Ok(server)
     }
 
-    /// From a job that kills its process to the next answer, in ms.
+    /// Returns the time from a job that kills its process to the next answer, in ms.
     pub(crate) fn recovery(&self) -> Result<f64> {
         let mut dying = self.link()?;
         let began = Instant::now();
@@ -50,7 +50,7 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Jobs a second, so many at once, each by a thread that does one after the other.
+    /// Runs jobs in `at_once` threads, each of which sends one job at a time. Returns the number of jobs per second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();
         std::thread::scope(|scope| {
@@ -70,7 +70,7 @@ impl ForkServer {
         link.read_exact(&mut job)
     }
 
-    /// To a process of its own.
+    /// Connects to a newly forked process.
     fn link(&self) -> std::io::Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair()?;
         let descriptors = [theirs.as_fd()];

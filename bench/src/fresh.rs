@@ -1,5 +1,5 @@
-//! Workers that are there at once: a fresh process for each job, and the next answer after a death or a job that hangs,
-//! where the next worker is spawned, forked from a template, or a spare.
+//! Measures how soon a new worker is available: with a fresh process for each job, and after the death or the hang of
+//! a worker. The new worker is spawned, forked from a template, or a spare.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -11,24 +11,25 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "fresh";
 
-/// Jobs at once.
+/// Number of concurrent jobs.
 const AT_ONCE: usize = 2;
 
-/// From one death to the next.
+/// Interval between deaths.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A way to the next worker.
+/// A way to get the next worker.
 struct Way {
-    /// What its bulkheads' names begin with.
+    /// Prefix of the names of the bulkheads.
     name: &'static str,
     profile: &'static str,
-    /// What the measurements' names say.
+    /// Text in the names of the measurements.
     told: &'static str,
     keys: &'static str,
-    /// Fresh processes a second that are wanted, or `OF_BARE` of those of a bare fork server with the same layers.
+    /// Target for fresh processes per second. The alternative target is `OF_BARE` of the rate of a bare fork server
+    /// with the same layers.
     wanted: Option<f64>,
 }
 
@@ -81,7 +82,7 @@ impl Way {
     }
 }
 
-/// Takes every measurement that is wanted; within a `LocalSet`.
+/// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_wanted = |way: &&Way| [way.each(), way.next(), way.hang()].iter().any(|name| report.wants(name));
     let ways: Vec<&Way> = WAYS.iter().filter(is_wanted).collect();
@@ -135,7 +136,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", way.name)).await?);
-                // For the next spare to be ready.
+                // Gives the next spare time to become ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.tell(Figure::alone(way.hang(), "ms", load::median(times)).wanted(Target::AtMost, 2.0));
@@ -144,7 +145,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Jobs a second, each in a process of its own.
+/// Returns the number of jobs per second, with a separate process for each job.
 async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), bulkhead.into());
     let round = load::run(AT_ONCE, total, move || {
@@ -154,14 +155,14 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     Ok(round.await?.rate())
 }
 
-/// From the kill of a worker to the next answer, in ms.
+/// Returns the time from the kill of a worker to the next answer, in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // For the spare that follows the last one to be ready.
+    // Gives the next spare time to become ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;
-    // A job that meets the dying worker is a crash; the next one is what counts.
+    // A job that meets the dying worker crashes. Only the next answer counts.
     while chain.call(bulkhead, b"x").await.is_err() {}
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

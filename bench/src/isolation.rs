@@ -39,7 +39,7 @@ const ATTACK_LASTS: Duration = Duration::from_secs(3);
 /// Deadline of a job that is killed at once.
 const KILLED_AFTER: Duration = Duration::from_millis(5);
 
-/// Time from the begin of an attack to the first job of the others.
+/// Time from the start of an attack to the first job of the others.
 const LEAD: Duration = Duration::from_millis(500);
 
 /// An attack and the same load without the attack.
@@ -51,8 +51,8 @@ struct Scene {
     worker: Worker,
     /// Operation and deadline of the attacker's jobs without the attack, and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of attacker's jobs in flight, each followed by another one; 0: one at the begin of each burst of the
-    /// others' jobs.
+    /// Number of the attacker's jobs in flight; each is followed by another job. With 0, the attacker sends one job
+    /// at the start of each burst of the others' jobs.
     attackers: usize,
     /// Operation of the others' jobs.
     operation: &'static str,
@@ -139,7 +139,7 @@ const SCENES: [Scene; 5] = [
     },
 ];
 
-/// Takes every measurement that is wanted; within a `LocalSet`.
+/// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     for scene in &SCENES {
         let names = ["p50", "p99"].map(|quantile| format!("{GROUP}: {}, others' {quantile}", scene.name));
@@ -165,10 +165,11 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Latencies of the others' jobs, each of which must end `ok`. `way`: 0 without the attack, 1 with the attack.
+/// Returns the latencies of the others' jobs, each of which must end `ok`. `way` is 0 without the attack, and 1 with
+/// the attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
-    // Enough jobs for the workers to be warm and for their speed to be known.
+    // Warms up the workers, and lets the supervisor learn their speed.
     others(scene, &host.client, jobs.min(200)).await?;
     if scene.attackers == 0 {
         return bursts(scene, way, &host.client, jobs).await;
@@ -182,7 +183,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Bursts of the others' jobs, each right behind a job of the attacker.
+/// Sends bursts of the others' jobs, each right after a job of the attacker.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -224,7 +225,7 @@ impl Attack {
                 loop {
                     let job = client.job("shared", "x").operation(operation).tenant(tenant);
                     if job.deadline(deadline).send().await.is_err() {
-                        // A rejection comes at once.
+                        // Limits the rate, because a rejection arrives immediately.
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
                 }

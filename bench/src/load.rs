@@ -1,4 +1,4 @@
-//! Sending requests, one after the other or many at once, and timing them.
+//! Sends requests, one at a time or many at once, and measures their latency.
 
 use std::time::{Duration, Instant};
 
@@ -6,15 +6,15 @@ use tokio::task::JoinSet;
 
 use crate::Result;
 
-/// What one round of a measurement found.
+/// Results of one round of a measurement.
 pub(crate) struct Round {
-    /// How long each request took, in order of length.
+    /// Latencies of all requests, sorted.
     latencies: Vec<Duration>,
     took: Duration,
 }
 
 impl Round {
-    /// All requests of these rounds, which ran one after the other.
+    /// Merges rounds that ran one after the other.
     pub(crate) fn merged(rounds: Vec<Self>) -> Self {
         let took = rounds.iter().map(|round| round.took).sum();
         let mut latencies: Vec<Duration> = rounds.into_iter().flat_map(|round| round.latencies).collect();
@@ -22,13 +22,13 @@ impl Round {
         Self { latencies, took }
     }
 
-    /// The latency below which this share of the requests lies, in µs.
+    /// Returns a quantile of the latencies in µs. `share` is between 0 and 1.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let rank = (self.latencies.len() as f64 * share).ceil() as usize;
         self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
     }
 
-    /// Requests per second.
+    /// Returns the number of requests per second.
     pub(crate) fn rate(&self) -> f64 {
         self.latencies.len() as f64 / self.took.as_secs_f64()
     }
@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// The same; only those requests count that say so.
+/// Sends `total` requests, `lanes` at a time. Counts only the requests for which `call` returns true.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,
@@ -82,7 +82,7 @@ where
     Ok(Round { latencies, took })
 }
 
-/// The one in the middle.
+/// Returns the middle value. For an even number of values, this is the upper one.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

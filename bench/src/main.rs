@@ -1,9 +1,9 @@
-//! `bulkhead-bench`: what the supervisor costs, as ratios against the bare limit, in one run.
+//! `bulkhead-bench` measures the cost of the supervisor, as ratios to a bare chain of sockets.
 //!
-//! The bare chain is a client with a waiter for each request, a relay, and an echo: three processes over
-//! Unix sockets that do nothing but pass bytes on, as many at once as there are. The real chain is a
-//! client, the supervisor, and a worker built with the SDK. Both run in turns, round after round, so that
-//! whatever else the machine does hits both; medians of the rounds are compared.
+//! The bare chain is a client with a waiter for each request, a relay, and an echo. These three processes forward
+//! bytes over Unix sockets, with all available bytes in each read and write. The real chain is a client, the
+//! supervisor, and a worker built with the SDK. Both chains run alternately, round by round, so that other load of
+//! the machine affects both. The medians of the rounds are compared.
 
 mod attackers;
 mod attacks;
@@ -39,97 +39,97 @@ use tokio::task::LocalSet;
 use crate::plan::Plan;
 use crate::report::Report;
 
-/// Any failure ends a measurement: a figure with a failure in it is worth nothing.
+/// Result of a measurement. Any error ends the measurement, because a figure that includes a failure is worthless.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Measures the supervisor against the bare chain of sockets.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// Measure just enough to see that everything can be measured; the figures are worth nothing.
+    /// Run each measurement only briefly, to check that it works; the figures are worthless.
     #[arg(long)]
     smoke: bool,
-    /// Print one JSON object at the end, with each round, instead of a line for each figure as it is measured.
+    /// Print one JSON object with all rounds at the end, instead of a line for each figure as it is measured.
     #[arg(long)]
     json: bool,
-    /// Draw the ratios, round by round, beside their targets.
+    /// Draw the ratio of each round and its target.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Measure only what has this in its name.
+    /// Take only the measurements whose name contains this text.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Measure what takes minutes as well. Attacks are only measured when they are named: `--only attack`.
+    /// Take the measurements that need minutes as well. Attacks are measured only on request: `--only attack`.
     #[arg(long, conflicts_with = "only")]
     all: bool,
-    /// How often each measurement is taken, bare and real in turns [default: 9, or as often as a few seconds allow].
+    /// Number of rounds of each measurement [default: 9, or the number that fits into a few seconds].
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
-    /// Measure what people use today on the same work, in turns with the supervisor: tonic, ipc-channel,
-    /// ProcessPoolExecutor, pebble, loky and workerpool. Fetches and builds them first, into the folder `target`.
+    /// Compare the supervisor with other software on the same work: tonic, ipc-channel, ProcessPoolExecutor, pebble,
+    /// loky and workerpool. Fetches and builds the software first, into the folder `target`.
     #[arg(long)]
     peers: bool,
     #[command(subcommand)]
     role: Option<Role>,
 }
 
-/// The parts of the chains, each a process of its own.
+/// Parts of the chains, each run as a separate process.
 #[derive(Debug, Subcommand)]
 #[command(hide = true)]
 enum Role {
-    /// Passes bytes on, both ways.
+    /// Forwards bytes in both directions.
     #[command(hide = true)]
     Relay {
-        /// Where to listen.
+        /// Socket to listen on.
         socket: PathBuf,
-        /// Where to connect.
+        /// Socket of the echo.
         echo: PathBuf,
     },
-    /// Passes requests on to many echoes.
+    /// Forwards requests to many echoes.
     #[command(hide = true)]
     Spread {
-        /// Where to listen.
+        /// Socket to listen on.
         socket: PathBuf,
-        /// How many.
+        /// Number of echoes.
         echoes: usize,
     },
-    /// Starts a program that dies at once, again and again.
+    /// Starts a program that dies immediately, again and again.
     #[command(hide = true)]
     StartAndDie,
-    /// That program.
+    /// Dies immediately.
     #[command(hide = true)]
     Die,
     /// Scrapes metrics and follows events until it is killed.
     #[command(hide = true)]
     Watch {
-        /// The admin socket.
+        /// Admin socket.
         admin: PathBuf,
     },
-    /// A hostile client, or a busy loop in its place.
+    /// Runs a hostile client, or a busy loop for comparison.
     #[command(hide = true)]
     Attack {
-        /// Which attack.
+        /// Kind of attack.
         kind: String,
-        /// The jobs socket.
+        /// Jobs socket.
         socket: PathBuf,
-        /// Stay on the first processor.
+        /// Use only the first processor.
         #[arg(long)]
         pin: bool,
     },
-    /// A hostile worker.
+    /// Runs a hostile worker.
     #[command(hide = true)]
     HostileWorker {
-        /// Which attack.
+        /// Kind of attack.
         kind: String,
-        /// Stay on the first processor.
+        /// Use only the first processor.
         #[arg(long)]
         pin: bool,
     },
-    /// Has metrics and events of nothing.
+    /// Serves metrics and events that have no meaning.
     #[command(hide = true)]
     Watched {
-        /// Where to listen.
+        /// Socket to listen on.
         socket: PathBuf,
-        /// Bytes of a page of metrics.
+        /// Size of a page of metrics in bytes.
         page: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! What is measured, and against what.
+//! All measurements and their targets.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use crate::{
     Result, attacks, confinement, embedded, fresh, isolation, neighbours, policy, programs, scale, watched,
 };
 
-/// Takes every measurement that is wanted.
+/// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    // Before anything else runs that could disturb it.
+    // Decisions are measured first, before other processes can disturb the measurement.
     policy::all(plan, report)?;
     let is_other = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let of_others = confinement::GROUPS.into_iter().chain([
@@ -43,7 +43,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     if report.wants_slow(isolation::GROUP) || is_other(isolation::GROUP) {
         LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;
     }
-    // An hour of attacks is not for every run.
+    // Attacks take about an hour, and are measured only on request.
     if is_other(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
     }
@@ -110,11 +110,12 @@ async fn latency(
     ])
 }
 
-/// Large payloads that come back: copied at both ends, and where they stand, written and copied once each time.
+/// Measures large payloads that come back: copied at both ends, and mapped. A mapped payload is written once and
+/// copied once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
-    // Files are asked for by the first, and are there for what comes later.
+    // The first jobs request the memory files, so that later jobs have them.
     chains.mapped(real::ONE, 1, 3, bytes).await?;
     for _ in plan.rounds() {
         let bare = per_second(&chains.bare(1, total, bytes).await?);
@@ -127,7 +128,7 @@ async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: us
     ])
 }
 
-/// Jobs per second over the bare chain's, and the processor's time for each that the supervisor and the relay take.
+/// Measures jobs per second, and the CPU time per job of the relay and of the supervisor.
 async fn throughput(
     chains: &Chains,
     plan: &Plan,
@@ -157,7 +158,7 @@ async fn throughput(
 const AHEAD: &str = "64 B, 64 waiting, one at a time over 64 in flight";
 const NOT_AHEAD: &str = "64 B, 64 waiting, one at a time without lookahead over 64 in flight";
 
-/// A worker that may have one job at a time, beside one that may have all.
+/// Compares a worker with one job at a time (`bulkhead`) and a worker with 64.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {
@@ -169,7 +170,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.wanted(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// From the kill of a worker to the next answer, against an echo that is killed and started again.
+/// Measures the time from the kill of a worker to the next answer. The reference is an echo that is killed and
+/// started again.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
@@ -177,7 +179,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
         processes::kill(pid)?;
-        // A job that meets the dying worker is a crash; the next one is what counts.
+        // A job that meets the dying worker crashes. Only the next answer counts.
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
     }
@@ -191,7 +193,7 @@ fn bare_recovery() -> Result<Duration> {
     socket.read_exact(&mut byte)?;
     let began = Instant::now();
     processes::kill(victim.pid())?;
-    // The end of the stream, or a reset: either says that it is gone.
+    // End of file and reset both show that the echo is gone.
     let _ = socket.read(&mut byte);
     let (_next, mut socket) = Process::echo()?;
     socket.write_all(b"x")?;
@@ -199,13 +201,14 @@ fn bare_recovery() -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// How long after deadline and grace a hanging job's permit serves the next one; with a start of a worker.
+/// Measures the time from the end of deadline and grace of a hanging job to the answer of the next job. It includes
+/// the start of a worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // 10 ms and the start of a worker, which the figure above has.
+    // The target is 10 ms plus the start of a worker, which the figure above has.
     let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
     Ok(figure.wanted(Target::AtMost, 12.0))
 }

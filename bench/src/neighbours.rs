@@ -1,4 +1,4 @@
-//! What jobs notice of a neighbour whose workers die: figures of siblings, with and without it.
+//! Measures how much the jobs of siblings suffer from a bulkhead whose workers die.
 
 use std::cell::Cell;
 use std::process::Command;
@@ -16,15 +16,15 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// From one start of a program that dies at once to the next: as often as the supervisor starts the workers of a
-/// bulkhead that crashes on every job.
+/// Interval between starts of a program that dies immediately. It equals the interval at which the supervisor starts
+/// the workers of a bulkhead that crashes on every job.
 const START_EVERY: Duration = Duration::from_millis(10);
 
-/// Jobs at once of the three siblings, and of the one that crashes.
+/// Number of concurrent jobs of the three siblings, and of the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
-/// Takes every measurement that is wanted.
+/// Takes all requested measurements.
 pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
     for (bulkhead, way) in [(real::CRASHES, "spawned"), (real::FORKED_CRASHES, "forked")] {
         let name = format!("sibling's p99 beside crashes (50/s) and without, {way}");
@@ -41,7 +41,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Starts a program that dies at once, again and again, until it is killed.
+/// Starts a program that dies immediately, again and again, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -52,7 +52,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Jobs that crash their worker, until they are over.
+/// Lanes of jobs that crash their worker, until [`Crashes::end`].
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -65,7 +65,7 @@ impl Crashes {
             let (chain, is_over) = (chain.clone(), is_over.clone());
             async move {
                 while !is_over.get() {
-                    // Each of them ends as a crash.
+                    // The outcome is a crash.
                     let _ = chain.client.job(bulkhead, "").operation("crash").send().await;
                     tokio::time::sleep(pause).await;
                 }
@@ -84,7 +84,7 @@ impl Crashes {
     }
 }
 
-/// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
+/// Compares a sibling's p99 with and without a bulkhead whose worker dies of every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -97,14 +97,14 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Rounds of [`crowd`], which are long.
+/// Maximum number of rounds of [`crowd`]. Each round is long.
 const CROWD_ROUNDS_MAX: usize = 5;
 
-/// Jobs over four bulkheads, 64 at a time: with one that crashes its worker on every job, and with that one
-/// honest too.
+/// Runs jobs for four bulkheads, 64 at a time. In one half of a pair, the fourth bulkhead crashes its worker on every
+/// job.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    // The workers of the fourth are started a hundred times a second at most, so that a round takes half a minute.
+    // The fourth bulkhead starts its workers at most a hundred times a second, so a round takes half a minute.
     for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
@@ -114,7 +114,7 @@ async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// What the jobs of the three honest bulkheads took.
+/// Returns the latencies of the jobs of the three honest bulkheads.
 async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
     let next = Rc::new(Cell::new(0));
     let chain = chains.real.clone();
@@ -125,7 +125,7 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
                 chain.call(real::CROWD[index], b"x").await?;
                 return Ok(true);
             }
-            // Crashed or not, it has its outcome; that none is lost is for the tests.
+            // The outcome may be a crash. Tests check that no outcome is lost.
             let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
             Ok(false)
         }
@@ -133,8 +133,8 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
     load::run_counting(64, total, call).await
 }
 
-/// The same at full load all the time, and beside a process that starts programs that die at once, as often as the
-/// supervisor starts workers: what that alone costs on this machine, no supervisor can do without.
+/// Measures siblings at full load: alone, next to a process that starts dying programs as often as the supervisor
+/// starts workers, and next to crashes. No supervisor can avoid the cost of the starts themselves.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
     for _ in plan.rounds() {

@@ -1,13 +1,13 @@
-//! What people use today, on the same work, in turns with the supervisor: `--peers`.
+//! Compares the supervisor with other software on the same work (`--peers`).
 //!
-//! Each peer is a process of its own that takes orders on its standard input and answers each with a JSON object:
+//! Each peer is a separate process. It reads orders from its standard input, and answers each order with a JSON
+//! object:
 //!
-//! - `latency BYTES TOTAL`: so many requests one at a time; `{"us": the median}`.
-//! - `rate LANES BYTES TOTAL`: so many at a time; `{"rate": answers a second}`.
-//! - `recovery TOTAL`: the worker dies by SIGKILL, so often; `{"ms": the median until the next answer}`.
+//! - `latency BYTES TOTAL`: sends `TOTAL` requests one at a time; `{"us": median latency}`.
+//! - `rate LANES BYTES TOTAL`: sends `TOTAL` requests, `LANES` at a time; `{"rate": answers per second}`.
+//! - `recovery TOTAL`: kills the worker by SIGKILL `TOTAL` times; `{"ms": median time to the next answer}`.
 //!
-//! All of them return what they were given, from one worker process. A peer that supervises nothing is started again
-//! by its driver.
+//! All peers return the input from one worker process. A peer without supervision is restarted by its driver.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -25,20 +25,20 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 const GROUP: &str = "peers";
 
-/// Where they are put, below the folder of build products.
+/// Folder for the built peers, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
-/// One of them.
+/// Software to compare with.
 struct Peer {
     name: &'static str,
     from: Source,
     arguments: &'static [&'static str],
 }
 
-/// Where it comes from.
+/// Package registry of a peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Cargo,
@@ -56,7 +56,7 @@ const PEERS: [Peer; 7] = [
     Peer { name: "workerpool", from: Source::Npm, arguments: &[] },
 ];
 
-/// What all of them do.
+/// Work that all peers do.
 #[derive(Clone, Copy)]
 struct Work {
     name: &'static str,
@@ -78,7 +78,7 @@ const WORKS: [Work; 4] = [
     Work { name: "worker dies to next answer", unit: "ms", kind: Kind::Recovery },
 ];
 
-/// Takes every measurement that is wanted; within a `LocalSet`. A peer that cannot be had here is told.
+/// Takes all requested measurements. Must be called within a `LocalSet`. Reports peers that are not available here.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
     std::fs::create_dir_all(&folder)?;
@@ -117,7 +117,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 }
 
 impl Source {
-    /// Fetches and builds the peers from there; what is there already stays. Returns the command that starts one.
+    /// Fetches and builds the peers of this registry, unless they are present. Returns the command that starts a
+    /// peer.
     fn fetch(self, folder: &Path) -> Result<Vec<PathBuf>> {
         let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
         match self {
@@ -153,7 +154,7 @@ impl Source {
 
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // Our own standard output is for figures.
+    // Keeps the command's output away from standard output, which is for figures.
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{program}: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -163,7 +164,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// What a peer is told, and how many requests or deaths those are.
+    /// Returns the order for a peer, and the number of requests or deaths in it.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -178,7 +179,7 @@ impl Kind {
         }
     }
 
-    /// The same by the supervisor.
+    /// Does the same work with the supervisor.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),
@@ -187,7 +188,7 @@ impl Kind {
                 let mut times = Vec::new();
                 for _ in 0..count {
                     let began = Instant::now();
-                    // Its outcome is a crash.
+                    // The outcome is a crash.
                     let _ = chain.client.job(real::ONE, "").operation("die").send().await;
                     while chain.call(real::ONE, &[b'x'; 64]).await.is_err() {}
                     times.push(began.elapsed().as_secs_f64() * 1e3);
@@ -198,7 +199,7 @@ impl Kind {
     }
 }
 
-/// Deaths in each round.
+/// Number of deaths in each round.
 const RECOVERIES: usize = 3;
 
 async fn echoes(
@@ -220,7 +221,7 @@ async fn echoes(
     .await
 }
 
-/// A peer that is ready. What it has started ends with it.
+/// A running peer. Its process group is killed when the driver is dropped.
 struct Driver {
     process: Child,
     orders: ChildStdin,
@@ -232,7 +233,7 @@ impl Driver {
         let [first, rest @ ..] = program else { return Err("no program".into()) };
         let mut command = Command::new(first);
         command.args(rest).args(peer.arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Some tell of each death at length.
+        // Discards standard error, because some peers report each death at length.
         command.stderr(Stdio::null()).process_group(0);
         if peer.from == Source::Npm {
             command.current_dir(folder.join("node"));

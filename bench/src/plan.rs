@@ -1,34 +1,34 @@
-//! How much is measured.
+//! Size of each measurement.
 
 use std::time::Duration;
 
 use crate::rounds::Rounds;
 use crate::{attacks, confinement, isolation, scale, watched};
 
-/// How long a measurement may go on with further rounds, where their number was not asked for.
+/// Maximum time in which a measurement starts further rounds, unless `--rounds` is given.
 const ROUNDS_LAST: Duration = Duration::from_secs(5);
 
-/// Rounds of each measurement, if there is time for them.
+/// Maximum number of rounds of each measurement, unless `--rounds` is given.
 const ROUNDS: usize = 9;
 
-/// How much of everything.
+/// Size of each measurement.
 pub(crate) struct Plan {
     rounds: usize,
-    /// How long a measurement may go on; `None`: until all its rounds are there.
+    /// Maximum time in which a measurement starts further rounds. `None` means no limit.
     lasts: Option<Duration>,
-    /// Requests of 64 B and 4 KiB, one at a time, in each round.
+    /// Requests of 64 B and 4 KiB in each round, sent one at a time.
     pub(crate) small: usize,
-    /// Requests of 1 MiB in each round.
+    /// Requests of 1 MiB in each round. A round with 64 MiB has a 32nd of this number.
     pub(crate) large: usize,
-    /// Requests when many are in flight, in each round.
+    /// Requests in each round with many in flight.
     pub(crate) many: usize,
-    /// Deaths and hangs, all told.
+    /// Maximum number of deaths, and of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Jobs over four bulkheads in each round.
+    /// Jobs for four bulkheads in each round.
     pub(crate) crowd: usize,
-    /// Jobs of three bulkheads in each round, while the fourth crashes.
+    /// Jobs for three bulkheads in each round, while the fourth crashes.
     pub(crate) storm: usize,
-    /// Jobs for the decisions alone in each round.
+    /// Jobs in each round of decisions alone.
     pub(crate) decisions: usize,
     /// Programs in each round.
     pub(crate) programs: usize,
@@ -40,7 +40,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// So many rounds, or as many as there is time for.
+    /// Returns the plan for `rounds` rounds. Without `rounds`, time limits the number.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),
@@ -107,12 +107,12 @@ impl Plan {
         }
     }
 
-    /// The rounds of a measurement that begins now.
+    /// Returns the rounds of a measurement that starts now.
     pub(crate) fn rounds(&self) -> Rounds {
         self.rounds_of(self.rounds)
     }
 
-    /// The same for one that has its own number of them.
+    /// Returns at most `most` rounds of a measurement that starts now.
     pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
         Rounds::new(most, self.lasts)
     }

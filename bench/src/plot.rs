@@ -1,4 +1,4 @@
-//! The ratios as a picture: for each figure a line, on it a dot for each round, the median, and the target.
+//! Draws the ratios. Each figure has a row with a dot for each round, the median, and the target.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ const LEFT: f64 = 470.0;
 const WIDTH: f64 = 520.0;
 const RIGHT: f64 = 150.0;
 
-/// Draws all figures that have a ratio, as SVG. Ratios are on a logarithmic scale.
+/// Draws all figures that have a ratio as SVG, on a logarithmic scale.
 pub(crate) fn draw(figures: &[Figure]) -> String {
     let rows: Vec<(&Figure, f64)> =
         figures.iter().filter_map(|figure| Some((figure, figure.ratio.filter(|r| is_drawn(*r))?))).collect();
@@ -64,7 +64,7 @@ pub(crate) fn draw(figures: &[Figure]) -> String {
         );
         if let Some(target) = target(figure) {
             let x = at(target);
-            // It points to where the ratio is to be.
+            // The triangle points to the side where the target is met.
             let side = if figure.target == Target::AtMost { -8.0 } else { 8.0 };
             let _ = writeln!(
                 svg,
@@ -91,7 +91,7 @@ fn is_drawn(ratio: f64) -> bool {
     ratio.is_finite() && ratio > 0.0
 }
 
-/// What the ratio is to be.
+/// Returns the target of the ratio, if there is one.
 fn target(figure: &Figure) -> Option<f64> {
     let is_of_ratio = matches!(figure.target, Target::AtMost | Target::AtLeast);
     Some(figure.limit).filter(|limit| is_of_ratio && is_drawn(*limit))
@@ -123,11 +123,11 @@ mod tests {
         let svg = draw(&figures);
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt; b &amp; c") && !svg.contains("none</text>"));
-        // A ratio to nothing is no ratio, and one of nothing is no target.
+        // A ratio to zero is not drawn, and neither is a target of zero.
         let idle = figures.clone().map(|figure| figure.wanted(Target::AtLeast, 0.0));
         assert_eq!(draw(&idle).matches("<path").count(), 0);
         assert_eq!((svg.matches("<circle").count(), svg.matches("<path").count()), (2, 1));
-        // From 0.1 to 100, so that 1.2 lies just right of the first third.
+        // The scale goes from 0.1 to 100, so 1.2 lies just right of the first third.
         let x = LEFT + WIDTH * (1.0 + 1.2_f64.log10()) / 3.0;
         assert!(svg.contains(&format!("x1=\"{x:.1}\"")), "{svg}");
     }

@@ -1,6 +1,6 @@
-//! The decisions alone: what the pure state machine takes to admit a job and to let it go again, without a
-//! socket or a process. The bare counterpart is a permit of a semaphore, taken and given back. Time is made
-//! up: a clock that is read would cost as much as the semaphore.
+//! Measures decisions alone: the time in which the pure state machine admits and releases a job, without a socket or
+//! a process. The reference is a semaphore permit that is acquired and released. Time is simulated, because reading a
+//! clock would cost as much as the semaphore.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -19,26 +19,26 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::report::{Figure, Report, Target};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "policy";
 
-/// No decision is to take longer, in nanoseconds.
+/// Maximum time per decision, in nanoseconds.
 const LIMIT_NS: f64 = 500.0;
 
-/// Jobs that the worker of a bulkhead may have.
+/// Maximum number of jobs in flight per bulkhead.
 const PERMITS: u32 = 64;
 
-/// From one cycle to the next, in made-up time: short enough that nothing becomes due.
+/// Simulated time between cycles, which is too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Jobs that wait before some are cancelled, and how many at either end stay.
+/// Number of waiting jobs before some are cancelled, and number of jobs at either end that stay.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// As large as what the supervisor has policy carry along: a pointer to its record of the job.
+/// Same size as the supervisor's record in policy, which is a pointer.
 type Cargo = u64;
 
-/// Takes every measurement that is wanted.
+/// Takes all requested measurements.
 pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     let settings: Vec<_> = settings().into_iter().filter(|setting| report.wants(setting.name)).collect();
     cycles(plan, &settings)?.into_iter().for_each(|figure| report.tell(figure));
@@ -51,7 +51,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// All settings in turns, round after round, so that whatever else the machine does hits each.
+/// Measures all settings alternately, round by round, so that other load of the machine affects each.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -72,7 +72,7 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     Ok(figures.collect())
 }
 
-/// A permit taken and given back, in nanoseconds, while all others are taken.
+/// Returns the nanoseconds for acquiring and releasing a permit, while all other permits are taken.
 fn semaphore(cycles: usize) -> Result<f64> {
     let permits = Semaphore::new(PERMITS as usize);
     let _taken = permits.try_acquire_many(PERMITS - 1)?;
@@ -87,22 +87,22 @@ fn nanoseconds_each(began: Instant, count: usize) -> f64 {
     began.elapsed().as_secs_f64() * 1e9 / count as f64
 }
 
-/// What a measurement is of.
+/// Setting of a measurement.
 struct Setting {
     name: &'static str,
     limits: Limits,
     bulkheads: usize,
-    /// None for jobs that name no tenant.
+    /// Number of tenants. With 0, jobs name no tenant.
     tenants: usize,
     priorities: &'static [Priority],
-    /// Jobs that each bulkhead's worker has before a cycle.
+    /// Number of running jobs per bulkhead before a cycle.
     running: usize,
-    /// Jobs that wait in each bulkhead before a cycle.
+    /// Number of waiting jobs per bulkhead before a cycle.
     waiting: usize,
 }
 
-/// Each number that should not matter stands beside a small one. All permits but the one for the next job
-/// are taken, unless the setting is about something else.
+/// Returns all settings. Each large number that should not matter has a counterpart with a small number. All permits
+/// but one are taken, unless the setting measures something else.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: one bulkhead, 63 jobs running",
@@ -118,7 +118,7 @@ fn settings() -> Vec<Setting> {
         max_queue: WAITING as u32 + 1,
         ..one().limits
     };
-    // All permits are taken, so that each job has to wait.
+    // All permits are taken, so each job has to wait.
     let queued = || Setting { limits: shared(), tenants: 10_000, running: PERMITS as usize, ..one() };
     vec![
         one(),
@@ -134,14 +134,14 @@ fn settings() -> Vec<Setting> {
             limits: everything(shared()),
             tenants: 10_000,
             priorities: &Priority::ALL,
-            // Others than critical jobs get three quarters of the permits.
+            // Jobs that are not critical get three quarters of the permits.
             running: PERMITS as usize * 3 / 4 - 1,
             ..one()
         },
     ]
 }
 
-/// Every limit there is, none of which is reached.
+/// Sets every limit, to values that are never reached.
 fn everything(limits: Limits) -> Limits {
     Limits {
         queue_timeout: Some(Duration::from_secs(10)),
@@ -161,13 +161,13 @@ fn everything(limits: Limits) -> Limits {
     }
 }
 
-/// Bulkheads that are in the middle of something.
+/// Bulkheads with running and waiting jobs.
 struct Scene {
     subjects: Vec<Subject>,
     effects: Effects,
-    /// As the supervisor has it: when each bulkhead is due.
+    /// Time when each bulkhead is due, as in the supervisor.
     timers: Timers,
-    /// In which order the bulkheads have their turn.
+    /// Order in which bulkheads get jobs.
     order: Vec<u32>,
     names: Names,
     priorities: &'static [Priority],
@@ -192,7 +192,7 @@ impl Scene {
         Ok(scene)
     }
 
-    /// Has every tenant seen, and as many jobs taken as the setting wants.
+    /// Registers every tenant, and submits the jobs that the setting requires.
     fn fill(&mut self, setting: &Setting) -> Result<()> {
         for _ in 0..setting.tenants {
             let name = self.names.next();
@@ -205,7 +205,7 @@ impl Scene {
         if self.effects.running.len() == wanted { Ok(()) } else { Err("jobs wait that should not".into()) }
     }
 
-    /// So many jobs admitted, and as many let go; returns the nanoseconds for one of each.
+    /// Admits and releases `cycles` jobs. Returns the nanoseconds per job.
     fn round(&mut self, cycles: usize) -> Result<f64> {
         let before = (self.effects.done, self.effects.running.len());
         let began = Instant::now();
@@ -223,7 +223,7 @@ impl Scene {
     fn cycle(&mut self) {
         let index = self.submit();
         let subject = &mut self.subjects[index as usize];
-        // Bulkheads take turns, so that the oldest job of all is the oldest of this one.
+        // Bulkheads take turns, so the oldest running job belongs to this bulkhead.
         if let Some(job) = self.effects.running.pop_front() {
             subject.reply(self.now, job, &mut self.effects);
         }
@@ -234,7 +234,7 @@ impl Scene {
         black_box(self.timers.next());
     }
 
-    /// Gives the next job to the bulkhead whose turn it is.
+    /// Submits the next job to the next bulkhead in order. Returns the index of the bulkhead.
     fn submit(&mut self) -> u32 {
         self.now = self.now + STEP;
         let index = self.order[self.turn % self.order.len()];
@@ -245,13 +245,13 @@ impl Scene {
     }
 }
 
-/// What the bulkheads want done, done as far as it matters here.
+/// Actions of the bulkheads, performed only as far as the measurement needs.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Cargo>>,
-    /// Jobs that workers have, the oldest first, which ends first.
+    /// Running jobs, oldest first. The oldest job ends first.
     running: VecDeque<JobId>,
-    /// Jobs that ended well.
+    /// Number of jobs that ended `ok`.
     done: usize,
     cancelled: usize,
 }
@@ -272,14 +272,14 @@ impl Effects {
     }
 }
 
-/// One bulkhead and its only worker.
+/// A bulkhead and its only worker.
 struct Subject {
     bulkhead: Bulkhead<Cargo>,
     worker: WorkerId,
 }
 
 impl Subject {
-    /// A bulkhead whose worker is ready.
+    /// Makes a bulkhead with a ready worker.
     fn new(limits: Limits) -> Result<Self> {
         let mut bulkhead = Bulkhead::new(limits, 7);
         let mut actions = Vec::new();
@@ -311,7 +311,7 @@ impl Subject {
         self.apply(now, Event::Submit(submission), effects)
     }
 
-    /// The worker is done with a job.
+    /// Reports that the worker has completed a job.
     fn reply(&mut self, now: Time, job: JobId, effects: &mut Effects) {
         self.apply(now, Event::Replied { worker: self.worker, job, reply: Reply::Ok }, effects);
     }
@@ -323,8 +323,7 @@ impl Subject {
     }
 }
 
-/// Has nine tenths of a full queue cancelled, from its middle and in any order; returns the nanoseconds
-/// for one of them.
+/// Cancels nine tenths of a full queue, from the middle and in random order. Returns the nanoseconds per job.
 fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
@@ -342,15 +341,15 @@ fn cancel() -> Result<f64> {
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
 }
 
-/// Names of tenants, in an order without a pattern. They stand one behind the other: a name comes with its
-/// job, and is not what the decision has to fetch.
+/// Tenant names in random order. The names are adjacent in memory: a real name arrives with its job, so the decision
+/// should not pay for fetching it.
 struct Names {
     text: String,
     at: usize,
 }
 
 impl Names {
-    /// Bytes of each.
+    /// Length of each name in bytes.
     const LEN: usize = 12;
 
     fn new(count: usize) -> Self {
@@ -358,7 +357,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// The next name; the first comes again after the last. Without names it has no tenant.
+    /// Returns the next name, starting again after the last. Returns an empty name if there are no tenants.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;
@@ -369,7 +368,7 @@ impl Names {
     }
 }
 
-/// The numbers below `count` in an order without a pattern, the same each time.
+/// Returns the numbers below `count` in a random but reproducible order.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

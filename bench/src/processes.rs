@@ -1,4 +1,4 @@
-//! Child processes of the bench, and what the kernel says of them.
+//! Child processes of the bench, and data about processes from `/proc`.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -10,13 +10,13 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// How long anything may take that is over at once on a healthy machine.
+/// Maximum time for any wait. On a healthy machine, every wait ends almost immediately.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The package, and its program.
+/// Name of the package of the chains' parts, and of its program.
 const PARTS: &str = "bulkhead-bench-parts";
 
-/// A child that ends with its owner.
+/// A child process that is killed when the value is dropped.
 pub(crate) struct Process(Child);
 
 impl Process {
@@ -24,24 +24,24 @@ impl Process {
         Ok(Self(command.spawn()?))
     }
 
-    /// A part of a chain (`../parts`).
+    /// Starts a part of a chain (`../parts`).
     pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// This program in one of its other roles.
+    /// Starts this program in another role.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// The same, and what it writes to its standard output.
+    /// Starts this program in another role, and returns its standard output.
     pub(crate) fn role_that_tells(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("a child without its standard output")?;
         Ok((Self(child), stdout))
     }
 
-    /// An echo on a socket of its own.
+    /// Starts an echo, and returns the socket that is connected to it.
     pub(crate) fn echo() -> Result<(Self, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
         let echo = Self::start(parts()?.arg("echo").stdin(Stdio::from(OwnedFd::from(theirs))))?;
@@ -59,23 +59,24 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have exited already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// The program that plays the parts of a chain. It is beside this one, once [`programs`] were built.
+/// Returns the program with the parts of a chain. It is in the same folder as this program, after [`programs`] has
+/// built it.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// What bulkheads have as `command`.
+/// Returns the elements of a bulkhead's `command` that runs the worker.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Elements of a `command` that runs a part of a chain in this role.
+/// Returns the elements of a `command` that runs a part of a chain in this role.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("this program has an odd path")?;
@@ -90,7 +91,7 @@ fn own() -> Result<Command> {
     Ok(Command::new(std::env::current_exe()?))
 }
 
-/// Waits until a file is there.
+/// Waits until a file exists.
 pub(crate) fn wait_for(path: &Path) -> Result<()> {
     let began = Instant::now();
     while !path.exists() {
@@ -102,13 +103,13 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The folder with the workspace's programs, built in this program's own profile.
+/// Builds the workspace's programs in the profile of this program. Returns their folder.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--bins"]);
     match folder.file_name().and_then(|name| name.to_str()) {
-        // The targets whose features are those of `cargo test --workspace`, so that nothing is compiled twice.
+        // These targets need the same features as `cargo test --workspace`, so that nothing is compiled twice.
         None | Some("debug") => drop(cargo.args(["--workspace", "--test", "architecture"])),
         Some(profile) => {
             let packages = ["bulkhead-supervisor", "bulkhead-worker", PARTS];
@@ -120,7 +121,7 @@ pub(crate) fn programs() -> Result<PathBuf> {
     if status.success() { Ok(folder) } else { Err("the supervisor does not build".into()) }
 }
 
-/// The processor time that all threads of a process have used.
+/// Returns the CPU time of all threads of a process.
 pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     let mut used = Duration::ZERO;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -129,7 +130,7 @@ pub(crate) fn cpu(pid: u32) -> Result<Duration> {
     Ok(used)
 }
 
-/// The processor time that the first thread of a process has used.
+/// Returns the CPU time of the first thread of a process.
 pub(crate) fn first_thread_cpu(pid: u32) -> Result<Duration> {
     scheduled(&PathBuf::from(format!("/proc/{pid}/task/{pid}")))
 }
@@ -139,22 +140,22 @@ fn scheduled(thread: &Path) -> Result<Duration> {
     Ok(Duration::from_nanos(line.split(' ').next().unwrap_or_default().parse()?))
 }
 
-/// The memory of a process, shared pages counted by share, in bytes.
+/// Returns the memory of a process in bytes, with a proportional share of shared pages (PSS).
 pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// The memory that a process shares with no other, in bytes.
+/// Returns the anonymous memory of a process in bytes.
 pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).ok_or("no Anonymous")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
-/// The first process of the namespace of processes that this one is in, if that is neither itself nor the
-/// namespace of the bench.
+/// Returns the first process of the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the
+/// namespace is that of the bench.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;
@@ -164,7 +165,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     if own.len() < 2 || own.last() == Some(&1) {
         return Ok(None);
     }
-    // Workers are its children.
+    // The first process of a namespace is the parent of its worker.
     let parent = field(pid, "PPid:")?.trim().parse()?;
     if numbers(parent)?.last() == Some(&1) {
         Ok(Some(parent))
@@ -180,13 +181,13 @@ fn field(pid: u32, name: &str) -> Result<String> {
     found.map(str::to_owned).ok_or_else(|| format!("no {name} in the status of process {pid}").into())
 }
 
-/// Kills a process.
+/// Sends SIGKILL to a process.
 pub(crate) fn kill(pid: u32) -> Result<()> {
     let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
-/// Asks a process to end.
+/// Sends SIGTERM to a process.
 pub(crate) fn terminate(pid: u32) -> Result<()> {
     let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
     Ok(kill_process(pid, Signal::TERM)?)

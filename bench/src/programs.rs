@@ -1,4 +1,5 @@
-//! A program for each job: how many `true` a second an `exec` bulkhead runs, beside threads that spawn them and wait.
+//! Measures a program for each job: the number of `true` per second that an `exec` bulkhead runs, compared with
+//! threads that spawn `true` and wait.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -10,15 +11,15 @@ use crate::processes;
 use crate::real::Chain;
 use crate::report::{Report, Target};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "programs";
 
-/// How many at once.
+/// Number of concurrent programs.
 const AT_ONCE: usize = 2;
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Takes every measurement that is wanted; within a `LocalSet`.
+/// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let programs = plan.programs;
     let name = |profile: &str| format!("{GROUP}: true, {AT_ONCE} at once, {profile}");
@@ -51,7 +52,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Programs a second by threads that do nothing else.
+/// Returns the number of programs per second that plain threads run.
 fn spawn_and_wait(programs: usize) -> Result<f64> {
     let began = Instant::now();
     std::thread::scope(|scope| {
@@ -73,7 +74,7 @@ fn spawn_and_wait(programs: usize) -> Result<f64> {
     Ok((programs / AT_ONCE * AT_ONCE) as f64 / began.elapsed().as_secs_f64())
 }
 
-/// Programs a second of a bulkhead.
+/// Returns the number of programs per second that a bulkhead runs.
 async fn run(chain: &Chain, bulkhead: &'static str, programs: usize) -> Result<f64> {
     let began = Instant::now();
     let mut lanes = tokio::task::JoinSet::new();

@@ -1,4 +1,4 @@
-//! The real chain: the supervisor with a configuration of the bench's own, and a worker built with the SDK.
+//! The real chain: the supervisor with a configuration of the bench, and a worker built with the SDK.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,22 +11,22 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// One job at a time, and as many waiting as there are lanes: with jobs ahead of the worker, and without.
+/// Bulkheads with one job at a time and a queue for all lanes: with prefetching, and without.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Bulkheads by what they are for.
+/// Bulkheads named after their purpose.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
-/// The same with a template that forks its workers.
+/// Like [`CRASHES`], with a template that forks the workers.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
-/// Three bulkheads that are honest, and one that need not be.
+/// Three honest bulkheads, and a fourth that some measurements crash.
 pub(crate) const CROWD: [&str; 4] = ["crowd-a", "crowd-b", "crowd-c", "crowd-d"];
 
-/// The bulkhead that takes so many jobs at once.
+/// Returns the name of the bulkhead with `in_flight` jobs at once.
 pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
@@ -35,7 +35,7 @@ pub(crate) fn wide(in_flight: usize) -> String {
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 
-/// A running supervisor.
+/// A running supervisor with a client.
 pub(crate) struct Chain {
     pub(crate) supervisor: Process,
     pub(crate) client: Client,
@@ -43,7 +43,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bulkheads of the bench, and a worker in each.
+    /// Starts a supervisor with the bulkheads of the bench, and waits for the worker of most of them.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -52,7 +52,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with this configuration, whose socket is called `jobs.sock`.
+    /// Starts a supervisor with a configuration that names its socket `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -62,32 +62,32 @@ impl Chain {
         Ok(Self { supervisor, client, folder })
     }
 
-    /// One job and its answer.
+    /// Sends a job and returns the answer.
     pub(crate) async fn call(&self, bulkhead: &str, payload: &[u8]) -> Result<Vec<u8>> {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
     }
 
-    /// The same, with one copy less on the way: the payload is copied to where it is sent from.
+    /// Sends a job with one copy less: the payload is copied directly into the buffer from which it is sent. Returns
+    /// the number of received bytes.
     pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
         let job = self.client.job(bulkhead, "");
         let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
         Ok(job.send().await?.payload().len())
     }
 
-    /// The same with payload and result where they stand, as far as there are memory files. Returns how many bytes came
-    /// back.
+    /// Sends a job with payload and result in place, if there are memory files. Returns the number of received bytes.
     pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
         let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
         let reply = job.operation("mapped").map_result().send().await?;
         Ok(reply.mapped().map_or(reply.payload().len(), |mapped| mapped.len()))
     }
 
-    /// The jobs socket.
+    /// Returns the path of the jobs socket.
     pub(crate) fn socket(&self) -> PathBuf {
         self.folder.path().join("jobs.sock")
     }
 
-    /// How long after deadline and grace a hanging job's permit serves the next one, in ms.
+    /// Returns the time from the end of deadline and grace of a hanging job to the answer of the next job, in ms.
     pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
         let began = Instant::now();
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
@@ -99,19 +99,19 @@ impl Chain {
         Ok(began.elapsed().saturating_sub(HANG_DEADLINE + HANG_GRACE).as_secs_f64() * 1e3)
     }
 
-    /// The admin socket.
+    /// Returns the path of the admin socket.
     pub(crate) fn admin(&self) -> PathBuf {
         self.folder.path().join("admin.sock")
     }
 
-    /// The process of a bulkhead's only worker.
+    /// Returns the process number of a bulkhead's only worker.
     pub(crate) async fn worker(&self, bulkhead: &str) -> Result<u32> {
         let reply = self.client.job(bulkhead, "").send().await?;
         Ok(reply.outcome().worker_pid.ok_or("no worker served the job")?)
     }
 }
 
-/// What a supervisor says of this configuration: nothing, or why it refuses it.
+/// Runs the supervisor's check of a configuration. Returns the reason if the configuration is rejected.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;
@@ -123,7 +123,7 @@ pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result
     Ok(Err(if errors.is_empty() { text.trim_end().to_owned() } else { errors.join("; ") }))
 }
 
-/// A supervisor with this configuration, in this folder.
+/// Returns the command of a supervisor with this configuration in `folder`.
 fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
     let file = folder.join("workers.toml");
     std::fs::write(&file, config)?;
@@ -132,7 +132,7 @@ fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Keys of a bulkhead whose jobs may hang.
+/// Returns the keys of a bulkhead whose jobs hang.
 pub(crate) fn hanging() -> String {
     format!(
         "deadline = \"{}ms\"\ndeadline_max = \"10s\"\ngrace = \"{}ms\"\nmax_queue = 1",

@@ -1,68 +1,68 @@
-//! The figures as a table that grows while they are measured, as JSON, and as a plot.
+//! Figures as a table that grows during the measurements, and as JSON.
 
 use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference that [`Target::AtMostOrSlack`] allows whatever the ratio, in µs.
+/// Difference in µs that [`Target::AtMostOrSlack`] allows at any ratio.
 const SLACK_US: f64 = 10_000.0;
 
-/// Which side of the target is good.
+/// Kind of target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
-    /// The judged value is to be at most this.
+    /// Maximum of the ratio, or of the figure if there is no ratio.
     AtMost,
     /// The ratio must be at most this, or the figure at most [`SLACK_US`] above the bare figure.
     AtMostOrSlack,
-    /// The judged value is to be at least this.
+    /// Minimum of the ratio, or of the figure if there is no ratio.
     AtLeast,
-    /// The figure itself is to be at most this, whatever its ratio.
+    /// Maximum of the figure, at any ratio.
     FigureAtMost,
-    /// The figure itself is to be at least this, whatever its ratio.
+    /// Minimum of the figure, at any ratio.
     FigureAtLeast,
-    /// There is none.
+    /// No target.
     Told,
 }
 
-/// By how much the real one differs from the bare one, pair by pair.
+/// Mean difference between real and bare, over all pairs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Difference {
     pub(crate) mean: f64,
-    /// Within these two it is with 95 % confidence.
+    /// Bounds of the 95 % confidence interval.
     pub(crate) low: f64,
     pub(crate) high: f64,
 }
 
-/// One line of the report.
+/// A line of the report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// What the bare counterpart takes, where there is one.
+    /// Figure of the bare counterpart, if there is one.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
-    /// The median of the ratios of real to bare, round by round.
+    /// Median of the ratios of real to bare of all rounds.
     pub(crate) ratio: Option<f64>,
     pub(crate) target: Target,
-    /// What the ratio is to be, or the figure itself where there is no ratio.
+    /// Value of the target. NaN if there is no target.
     pub(crate) limit: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) difference: Option<Difference>,
-    /// Bare and real, round by round.
+    /// Bare and real figure of each round.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) rounds: Vec<(f64, f64)>,
 }
 
 impl Figure {
-    /// A figure with nothing to compare it with, and without a target.
+    /// Makes a figure without a counterpart and without a target.
     pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
         let (target, limit) = (Target::Told, f64::NAN);
         let (name, rounds) = (name.into(), Vec::new());
         Self { name, unit, bare: None, real, ratio: None, target, limit, difference: None, rounds }
     }
 
-    /// The same with a target.
+    /// Sets the target.
     pub(crate) fn wanted(self, target: Target, limit: f64) -> Self {
         Self { target, limit, ..self }
     }
@@ -109,37 +109,37 @@ impl Figure {
     }
 }
 
-/// What was measured so far. As a table, each figure is printed as soon as it is known.
+/// Figures measured so far. In a table, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
-    /// Whether what takes minutes is wanted without being named.
+    /// True if measurements that take minutes are taken without being named.
     wants_slow: bool,
     is_json: bool,
     figures: RefCell<Vec<Figure>>,
 }
 
 impl Report {
-    /// A report of the figures whose name holds `only`.
+    /// Makes a report of the figures whose name contains `only`.
     pub(crate) fn new(only: Option<String>, wants_slow: bool, is_json: bool) -> Self {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Whether figures of this name, or figures whose names begin like that, are wanted.
+    /// Returns true if figures with this name, or with this prefix, are requested.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// The same of figures that take minutes.
+    /// Like [`Report::wants`], for figures that take minutes.
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }
 
-    /// What the figures' names have to hold, if that was said.
+    /// Returns the text that the names of the figures must contain, if given.
     pub(crate) fn only(&self) -> Option<&str> {
         self.only.as_deref()
     }
 
-    /// A figure that was measured; it is left out if it is not wanted.
+    /// Adds a figure, and drops it if it was not requested.
     pub(crate) fn tell(&self, figure: Figure) {
         if !self.wants(&figure.name) {
             return;
@@ -154,7 +154,7 @@ impl Report {
         figures.push(figure);
     }
 
-    /// All of them, in the order in which they were measured; as JSON, they are printed now.
+    /// Returns all figures in the order of measurement. With JSON output, prints them first.
     pub(crate) fn finish(self) -> Vec<Figure> {
         let figures = self.figures.into_inner();
         if self.is_json {
@@ -173,7 +173,7 @@ fn signed(value: f64) -> String {
     format!("{}{}", if value < 0.0 { '−' } else { '+' }, short(value.abs()))
 }
 
-/// Three digits that mean something.
+/// Formats a number with about three significant digits.
 pub(crate) fn short(value: f64) -> String {
     match value {
         value if value >= 1e6 => format!("{:.2} M", value / 1e6),

@@ -1,11 +1,11 @@
-//! How often a measurement is taken.
+//! Number of rounds of a measurement.
 
 use std::time::{Duration, Instant};
 
-/// Rounds of a measurement that are taken however long they last: a median of fewer says nothing.
+/// Minimum number of rounds, however long they take, because a median of fewer rounds is meaningless.
 const ROUNDS_MIN: usize = 3;
 
-/// The rounds of a measurement, counted from 0: as many as are planned, or fewer if they last too long.
+/// The rounds of a measurement, counted from 0. Ends early if the rounds take too long.
 pub(crate) struct Rounds {
     done: usize,
     most: usize,
@@ -13,7 +13,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Rounds of a measurement that begins now: so many, or, if that is said, as many as can begin in so long.
+    /// Makes at most `most` rounds of a measurement that starts now. Once `lasts` has passed, no round starts beyond
+    /// [`ROUNDS_MIN`].
     pub(crate) fn new(most: usize, lasts: Option<Duration>) -> Self {
         Self { done: 0, most, until: lasts.map(|lasts| Instant::now() + lasts) }
     }

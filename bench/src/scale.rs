@@ -1,5 +1,5 @@
-//! Great numbers: what a job, an idle worker and a scrape take among a thousand bulkheads and ten thousand tenants, and
-//! what a hundred thousand jobs take that wait, of a thousand clients.
+//! Measures the cost of large numbers: of a job, an idle worker and a scrape with 1,000 bulkheads and 10,000 tenants.
+//! Also measures the cost of 100,000 waiting jobs of 1,000 clients.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -18,35 +18,35 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, bare};
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "scale";
 
-/// What a job may take among many, over what it takes alone.
+/// Maximum cost of a job among many, as a multiple of its cost alone.
 const RATIO: f64 = 1.5;
 
-/// A bulkhead that tenants share.
+/// Bulkhead that tenants share.
 const SHARED: &str = "shared";
-/// One whose jobs wait.
+/// Bulkhead whose jobs wait.
 const WAITS: &str = "waits";
 
-/// How much of everything.
+/// Size of each measurement.
 pub(crate) struct Plan {
     pub(crate) rounds: usize,
-    /// Jobs in each round, one at a time and many at once.
+    /// Number of jobs in each round: sent one at a time, and many at once.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
     pub(crate) bulkheads: usize,
     pub(crate) tenants: usize,
-    /// Tenants that have jobs.
+    /// Number of tenants with jobs.
     pub(crate) active: usize,
     pub(crate) clients: usize,
-    /// Jobs of each client that wait.
+    /// Number of waiting jobs per client.
     pub(crate) waiting: usize,
-    /// How long a supervisor is watched that has nothing to do.
+    /// Duration for which an idle supervisor is observed.
     pub(crate) idle: Duration,
 }
 
-/// Takes every measurement that is wanted.
+/// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     if !report.wants_slow(GROUP) {
         return Ok(());
@@ -61,7 +61,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     crowd(alone, plan, report).await
 }
 
-/// A supervisor with so many bulkheads, whose workers are ready.
+/// Starts a supervisor with `bulkheads` bulkheads, and waits until their workers are ready.
 async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
     let command = format!("command = [{}]", processes::worker()?);
     let mut config = format!(
@@ -81,8 +81,8 @@ async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
     Ok(chain)
 }
 
-/// The processor time that a job takes the supervisor, in µs, if so many are sent at once and `names` says where to, and
-/// for which tenant.
+/// Returns the supervisor's CPU time per job in µs, with `lanes` jobs at once. `names` returns the bulkhead and the
+/// tenant of each job.
 async fn cpu(
     chain: &Rc<Chain>,
     (lanes, total): (usize, usize),
@@ -112,7 +112,7 @@ async fn run(
     .await
 }
 
-/// One of them after the other, again and again.
+/// Returns a function that returns the names one after the other, again and again.
 fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
     move || {
@@ -121,20 +121,21 @@ fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
     }
 }
 
-/// To the first bulkheads in turn.
+/// Returns a function that selects the first `count` bulkheads in turn.
 fn to_bulkheads(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("b{number}")));
     move || (names(), "".into())
 }
 
-/// For the first tenants in turn.
+/// Returns a function that selects the first `count` tenants in turn.
 fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     let names = in_turn((0..count).map(|number| format!("tenant-{number}")));
     move || (SHARED.into(), names())
 }
 
-/// With each job for another worker, less is read and written at once, by whichever program: a bare relay before as many
-/// echoes says by how much that is dearer.
+/// Compares jobs for all bulkheads in turn with jobs for one bulkhead. If each job goes to another worker, each read
+/// and write moves fewer bytes, in any program. A bare relay with the same number of echoes shows how much this
+/// costs.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
     let mut relay = None;
@@ -162,7 +163,7 @@ async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()>
     Ok(())
 }
 
-/// A bare relay before many echoes.
+/// A bare relay with many echoes.
 struct Spread {
     relay: Process,
     client: bare::Client,
@@ -177,7 +178,8 @@ impl Spread {
         Ok(Self { relay, client: bare::Client::connect(&near).await? })
     }
 
-    /// The processor time that a request takes the relay, in µs, if so many are sent at once, to the first echoes in turn.
+    /// Returns the relay's CPU time per request in µs, with `lanes` requests at once, for the first `echoes` echoes
+    /// in turn.
     async fn cpu(&self, (lanes, total): (usize, usize), echoes: usize) -> Result<f64> {
         let before = processes::cpu(self.relay.pid())?;
         let (client, turn) = (self.client.clone(), Rc::new(Cell::new(0)));
@@ -202,7 +204,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
     if !report.wants(&name) {
         return Ok(());
     }
-    // Each has been here.
+    // Makes the supervisor know every tenant.
     run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
     let mut pairs = Vec::new();
     for _ in 0..plan.rounds {
@@ -220,7 +222,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
         return Ok(());
     }
     let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
-    // What was started has come to rest, and was looked at.
+    // Waits until the started workers are idle and were checked.
     tokio::time::sleep(plan.idle).await;
     let (before, began) = (processes::cpu(all)?, Instant::now());
     tokio::time::sleep(plan.idle).await;
@@ -237,7 +239,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
     Ok(())
 }
 
-/// What the admin API answers.
+/// Returns the body of an answer of the admin API.
 fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     let mut socket = UnixStream::connect(admin)?;
     write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
@@ -246,7 +248,7 @@ fn get(admin: &Path, path: &str) -> std::io::Result<String> {
     Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
 }
 
-/// The slowest jobs of one bulkhead while all are scraped each second, over those while they are not.
+/// Compares the p99 of one bulkhead with and without a scrape of all bulkheads each second.
 async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
     if !report.wants(&name) {
@@ -273,8 +275,9 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Many clients, each with a tenant, whose jobs wait: what a job takes to come, to be cancelled, and to be told of a stop.
-/// A tenth of them first: what does not grow with their number alone shows.
+/// Measures many clients, each with a tenant and waiting jobs. The figures are the cost of an arrival, of a
+/// cancellation, and of an outcome at a stop. A tenth of the jobs is measured first. Equal figures show that the cost per job does not
+/// grow with the number of jobs.
 async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} clients, {} jobs wait", plan.clients, plan.clients * plan.waiting);
     if !report.wants(&name) {
@@ -285,7 +288,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     for _ in 0..plan.clients {
         clients.push(Client::connect(chain.socket()).await?);
     }
-    // The only worker has something to do.
+    // Keeps the only worker busy.
     let hangs = chain.client.job(WAITS, "").operation("hang").deadline(Duration::from_secs(3000));
     let hangs = tokio::task::spawn_local(hangs.send());
     let (mut coming, mut held, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
@@ -305,7 +308,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let came = processes::cpu(pid)?;
         coming.push(per_job(came.saturating_sub(before)));
         held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
-        // Half of the clients take back what they have sent; in the end the others are told of the stop.
+        // Half of the clients cancel their jobs. At the end, the other half gets its outcomes at the stop.
         goes.shutdown().await;
         wait_queued(&chain, stays.len()).await?;
         cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));
@@ -340,11 +343,11 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Waits until so many jobs wait.
+/// Waits until `count` jobs wait.
 async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
     let until = Instant::now() + Duration::from_secs(300);
     loop {
-        // What the clients send is written meanwhile.
+        // The clients' tasks send jobs during this time.
         tokio::time::sleep(Duration::from_millis(20)).await;
         let told = get(&chain.admin(), &format!("/v1/bulkheads/{WAITS}"))?;
         let told: serde_json::Value = serde_json::from_str(&told)?;

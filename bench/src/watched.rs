@@ -1,5 +1,5 @@
-//! What it costs to be watched: the same load with no watcher, and with metrics scraped ten times a second
-//! while fifty streams of events are followed.
+//! Measures the cost of readers: the same load without readers, with readers of the supervisor, and with readers of a
+//! different server. Readers scrape metrics ten times a second and follow fifty streams of events.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -16,42 +16,42 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// What the names of these measurements begin with.
+/// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "watched";
 
-/// How much of everything.
+/// Size of each measurement.
 pub(crate) struct Plan {
-    /// Pairs of rounds, one with no watcher and one with all of them.
+    /// Number of turns. Each turn has a round without readers, a round with readers of a different server, and a
+    /// round with readers of the supervisor.
     pub(crate) pairs: usize,
-    /// Jobs in each round, one at a time and [`LANES`] at a time.
+    /// Number of jobs in each round: sent one at a time, and [`LANES`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
-/// Streams of events that are followed.
+/// Number of followed streams of events.
 const STREAMS: usize = 50;
 
-/// How often metrics are scraped.
+/// Interval between scrapes of metrics.
 const SCRAPE_EVERY: Duration = Duration::from_millis(100);
 
-/// How often something happens that is worth an event or two, whether it is watched or not.
+/// Interval between crashes, each of which causes an event or two, with and without readers.
 const CRASH_EVERY: Duration = Duration::from_millis(100);
 
-/// Bytes of what a crash is told with.
+/// Size of a crash event in bytes.
 const EVENT_BYTES: usize = 700;
 
-/// Jobs in flight where every processor has work.
+/// Number of jobs in flight when every processor is busy.
 const LANES: usize = 64;
 
-/// Looks on until it is killed, with as little work of its own as can be. Says on its standard output when it
-/// has begun.
+/// Reads metrics and events until it is killed, with as little work as possible. Prints a line when it has started.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // What comes from now on: to be told of the past is a matter of joining, not of watching.
+        // Requests new events only, because past events are a cost of connecting, not of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
-        // The head at least: it is being served.
+        // The head of the response shows that the stream is being served.
         if stream.read(&mut buffer)? == 0 {
             return Err("a stream of events has ended".into());
         }
@@ -74,9 +74,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Something else to be watched, until it is killed: has nothing to do with jobs, and does no more than it must.
-/// To each that asks for metrics it sends the same page, and to those who follow events one every
-/// [`CRASH_EVERY`].
+/// Serves as a different server to read from, with minimal work and without jobs, until it is killed. Sends a page to
+/// each request for metrics, and an event to each follower every [`CRASH_EVERY`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -88,7 +87,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         loop {
             std::thread::sleep(CRASH_EVERY);
             let mut followers = told.lock().unwrap_or_else(PoisonError::into_inner);
-            // One that is gone.
+            // Drops followers that have disconnected.
             followers.retain_mut(|follower| follower.write_all(event.as_bytes()).is_ok());
         }
     });
@@ -97,7 +96,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         let mut connection = connection?;
         let count = connection.read(&mut buffer)?;
         if buffer[..count].starts_with(b"GET /metrics ") {
-            // A receiver that does not wait for it has gone.
+            // The reader may have disconnected.
             let _ = connection.write_all(page.as_bytes());
         } else if connection.write_all(HEAD.as_bytes()).is_ok() {
             followers.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
@@ -109,22 +108,22 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
 fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(admin)?;
     let head = format!("GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n");
-    // In one piece, as scrapers do.
+    // Sends the request in one piece, as scrapers do.
     stream.write_all(head.as_bytes())?;
     Ok(stream)
 }
 
-/// What one round costs.
+/// Cost of one round.
 struct Cost {
-    /// µs, with a processor to spare and with none.
+    /// p99 in µs, with one job in flight and with [`LANES`].
     p99_alone: f64,
     p99: f64,
-    /// µs of processor time for each job: of the data plane's thread, and of all the supervisor's.
+    /// CPU time per job in µs, of the data plane's thread and of the whole supervisor.
     data_plane: f64,
     supervisor: f64,
 }
 
-/// Takes the measurements; within a `LocalSet`.
+/// Takes the measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let chain = Rc::new(Chain::start_all(&processes::programs()?).await?);
     let is_over = Rc::new(Cell::new(false));
@@ -138,7 +137,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    // No watcher; watchers of something else; watchers of the supervisor.
+    // No reader, readers of a different server, readers of the supervisor.
     let arms = [None, Some(elsewhere), Some(chain.admin())];
     let mut costs = Vec::new();
     for turn in 0..plan.pairs {
@@ -178,7 +177,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// A watcher that has begun.
+/// Starts a reader and waits until it has begun.
 fn watcher(admin: &Path) -> Result<Process> {
     let (watcher, mut said) = Process::role_that_tells(&["watch", admin.to_str().ok_or("an odd path")?])?;
     let mut word = [0; 8];
@@ -209,10 +208,10 @@ async fn load(chain: &Rc<Chain>, bulkhead: &str, lanes: usize, total: usize) -> 
     .await
 }
 
-/// Has a worker crash now and then, so that there are events.
+/// Crashes a worker periodically, so that there are events.
 async fn crash_on(chain: Rc<Chain>, is_over: Rc<Cell<bool>>) {
     while !is_over.get() {
-        // Each of them ends as a crash.
+        // The outcome is a crash.
         let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
         tokio::time::sleep(CRASH_EVERY).await;
     }

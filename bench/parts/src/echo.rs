@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::{READ_BYTES, Result};
 
-/// Sends back whatever comes on one connection.
+/// Sends back all bytes that arrive on one connection.
 pub fn echo(socket: Option<&Path>) -> Result<()> {
     let mut stream = match socket {
         Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,

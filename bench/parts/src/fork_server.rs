@@ -1,5 +1,6 @@
-//! The bare fork server: a process with one thread that forks a child for each socket it is sent. The child answers one
-//! job on it, and ends. With layers it is confined as a template is, and the child as what that forks (`layers.rs`).
+//! The bare fork server: a process with one thread that forks a child for each received socket. The child answers one
+//! job on the socket and exits. With layers, the server is confined like a template, and the child like a forked
+//! worker (`layers.rs`).
 
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -13,8 +14,8 @@ use rustix::process::WaitOptions;
 use crate::layers::{self, Layers};
 use crate::{JOB_BYTES, KILLS, Result};
 
-/// The server, until the other end of its standard input is closed. `layers`: of which profile, and the folder of the
-/// children's temporary folders.
+/// Runs the server until the peer closes the socket on standard input. `layers` names the profile and the folder for
+/// the children's temporary folders.
 pub fn serve(layers: Option<(&str, &Path)>) -> Result<()> {
     let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
     let mut layers = layers.map(|(profile, folder)| Layers::enter(profile, folder)).transpose()?;

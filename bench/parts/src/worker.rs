@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 
-/// Time that a worker with a slow start takes.
+/// Duration of the initialisation of the slow worker.
 const SLOW_START: Duration = Duration::from_secs(1);
 
-/// Serves until the supervisor ends it, after an initialisation of a second.
+/// Serves until the supervisor ends the worker, after an initialisation of a second.
 pub fn serve_slowly() -> ExitCode {
     Server::new()
         .init(|_| {
@@ -19,7 +19,7 @@ pub fn serve_slowly() -> ExitCode {
         .serve()
 }
 
-/// Serves until the supervisor ends it.
+/// Serves until the supervisor ends the worker.
 pub fn serve() -> ExitCode {
     bulkhead_worker::serve(|job: &Job, ctx: &Ctx| handle(job, ctx))
 }
@@ -42,20 +42,20 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             std::process::abort()
         }
-        // Dies and leaves many processes in sessions of their own.
+        // Dies and leaves many processes in separate sessions.
         "orphans" => {
             let script = "for n in $(seq 1500); do setsid sleep 100 & done";
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // No thread of the worker runs for as long as a call that holds an interpreter's lock.
+        // Stops all threads of the worker, like a call that holds an interpreter's lock.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;
             waker.wait()?;
             Ok(Vec::new())
         }
-        // Chains of processes, each of which starts a successor and exits, until the worker dies.
+        // Starts chains of processes until the worker dies. Each process of a chain starts a successor and exits.
         "chains" => {
             let chains = "f() { f & exit 0; }; for chain in $(seq 50); do f & done; wait";
             shell(chains).spawn()?.wait()?;
