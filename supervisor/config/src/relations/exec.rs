@@ -71,7 +71,8 @@ impl Checker<'_> {
             }
         }
         let Some(files) = files.iter().find_map(|(_, field)| field.given()) else {
-            if let Some(given) = raw.files.here.given() {
+            let are_absent = files.iter().all(|(_, field)| field.is_absent());
+            if let Some(given) = raw.files.here.given().filter(|_| are_absent) {
                 let message = "`files` names neither `input` nor `output`";
                 self.problems.report(given.span.clone(), message, "name one of them, or remove `files`");
             }
