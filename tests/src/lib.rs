@@ -436,6 +436,17 @@ fn dechunk(mut body: &str) -> String {
 /// Sends a signal to a process that may be gone.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
+    // The kernel tells one thread, which may get its processor late. Until then the other threads run on.
+    if signal == Signal::SIGSTOP {
+        wait_for("all threads of the process have stopped", || has_stopped(pid).then_some(()));
+    }
+}
+
+/// Returns true if no thread of a process runs.
+fn has_stopped(pid: u32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    stats.all(|stat| stat[stat.rfind(')').unwrap_or(0) + 1..].trim_start().starts_with(['T', 't', 'Z', 'X']))
 }
 
 /// A process's state letter and parent; `None` if it is gone. A zombie is not gone.

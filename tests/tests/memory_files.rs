@@ -805,8 +805,8 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     };
     let mut raw = Raw::connect(&supervisor);
     let (lease, ..) = raw.lease("");
-    raw.submit(1, "", "hang", Named { bytes: MIB as u64, ..lease });
-    supervisor.wait_number("b", "in_flight", 1);
+    raw.submit(1, "", "steps:count ran;sleep 3600000", Named { bytes: MIB as u64, ..lease });
+    wait_for("the job has begun", || (supervisor.file_bytes("ran") == 1).then_some(()));
     assert!(buffered() < MIB / 2, "{}", buffered());
     let (waits, ..) = raw.lease("");
     raw.submit(2, "", "pid", Named { bytes: MIB as u64, ..waits });

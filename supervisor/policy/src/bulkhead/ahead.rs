@@ -33,8 +33,9 @@ const RETURNS_MAX: u8 = 3;
 /// A job whose time is up sooner than so many times `lookahead` waits here.
 const TIME_LEFT: u32 = 2;
 
-/// The time that a worker has to begin a job where `lookahead` is 0.
-const PATIENCE: Duration = Duration::from_millis(1);
+/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine a worker may get its processor
+/// this late.
+const PATIENCE: Duration = Duration::from_millis(2);
 
 /// Doublings of the time between two checks, and of the time to begin a job that came back.
 const DOUBLINGS_MAX: u8 = 10;
@@ -616,8 +617,7 @@ impl<T> Bulkhead<T> {
 /// The time that a worker has to begin a job. It doubles with each return of the job, so that on an overloaded machine
 /// jobs do not move between workers for ever.
 fn patience(lookahead: Duration, returned: u8) -> Duration {
-    let patience = if lookahead.is_zero() { PATIENCE } else { lookahead };
-    patience.saturating_mul(1 << returned.min(DOUBLINGS_MAX))
+    (lookahead + PATIENCE).saturating_mul(1 << returned.min(DOUBLINGS_MAX))
 }
 
 impl Worker {
