@@ -108,9 +108,9 @@ class Client(BaseClient):
         number of units that a rate limit counts for this job. An ``idempotent`` job may be run again if its worker
         died.
 
-        Raises ``Crashed`` if the worker died, ``DeadlineExceeded`` if a limit passed (the worker is killed if the job
-        does not stop by itself), and ``Disconnected`` if the connection was lost. ``KeyboardInterrupt`` cancels the
-        job.
+        Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost. Raises
+        ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by itself.
+        ``KeyboardInterrupt`` cancels the job.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)

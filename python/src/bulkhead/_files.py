@@ -42,7 +42,7 @@ _POPULATE_WRITE = 23
 _ASKED_MAX = 4
 #: Seconds after a refusal before a client requests another lease.
 _ASK_AGAIN_SECONDS = 0.25
-#: Idle time in seconds after which a lease may have been recalled without this process noticing, because it was stopped.
+#: Idle time in seconds after which a lease may have been recalled unnoticed, because this process was stopped.
 _FRESH_SECONDS = 4.0
 
 
@@ -96,7 +96,7 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
 
 
 def copied(view: memoryview) -> bytearray | mmap.mmap:
-    """Returns a private copy. A large copy uses huge pages, because allocating small pages takes longer than copying."""
+    """Returns a private copy. A large copy uses huge pages, because allocating small pages would dominate its cost."""
     if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
     memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

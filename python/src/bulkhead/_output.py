@@ -38,7 +38,7 @@ def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
         if stream is not None:
             stream.flush()
     except BaseException:
-        # The stream is closed, its reader is gone, or it is an object of the application with errors of its own.
+        # The stream is closed, its reader is gone, or an application-defined stream failed.
         pass
 
 

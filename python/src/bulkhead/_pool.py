@@ -52,8 +52,8 @@ _ANSWERED = frozenset((0, 1))
 _ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
 #: Interval between checks for a removed folder while all calls succeed, in seconds.
 LOOK_SECONDS = 1.0
-#: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls, size of a call in
-#: bytes, and number of calls beyond one per worker that the supervisor must have (so that no worker becomes idle).
+#: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls; size of a call in
+#: bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
 

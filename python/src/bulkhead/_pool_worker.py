@@ -160,7 +160,7 @@ def _traceback() -> bytes:
 
 
 def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Written:
-    """Unpickles a call, runs it, and pickles the value that it returns or the exception that it raises."""
+    """Unpickles and runs a call. Returns the pickled result or exception."""
     loan = payload if isinstance(payload, _files.Loan) else None
     try:
         function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
