@@ -30,9 +30,9 @@ BUFFERS_MAX = 512
 
 
 class AsyncJob(asyncio.Future[Reply]):
-    """A submitted job. Awaiting it returns its ``Reply`` or raises its ``JobError``.
+    """A submitted job. Awaiting it returns a ``Reply`` or raises a ``JobError``.
 
-    Cancelling it, or the task that awaits it, cancels the job: the worker is asked to stop, and is killed after the
+    ``cancel()``, or cancelling the awaiting task, cancels the job. The worker is asked to stop, and is killed after the
     bulkhead's ``grace`` if it does not.
     """
 

@@ -27,7 +27,7 @@ class Condition(threading.Condition):
 
 
 def call_back(future: Future[Any]) -> None:
-    """Calls all done-callbacks of a future, even if some of them raise exceptions.
+    """Calls all done-callbacks of a future, even if some callbacks raise exceptions.
 
     In the main thread, an exception that is not an ``Exception`` is re-raised at the end, because it may come from a
     signal handler. Other threads ignore it, because all futures depend on them.
@@ -80,7 +80,7 @@ class CancellableFuture(Future[T]):
 class JobFuture(CancellableFuture[Reply]):
     """A ``concurrent.futures.Future`` whose ``result()`` returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()`` also ends a running job: the worker is asked to stop, and is killed after the bulkhead's ``grace`` if
+    ``cancel()`` also ends a running job. The worker is asked to stop, and is killed after the bulkhead's ``grace`` if
     it does not. ``cancel()`` returns false only if the future is done. ``running()`` returns true from the moment when
     the job is sent. Callbacks run in the thread that reads the connection or cancels the job, so they must be short.
     """

@@ -204,8 +204,8 @@ def serve(
     ``random`` and ``numpy.random`` are reseeded before ``after_fork``. Numerical libraries start no threads in the
     template unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS allow more than one.
 
-    The exit status is 0 after a request of the supervisor (DRAIN or SIGTERM), 1 if the worker cannot start, and 2 if
-    the program was not started by a supervisor. If the supervisor is gone, the process ends immediately.
+    The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if the program was not started by a
+    supervisor. If the supervisor is gone, the process ends immediately.
     """
     given = dict(operations or {})
 
