@@ -261,8 +261,8 @@ class _OfLoop:
 class AsyncClient(BaseClient):
     """Sends jobs to a supervisor from asyncio. Has the methods of ``Client``. A program needs only one client.
 
-    Each event loop that uses the client has a separate connection, whatever thread it runs in. Cancelling a task that
-    waits for a job cancels the job, so ``asyncio.timeout`` works as expected.
+    Each event loop that uses the client has a separate connection, so loops can run in different threads. Cancelling a
+    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

@@ -102,11 +102,11 @@ class Client(BaseClient):
     ) -> Reply:
         """Submits a job and waits for its result. Raises a ``JobError`` for any outcome other than ``ok``.
 
-        ``payload`` is any contiguous bytes-like object; it is not copied. ``deadline`` is the maximum time from now to
-        the outcome. ``run_limit`` is the maximum time of each attempt from its dispatch. Both are in seconds, and the
-        bulkhead's limits are the defaults. ``priority`` is ``critical``, ``normal`` or ``best-effort``. ``cost`` is the
-        number of units that a rate limit counts for this job. An ``idempotent`` job may be run again if its worker
-        died.
+        ``payload`` is a bytes-like object, which is not copied if it is contiguous. ``deadline`` is the maximum time
+        from now to the outcome. ``run_limit`` is the maximum time of each attempt from its dispatch. Both are in
+        seconds, and the bulkhead's limits are the defaults. ``priority`` is ``critical``, ``normal`` or
+        ``best-effort``. ``cost`` is the number of units that a rate limit counts for this job. An ``idempotent`` job
+        can be run again after the death of its worker.
 
         Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost. Raises
         ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by itself.

@@ -1,8 +1,8 @@
 """A connection to the supervisor, shared by the jobs of all threads.
 
 One of the threads that wait for outcomes is the *leader*: it reads the socket and settles the outcomes of all threads.
-When it has its own outcome, another waiting thread becomes the leader. Futures have a dedicated thread because no other
-thread may be waiting for them.
+When the leader's own outcome arrives, another waiting thread takes over. Futures have a dedicated thread, because it is
+possible that no thread waits for them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Reads pickles from untrusted workers. A pickle that contains anything but data is refused.
 
 Unpickling calls whatever the pickle names. A worker in a sandbox may have been compromised by its input, so its results
-are not unpickled. They are read by this module, which accepts only the opcodes that are used for data. Names are never
-looked up. Each accepted name has a function in this module that checks its arguments and builds the value. A value
-cannot refer to existing objects, and nesting and hashing cannot cost more than its size justifies.
+are not unpickled. They are read by this module, which accepts only the opcodes that are used for data. Names are not
+imported. Each accepted name has a function in this module that checks its arguments and builds the value. Only names of
+exceptions are looked up, in a fixed list of modules. A value cannot refer to existing objects, and nesting and hashing
+cannot cost more than its size justifies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEPTH_MAX = 1000
 #: counted at each reference, because printing and hashing visit each reference. The weight of an object is a fixed
 #: amount plus the size of its content.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
-#: Weight of an exception in a group, because a traceback describes each of them.
+#: Weight of an exception in a group. Large, because a traceback describes each exception.
 EXCEPTION_WEIGHT = 1 << 14
 #: Maximum number of objects that are counted before repeated references are analysed.
 QUICK_MAX, QUICK_PER_BYTE = 1 << 16, 4
@@ -277,7 +278,7 @@ def _make_timezone(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.tim
 
 
 def _make_decimal(reader: _Reader, arguments: tuple[Any, ...]) -> decimal.Decimal:
-    # Only digits are accepted, because converting an int takes time quadratic in its length.
+    # Only text is accepted, because converting an int would take time quadratic in its length.
     (digits,) = _checked(arguments, 1, {str}) or _refuse("a decimal number without digits")
     reader.work(len(digits))
     reader.large |= {decimal.Decimal}

@@ -96,7 +96,7 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
 
 
 def copied(view: memoryview) -> bytearray | mmap.mmap:
-    """Returns a private copy. A large copy uses huge pages, because allocating small pages would dominate its cost."""
+    """Returns a private copy. A large copy uses huge pages, because page faults on small pages would dominate."""
     if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
     memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -184,8 +184,8 @@ class Leases:
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
         self._refused_at = -_ASK_AGAIN_SECONDS
-        #: True if the last request was answered. Polled instead of waited for: a wait would need a lock, and a signal
-        #: handler during the wait may submit calls or raise an exception.
+        #: True if the last request was answered. Callers poll it, because a blocking wait would hold a lock, and a
+        #: signal handler during the wait can submit calls or raise an exception.
         self.is_answered = True
 
     def _tell(self, kind: int, number: int) -> None:

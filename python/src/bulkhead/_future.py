@@ -30,7 +30,7 @@ def call_back(future: Future[Any]) -> None:
     """Calls all done-callbacks of a future, even if some callbacks raise exceptions.
 
     In the main thread, an exception that is not an ``Exception`` is re-raised at the end, because it may come from a
-    signal handler. Other threads ignore it, because all futures depend on them.
+    signal handler. Other threads only log the exception, because all futures depend on these threads.
     """
     raised: BaseException | None = None
     for callback in future._done_callbacks:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Encodes arrays, images and frames as plain fields, so that results of compromised workers can be read safely.
 
 The functions in ``_FIELDS`` convert a value to fields in the worker. The caller checks the fields and builds the value
-with public constructors of the library. The caller never imports a library for this: a value of a library that is not
-imported is refused.
+with public constructors of the library. The caller never imports a library for this, so a value of a library that is
+not imported yet is refused.
 """
 
 from __future__ import annotations

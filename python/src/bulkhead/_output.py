@@ -53,7 +53,7 @@ class Output:
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Waits until all earlier output is written or the stream is blocked. Does nothing if this cannot be known."""
+        """Waits until all earlier output is written or the stream is blocked. By default, does not wait."""
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
         """Waits until all output is written or ``seconds_max`` have passed. Called after the workers have ended."""

@@ -65,7 +65,7 @@ class WorkerCrashed(Crashed, BrokenProcessPool):
 
 
 class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
-    """The ``timeout`` or ``deadline`` of the call passed. Its worker process and all descendants are killed."""
+    """The ``timeout`` or ``deadline`` of the call passed. If the call was running, its process tree was killed."""
 
 
 class PoolDisconnected(Disconnected, BrokenProcessPool):
@@ -99,7 +99,7 @@ class PoolFuture(CancellableFuture[T]):
         super().__init__()
         self._pool = pool
         self._number = 0
-        # An exception in a signal handler can leave the condition locked, but not this lock.
+        # `with` on this lock, unlike `with` on a standard condition, is safe if a signal handler raises an exception.
         self._lock = self._condition._lock  # type: ignore[attr-defined]
 
     def _withdraw(self) -> None:
@@ -274,8 +274,8 @@ class Pool:
                 if not call.is_ordered:
                     self._placed += 1
                     call.has_place = True
-            # The receiving thread, which runs callbacks, must not block: the supervisor may in turn wait until its
-            # messages are read.
+            # The receiving thread, which runs callbacks, must not block here, because the supervisor may in turn wait
+            # until its messages are read.
             may_wait = threading.current_thread() is not self._thread
             if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
                 self._fill(may_wait=may_wait)
@@ -320,7 +320,7 @@ class Pool:
     def _put_back(self, call: Call) -> None:
         """Cleans up after an exception of a signal handler in ``_fill``.
 
-        The call was submitted by other code, so it becomes the next waiting call again.
+        The call belongs to another ``submit``, so it becomes the next waiting call again.
         """
         channel = self._channel
         is_lost = False

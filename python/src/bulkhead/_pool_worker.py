@@ -28,7 +28,7 @@ UNFIT = b"I"
 
 #: Variable with the preparation of confined workers. Other workers read the preparation from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
-#: Variable of a template that imports nothing, so that its workers import the modules.
+#: Variable of a template that imports nothing. Each of its workers then imports the modules.
 _BARE = "PYTHON_BULKHEAD_BARE"
 #: Picklers whose output ``pickle`` can read.
 READ_BY_PICKLE = ("pickle", "cloudpickle")

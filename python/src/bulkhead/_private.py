@@ -23,7 +23,7 @@ from typing import Any
 
 from .errors import SupervisorNotFound
 
-#: Variables of a service manager that only the caller may answer. They are not passed on.
+#: Variables of a service manager that are meant only for this process. Supervisor and workers do not get them.
 OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 #: Maximum length of a Unix socket's path in bytes, without the terminating NUL.

@@ -84,7 +84,7 @@ class Temporary:
 
 
 def _open_up(folder: int) -> None:
-    """Restores the owner's rights, which a worker may have removed because it has the same user as the template."""
+    """Restores the owner's rights. A worker can remove them, because it has the same user as the template."""
     if os.fstat(folder).st_mode & 0o700 != 0o700:
         try:
             os.chmod(f"/proc/self/fd/{folder}", 0o700)
@@ -150,7 +150,7 @@ def _emptied(top: int, entries_max: int) -> bool:
 
 
 def _bring_up(inner: bytes, folder: int, top: int) -> None:
-    """Moves a folder to the top, under a random name. A worker could block a predictable name by using it."""
+    """Moves a folder to the top under a random name, because a worker could occupy a predictable name."""
     free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
         try:

@@ -52,7 +52,7 @@ class Server:
     def __init__(
         self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False, takes_files: bool = False
     ) -> None:
-        #: True if the worker runs a single job, during which no message matters. There is no watcher then.
+        #: True if the worker runs a single job and ignores messages during the job. No watcher thread is needed then.
         self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
         #: Received descriptors that no frame has claimed yet, and lent memory files by lease.
@@ -122,7 +122,7 @@ class Server:
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
-            # The stream was closed by the preparation.
+            # The prepared code has closed the stream.
             pass
         self.say_status(text)
         os._exit(1)
@@ -368,7 +368,7 @@ class Server:
             try:
                 result = _as_bytes(result)
             except BaseException as error:
-                # An exception raised by a class of the handler is a failure of the job, not of the worker.
+                # An exception raised by a user-defined class is a failure of the job, not of the worker.
                 self._fail(job, error)
                 return
         assert isinstance(result, (bytes, memoryview, _files.Written))
@@ -601,7 +601,7 @@ def _was_cancelled() -> HandlerError:
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
-    """Returns the bytes of a handler's result. Raises ``TypeError`` if there are none, or any error of the object."""
+    """Returns a handler's result as bytes. Raises ``TypeError`` for other types, or any error of the object itself."""
     if result is None:
         return b""
     if isinstance(result, str):

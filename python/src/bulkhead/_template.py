@@ -114,7 +114,7 @@ def _sandbox(system: _System) -> Rules | None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if rules is not None:
-        # Prevents other processes of this user from reading this memory or taking descriptors.
+        # Prevents other processes of this user from reading this process's memory and taking its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.leave_temporary_files_open():
             print(
@@ -219,7 +219,7 @@ _given_rules: list[int] = []
 
 
 def start_again(variable: str) -> NoReturn:
-    """Replaces this process with a fresh interpreter that has this environment variable and repeats the start."""
+    """Restarts this process in a fresh interpreter, with the environment variable set."""
     from ._link import LINK_VARIABLE
 
     for descriptor in _given_rules:
@@ -257,7 +257,7 @@ def _check_threads() -> None:
 
 
 def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
-    """Waits for an order to fork. Removes folders of dead workers meanwhile.
+    """Waits for an order to fork, and meanwhile removes folders of dead workers.
 
     Returns the worker's number, the secret part of its folder's name, and its descriptors: link, stdout, stderr.
     """

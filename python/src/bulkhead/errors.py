@@ -40,7 +40,7 @@ class Outcome:
     ``reason``       cause: ``queue_full``, ``running``, ``signal``, ...; the handler's code if it failed; else empty
     ``message``      human-readable description, possibly empty
     ``executed``     whether the handler began: ``no``, ``yes`` or ``unknown``
-    ``retryable``    true if the job can be submitted again with a chance of another outcome
+    ``retryable``    true if a retry is safe and may have another outcome
     ``retry_after``  time to wait before a retry, if the supervisor gave one
     ``fault``        ``caller`` or ``dependency`` if the job failed, else empty
     ``attempts``     number of times that the job was dispatched to a worker
@@ -50,7 +50,7 @@ class Outcome:
     ``run_limit``    maximum run time of each attempt, if there was a limit
     ``worker_pid``   process that ran the job last, if any
     ``status``       exit code or signal of a crash, if known; for ``ok`` and ``failed`` the program's exit status
-    ``bulkhead``     bulkhead that served the job, or was asked to
+    ``bulkhead``     bulkhead that served the job, or to which it was submitted
     ``job``          number of an accepted job in the log, in events and in crash reports
     ``traceparent``  span of the job, if there is one
     ``report``       id of the crash report if the job crashed: ``bulkhead crashes ID`` shows the report
@@ -174,7 +174,7 @@ class JobError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """True if the job can be submitted again with a chance of another outcome."""
+        """True if a retry is safe and may have another outcome."""
         return self.outcome.retryable
 
     @property

@@ -132,7 +132,7 @@ class BulkheadExecutor(_Calls):
     ``max_workers``, ``initializer``, ``initargs`` and ``max_tasks_per_child`` have the same meaning as for
     ``ProcessPoolExecutor``. With the default ``mp_context``, "spawn", each worker starts a new interpreter. With
     "forkserver", workers are forked from one interpreter that has imported the main module and ``preload``. A start
-    then takes one to two milliseconds, and ``max_tasks_per_child=1`` adds about 2 ms to each call.
+    then takes one to two milliseconds, and a call with ``max_tasks_per_child=1`` takes about 2 ms.
 
     Additional parameters:
 
@@ -140,8 +140,8 @@ class BulkheadExecutor(_Calls):
         Maximum run time of a call, in seconds. When it has passed, the worker and the processes that it started are
         killed.
     ``memory``
-        Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. Larger allocations raise
-        ``MemoryError``.
+        Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. An allocation beyond the
+        limit raises ``MemoryError``.
     ``sandbox``
         ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement.md).
     ``pickler``
@@ -381,7 +381,7 @@ class _Launch(NamedTuple):
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
         main["authkey"] = bytes(main["authkey"])
         if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
-            # No file exists for the worker to import.
+            # The main module was read from standard input, so there is no file that a worker could import.
             del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,

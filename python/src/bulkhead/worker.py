@@ -9,7 +9,7 @@
     serve(thumbnail)
 
 A handler receives the payload (``bytes``, or ``bytearray`` if it is large) and a ``Context``, and returns ``bytes``,
-``str`` or None. If it raises an exception, the client gets the outcome ``failed``; a ``HandlerError`` chooses the code.
+``str`` or None. If it raises an exception, the client gets the outcome ``failed``. ``HandlerError`` sets the code.
 A handler that crashes or hangs ends only its own process, and its client gets the outcome.
 """
 
@@ -132,7 +132,8 @@ class Context:
     def progress(self, fraction: float, text: str = "") -> None:
         """Reports progress to the client, as a fraction from 0 to 1 and a short text.
 
-        Can be called at any rate: the client gets at most ten reports per second, and the last one before the result.
+        Can be called at any rate. The client gets at most ten reports per second, and the last report before the
+        result.
         """
         if not isinstance(text, str):
             raise TypeError(f"text must be str, not {type(text).__name__}")
@@ -149,7 +150,8 @@ _initializer: list[Callable[[], Any]] = []
 def handler(operation: str | Callable[..., Any] | None = None) -> Any:
     """Registers a function for ``python3 -m bulkhead serve MODULE``.
 
-    ``@handler("decode")`` registers it for one operation, ``@handler`` for all operations without a separate handler.
+    ``@handler("decode")`` registers the function for one operation. ``@handler`` registers it for all operations that
+    have no separate handler.
     """
     if callable(operation):
         _handlers[None] = operation
@@ -200,12 +202,11 @@ def serve(
 
     With ``start.mode = "fork"``, ``init`` runs once in a template and must not leave any threads running.
     ``after_fork`` runs in each worker that is forked from the template, and opens resources that workers must not
-    share.
-    ``random`` and ``numpy.random`` are reseeded before ``after_fork``. Numerical libraries start no threads in the
-    template unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS allow more than one.
+    share. ``random`` and ``numpy.random`` are reseeded before ``after_fork``. Numerical libraries start no threads in
+    the template unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS allow more than one.
 
-    The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if the program was not started by a
-    supervisor. If the supervisor is gone, the process ends immediately.
+    The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if no supervisor started the
+    program. If the supervisor is gone, the process ends immediately.
     """
     given = dict(operations or {})
 
@@ -300,7 +301,7 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
 
 
 def _leave() -> NoReturn:
-    """Ends a forked worker without finalising the interpreter, which would write to, and so copy, all shared memory."""
+    """Ends a forked worker. Does not finalise the interpreter, because this would write to all shared pages."""
     import atexit
 
     from . import _template
