@@ -44,7 +44,7 @@ def test_the_rows_of_the_table() -> None:
 
 
 def test_a_storm_of_bad_calls() -> None:
-    """Of twenty calls, one is bad. Each bad call gets the expected error, and every honest result is correct."""
+    """A twentieth of the calls is bad. Each bad call gets the expected error, and every honest result is correct."""
     with BulkheadExecutor(4, memory=storm.MEMORY) as pool:
         ended: Counter[str] = Counter()
         for future, wanted in storm.begin(pool, JOBS):
