@@ -1,8 +1,8 @@
-"""How fast pools and clients are, all in one run and in turns, so that a noisy moment is everyone's.
+"""Compares the speed of pools and clients in one run. The pools take turns, so that disturbances affect all of them.
 
     BULKHEAD_SUPERVISOR=... python bench/compare.py [--rounds 5] [--json FILE]
 
-Prints medians over the rounds, and what the design accepts (docs/python.md has the figures).
+Prints medians over the rounds, and compares them with the design's limits (docs/python.md has the figures).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def work(number: int) -> int:
 
 
 def latency_us(pool: Rival) -> float:
-    """Median time of a job, with one in flight."""
+    """Returns the median time of a job with one job in flight."""
     times = []
     for number in range(ONE_IN_FLIGHT_JOBS):
         began = time.perf_counter()
@@ -49,7 +49,7 @@ def latency_us(pool: Rival) -> float:
 
 
 def rate(pool: Rival) -> float:
-    """Jobs a second, with 64 outstanding."""
+    """Returns the number of jobs per second with 64 outstanding jobs."""
     waiting: deque[Any] = deque()
     began = time.perf_counter()
     for number in range(OUTSTANDING_JOBS):
@@ -69,7 +69,7 @@ def plus_one(array: Any) -> Any:
     return array + 1
 
 
-#: Large arrays: the row, the call, the bytes of the array, the calls of a round.
+#: Measurements with large arrays: row, function, size of the array in bytes, number of calls per round.
 ARRAYS: list[tuple[str, Callable[[Any], Any], int, int]] = [
     ("100 MB in and summed, ms", total, 100_000_000, 5),
     ("100 MB both ways, ms", plus_one, 100_000_000, 5),
@@ -78,7 +78,7 @@ ARRAYS: list[tuple[str, Callable[[Any], Any], int, int]] = [
 
 
 def array_ms(pool: Rival, call: Callable[[Any], Any], size: int, count: int) -> float:
-    """Median time of a call with an array that is new each time."""
+    """Returns the median time of a call with an array. Each call has a new array."""
     import numpy
 
     times = []
@@ -92,7 +92,7 @@ def array_ms(pool: Rival, call: Callable[[Any], Any], size: int, count: int) -> 
 
 
 def fresh_rate(pool: Any, jobs: int = 300) -> float:
-    """Calls a second, each in a process of its own."""
+    """Returns the number of calls per second when each call has a fresh process."""
     assert pool.submit(work, 0).result(60) == 1
     began = time.perf_counter()
     for number, future in enumerate([pool.submit(work, number) for number in range(jobs)]):
@@ -103,7 +103,7 @@ def fresh_rate(pool: Any, jobs: int = 300) -> float:
 
 
 def fresh_pools() -> dict[str, Any]:
-    """Pools whose processes run one call each."""
+    """Returns pools whose processes run one call each."""
     from bulkhead import BulkheadExecutor
 
     forkserver = multiprocessing.get_context("forkserver")
@@ -116,7 +116,7 @@ def fresh_pools() -> dict[str, Any]:
 
 
 def start_and_exit_ms(make: Callable[[], Rival]) -> tuple[float, float]:
-    """Times from making a pool to its first result, and of leaving it, in this interpreter."""
+    """Returns the time from creating a pool to its first result, and the time to leave the pool."""
     began = time.perf_counter()
     pool = make()
     pool.submit(work, 1).result(60)
@@ -133,7 +133,7 @@ serve(lambda payload, context: payload)
 
 @contextlib.contextmanager
 def echo_supervisor(processes: int = WORKERS, max_in_flight: int = 1) -> Iterator[str]:
-    """A supervisor whose workers answer with what they were sent; its socket."""
+    """Runs a supervisor whose workers echo their payload. Yields the socket."""
     from bulkhead._private import PrivateSupervisor
 
     keys = {"processes": processes, "max_in_flight": max_in_flight, "max_queue": 1000}
@@ -152,7 +152,7 @@ def _paths() -> str:
 
 
 def client_latency_us(client: Any) -> float:
-    """Median time of ``Client.call`` with 64 bytes."""
+    """Returns the median time of ``Client.call`` with 64 bytes."""
     payload = b"x" * 64
     times = []
     for _ in range(ONE_IN_FLIGHT_JOBS):
@@ -163,7 +163,7 @@ def client_latency_us(client: Any) -> float:
 
 
 def client_mib_s(client: Any) -> float:
-    """MiB a second that ``Client.call`` sends, and gets back, of payloads of 1 MiB."""
+    """Returns the number of MiB per second that ``Client.call`` sends and receives, with payloads of 1 MiB."""
     payload, count = os.urandom(MIB), 100
     began = time.perf_counter()
     for _ in range(count):
@@ -172,7 +172,7 @@ def client_mib_s(client: Any) -> float:
 
 
 async def async_rate(socket: str) -> float:
-    """Calls a second of AsyncClient, with 64 outstanding."""
+    """Returns the number of calls per second of AsyncClient with 64 outstanding calls."""
     from bulkhead import AsyncClient
 
     async with AsyncClient(socket) as client:
@@ -180,7 +180,7 @@ async def async_rate(socket: str) -> float:
 
 
 async def pool_rate_in_loop(pool: Any) -> float:
-    """Calls a second of run_in_executor, with 64 outstanding."""
+    """Returns the number of calls per second of run_in_executor with 64 outstanding calls."""
     loop = asyncio.get_running_loop()
     return await _in_loop(lambda number: loop.run_in_executor(pool, work, number))
 
@@ -199,14 +199,14 @@ async def _in_loop(call: Callable[[int], Any]) -> float:
 
 
 def import_cpu_ms(statement: str) -> float:
-    """CPU time of an import, in a fresh interpreter."""
+    """Returns the CPU time of an import in a fresh interpreter."""
     code = f"import time; began = time.process_time(); {statement}; print(time.process_time() - began)"
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True) for _ in range(9)]
     return statistics.median(float(run.stdout) for run in runs) * 1e3
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over the rounds, by row and column."""
+    """Returns the medians over the rounds, by row and column."""
     there, missing = installed()
     for name in missing:
         print(f"not installed: {name}")
@@ -237,7 +237,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         for number in range(rounds + 1 if importlib.util.find_spec("numpy") else 0):
             for row, call, size, count in ARRAYS:
                 for name, pool in pools.items():
-                    # The first round has files made.
+                    # Round 0 is not counted, because memory files are created in it.
                     value = array_ms(pool, call, size, count)
                     if number:
                         note(row, name, value)
@@ -268,7 +268,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, bool]]:
-    """What the design asks for: in words, the figure, and whether it holds."""
+    """Returns the criteria of the design: description, measured value, and true if the criterion is met."""
     one, many = figures["one in flight, us"], figures["64 outstanding, jobs/s"]
     in_loop = figures["64 outstanding in asyncio, jobs/s"]
     standard = "ProcessPoolExecutor"

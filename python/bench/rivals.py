@@ -1,4 +1,4 @@
-"""The pools that are compared, behind one face: each has two workers, and gives a future-like thing for each job."""
+"""Common interface to the compared pools. Each pool has two workers, and returns a future-like object for each job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKERS = 2
 
 
 class Rival:
-    """A pool: ``submit`` returns something with ``result(timeout)``; ``has_timeout`` says that it can end a job."""
+    """A pool. ``submit`` returns an object with ``result(timeout)``; ``has_timeout`` is true if jobs can time out."""
 
     has_timeout = False
 
@@ -25,7 +25,7 @@ class Rival:
 
 
 class ProcessPool(Rival):
-    """concurrent.futures.ProcessPoolExecutor, with the start method that 3.14 has by default."""
+    """concurrent.futures.ProcessPoolExecutor with the default start method of Python 3.14."""
 
     def __init__(self, method: str = "forkserver") -> None:
         context = multiprocessing.get_context(method)
@@ -39,7 +39,7 @@ class ProcessPool(Rival):
 
 
 class Loky(Rival):
-    """loky's executor, which replaces itself when it is broken if it is asked for anew."""
+    """loky's executor. A broken executor is only replaced when a new one is requested."""
 
     def __init__(self) -> None:
         loky = importlib.import_module("loky")
@@ -70,7 +70,7 @@ class Pebble(Rival):
 
 
 class _Asked:
-    """An AsyncResult of multiprocessing or billiard as a future."""
+    """Adapts an AsyncResult of multiprocessing or billiard to a future."""
 
     def __init__(self, asked: Any) -> None:
         self.asked = asked
@@ -97,7 +97,7 @@ class Pool(Rival):
 
 
 class Billiard(Rival):
-    """billiard's Pool, as Celery has it."""
+    """billiard's Pool, which Celery uses."""
 
     has_timeout = True
 
@@ -158,7 +158,7 @@ _MODULES = {"loky": "loky", "pebble": "pebble", "billiard": "billiard", "Bulkhea
 
 
 def installed() -> tuple[list[str], list[str]]:
-    """The names of those that can be compared here, and of those that are not installed."""
+    """Returns the names of the pools that are installed, and of the pools that are not."""
     there, missing = [], []
     for name in RIVALS:
         module = _MODULES.get(name)
@@ -173,5 +173,5 @@ def installed() -> tuple[list[str], list[str]]:
 
 
 def installed_modules() -> list[str]:
-    """The modules of the pools that can be compared here, as far as they are no part of Python."""
+    """Returns the modules of the installed pools that are not part of Python."""
     return [module for module in _MODULES.values() if importlib.util.find_spec(module)]

@@ -1,9 +1,9 @@
-"""Compares pools in one run: how each survives a bad job, and how well each fits into a program.
+"""Compares pools: which bad jobs they survive, and how well they integrate into a program.
 
     python bench/survival.py [POOL...]
 
-Prints two tables. Each case runs in an interpreter of its own. A case of the first table runs an honest job, then the
-bad one, then honest ones again.
+Prints two tables. Each case runs in a separate interpreter. A case of the first table runs an honest job, then a bad
+job, then honest jobs again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 from rivals import RIVALS, installed, installed_modules
 
-#: Seconds that a pool has to say what became of a job; billiard takes ten to notice a death.
+#: Maximum number of seconds until a pool reports the outcome of a job. billiard takes ten to notice a death.
 ANSWER_SECONDS_MAX = 15.0
-#: Seconds that a job may run, where a pool can be told.
+#: Time limit of a job in seconds, for pools that support one.
 TIMEOUT_SECONDS = 0.5
-#: Seconds after which a case is ended from outside.
+#: Time limit of a case in seconds. The case is then killed.
 CASE_SECONDS_MAX = 45.0
-#: The same for a case that builds a program.
+#: Time limit of a case that builds a program.
 BUILD_SECONDS_MAX = 300.0
 
 
@@ -55,7 +55,7 @@ def hangs() -> None:
 
 
 class TwoArguments(Exception):
-    """Cannot be unpickled: pickle calls it with one argument."""
+    """Cannot be unpickled, because pickle passes one argument to the constructor."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
@@ -100,7 +100,7 @@ def write_and_wait(path: str) -> None:
 
 
 def cancelled(name: str, folder: str) -> str:
-    """Returns the number of calls that run although the pool is shut down as soon as the first has begun."""
+    """Returns the number of calls that run although the pool is shut down as soon as the first call has begun."""
     pool = RIVALS[name]()
     assert pool.submit(honest, 1).result(30) == 2
     calls = [pool.submit(write_and_wait, f"{folder}/{number}") for number in range(CALLS)]
@@ -131,7 +131,7 @@ def traced(name: str, folder: str) -> str:
     return "measured" if RIVALS[name]().submit(is_traced).result(30) else "not measured"
 
 
-#: A program for PyInstaller. The call comes from a module, because the program's own is no module in its workers.
+#: A program for PyInstaller. The call comes from a module, because workers cannot import the program's main module.
 FROZEN = """
 import multiprocessing, os, sys
 
@@ -169,7 +169,7 @@ def frozen(name: str, folder: str) -> str:
             os.killpg(program.pid, signal.SIGKILL)
 
 
-#: Calls that are submitted before they are cancelled.
+#: Number of calls that are submitted before the shutdown cancels them.
 CALLS = 40
 
 SURROUNDINGS: dict[str, Callable[[str, str], str]] = {
@@ -181,7 +181,7 @@ SURROUNDINGS: dict[str, Callable[[str, str], str]] = {
 
 
 def outcome_of(future: Any, limit: float) -> tuple[str, float]:
-    """What a future says within ``limit`` seconds: a value, the name of an error, or nothing."""
+    """Returns the outcome of a future within ``limit`` seconds (a value, an error's name, or nothing) and the time."""
     began = time.monotonic()
     try:
         future.result(limit)
@@ -194,7 +194,7 @@ def outcome_of(future: Any, limit: float) -> tuple[str, float]:
 
 
 def one(name: str, case: str) -> str:
-    """Runs one case in this process, and says in a few words what became of it."""
+    """Runs a case in this process. Returns a short description of the result."""
     if surroundings := SURROUNDINGS.get(case):
         with tempfile.TemporaryDirectory(prefix="bulkhead-survival-") as folder:
             try:
@@ -224,7 +224,7 @@ def one(name: str, case: str) -> str:
 
 
 def serves(pool: Any) -> bool:
-    """Whether honest jobs are served after the bad one."""
+    """Returns true if the pool still serves honest jobs after the bad job."""
     try:
         return [pool.submit(honest, number).result(5) for number in range(4)] == [0, 2, 4, 6]
     except BaseException:
@@ -256,7 +256,7 @@ def is_running(pid: int) -> bool:
 
 
 def apart(name: str, case: str) -> str:
-    """Runs one case in an interpreter of its own."""
+    """Runs a case in a separate interpreter."""
     child = subprocess.Popen(
         [sys.executable, __file__, "--one", name, case],
         stdout=subprocess.PIPE,
@@ -265,7 +265,7 @@ def apart(name: str, case: str) -> str:
     )
     assert child.stdout is not None
     try:
-        # Its first line is its answer: it may never end.
+        # The first line is the answer. The process itself may never end.
         limit = BUILD_SECONDS_MAX if SURROUNDINGS.get(case) is frozen else CASE_SECONDS_MAX
         timer = threading.Timer(limit, lambda: os.killpg(child.pid, signal.SIGKILL))
         timer.start()

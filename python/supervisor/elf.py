@@ -1,4 +1,4 @@
-"""What a program needs of a platform, read from its ELF file: enough to name a wheel's platform tag."""
+"""Reads the platform requirements of ELF programs, to derive the platform tag of a wheel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHT_GNU_VERNEED = 0x6FFFFFFE
 
 @dataclass(frozen=True)
 class Needs:
-    """The machine, the program interpreter (empty: static) and the versions of symbols, such as ``GLIBC_2.34``."""
+    """Machine, program interpreter (empty if static) and symbol versions such as ``GLIBC_2.34``."""
 
     machine: str
     interpreter: str
@@ -22,7 +22,7 @@ class Needs:
 
 
 def needs_of(path: Path) -> Needs:
-    """Reads a 64-bit little-endian ELF file. Raises ``ValueError`` for any other."""
+    """Reads a 64-bit little-endian ELF file. Raises ``ValueError`` for other files."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is no 64-bit little-endian ELF file")
@@ -63,7 +63,7 @@ def _versions(data: bytes, at: int, count: int, *, texts: int) -> set[str]:
 
 
 def platform_tag(programs: list[Path]) -> str:
-    """The tag of a wheel with these programs, as in ``manylinux_2_34_x86_64``."""
+    """Returns the platform tag of a wheel with these programs, such as ``manylinux_2_34_x86_64``."""
     needs = [needs_of(path) for path in programs]
     machines = {each.machine for each in needs}
     if len(machines) != 1:
@@ -75,7 +75,7 @@ def platform_tag(programs: list[Path]) -> str:
         return f"musllinux_1_2_{machine}"
     if any(is_musl):
         raise ValueError("some programs need musl and others glibc")
-    # 2.17 is the oldest that there is a tag for; static programs run there as well.
+    # 2.17 is the oldest version with a tag. Static programs also run there.
     names = "\n".join(name for each in needs for name in each.versions)
     versions = [(int(major), int(minor)) for major, minor in re.findall(r"^GLIBC_(\d+)\.(\d+)", names, re.MULTILINE)]
     major, minor = max([*versions, (2, 17)])

@@ -1,4 +1,4 @@
-"""Puts the stripped programs into the wheel, and sets its platform tag by what they need."""
+"""Build hook that adds the stripped programs to the wheel, and sets the platform tag from their requirements."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def find_programs() -> Path:
-    """The folder of the programs: ``$BULKHEAD_PROGRAMS``, or the target folder of cargo. There they are built if they
-    are missing."""
+    """Returns the folder of the programs: ``$BULKHEAD_PROGRAMS``, or cargo's target folder.
+
+    Builds the programs if they are missing in the target folder.
+    """
     named = os.environ.get("BULKHEAD_PROGRAMS")
     folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]
     if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
@@ -59,7 +61,7 @@ def _target_folder() -> Path:
 
 
 class ProgramsHook(BuildHookInterface[Any]):
-    """Called by hatchling for each wheel."""
+    """Build hook that hatchling calls for each wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
@@ -77,7 +79,7 @@ class ProgramsHook(BuildHookInterface[Any]):
 
 
 def strip(source: Path, target: Path) -> Path:
-    """Copies a program without its symbols, or as it is where there is no ``strip``."""
+    """Copies a program without its symbols, or unchanged if ``strip`` is not available."""
     tool = shutil.which(os.environ.get("STRIP", "strip"))
     if tool is None or subprocess.run([tool, "-o", target, source], check=False).returncode != 0:
         shutil.copyfile(source, target)

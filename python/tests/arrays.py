@@ -17,7 +17,7 @@ _kept: list[Any] = []
 
 
 def is_file(array: numpy.ndarray) -> bool:
-    """Whether the array's memory is a mapping of a memory file."""
+    """Returns true if the array is in a mapping of a memory file."""
     address = array.__array_interface__["data"][0]
     with open("/proc/self/maps") as file:
         for line in file:
@@ -37,19 +37,19 @@ def add_in_place(array: numpy.ndarray) -> float:
 
 
 def keep(array: numpy.ndarray, written: int = 0) -> bool:
-    """Keeps the array, after it has written so many values; whether it is in a file."""
+    """Keeps the array after overwriting its first ``written`` values. Returns true if it is in a memory file."""
     array[:written] = -1
     _kept.append(array)
     return is_file(array)
 
 
 def kept() -> list[tuple[float, float, float]]:
-    """The first value, the last, and the sum of all arrays that were kept."""
+    """Returns the first value, the last value and the sum of each kept array."""
     return [(float(array[0]), float(array[-1]), float(array.sum())) for array in _kept]
 
 
 def forge(head: bytes) -> None:
-    """Has this worker write another head before its results."""
+    """Makes this worker write a forged head before its results."""
     from bulkhead import _files
 
     def write(payload: Any, target: Any) -> int:
@@ -61,7 +61,7 @@ def forge(head: bytes) -> None:
 
 
 def scribble(array: numpy.ndarray) -> numpy.ndarray:
-    """Returns the array, and keeps writing to the memory from which results are read, as long as this process lives."""
+    """Returns the array, and keeps overwriting the memory of results for as long as this process lives."""
     from bulkhead import _files
 
     files = [value for value in gc.get_objects() if isinstance(value, _files.Pair)]

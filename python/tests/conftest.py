@@ -1,10 +1,10 @@
-"""What holds for all tests."""
+"""Setup for all tests."""
 
 import os
 import signal
 from pathlib import Path
 
-# A shell that starts tests in the background has it ignored, and children would inherit that.
+# A shell that runs tests in the background ignores SIGINT, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For interpreters that tests start.

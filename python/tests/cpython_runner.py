@@ -1,7 +1,7 @@
-"""Runs CPython's own tests of ProcessPoolExecutor against BulkheadExecutor, in an interpreter that has them.
+"""Runs CPython's tests of ProcessPoolExecutor against BulkheadExecutor, in an interpreter that includes the tests.
 
-Started by test_cpython.py as a program: arguments are the tests, as in ``test_wait.ProcessPoolSpawnWaitTest.test_all``;
-a line of JSON for each says how it ended. The tests themselves come from the interpreter's ``test`` package.
+test_cpython.py runs this program. The arguments are names such as ``test_wait.ProcessPoolSpawnWaitTest.test_all``. The
+program prints a line of JSON with the result of each test. The tests come from the interpreter's ``test`` package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The handlers of workers in tests. Imports nothing that is slow."""
+"""Handlers of the tests' workers. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def until_cancelled(payload: bytes, ctx: Context) -> None:
 
 @bulkhead.handler("cling")
 def cling(payload: bytes, ctx: Context) -> Any:
-    """Ends its job only once it is cancelled, by what cannot be closed."""
+    """Returns only after its cancellation, with an awaitable that cannot be closed."""
     until_cancelled(payload, ctx)
     return _Clinging()
 
@@ -112,7 +112,7 @@ def spin(payload: bytes, ctx: Context) -> None:
 
 @bulkhead.handler("once")
 def once(payload: bytes, ctx: Context) -> bytes:
-    """Notes that it ran; sleeps for some jobs, dies for others."""
+    """Records that it ran. Sleeps for some jobs and dies for others."""
     word, _, rest = bytes(payload).partition(b" ")
     _note(rest.decode())
     if word == b"slow":
@@ -140,21 +140,21 @@ def raises_unprintable(payload: bytes, ctx: Context) -> None:
 
 
 class _Stubborn:
-    """What has no bytes to give, and says so in its own way."""
+    """An object without bytes whose length raises an unusual exception."""
 
     def __len__(self) -> int:
         raise OSError("not now")
 
 
 class _Text(str):
-    """What makes no bytes of itself."""
+    """A text that cannot be encoded with its own method."""
 
     def encode(self, *_: Any) -> Any:
         sys.exit(5)
 
 
 class _Ending:
-    """Whoever asks what it is leaves."""
+    """Exits when its class is read."""
 
     @property
     def __class__(self) -> Any:
@@ -166,7 +166,7 @@ class _Ending:
 
 
 class _Clinging:
-    """What is to be awaited, and does not let itself be closed."""
+    """An awaitable whose ``close`` raises an exception."""
 
     def __await__(self) -> Iterator[None]:
         yield None
@@ -203,7 +203,7 @@ def _answer(payload: bytes, ctx: Context) -> Any:
 
 @bulkhead.handler("answer")
 def answer(payload: bytes, ctx: Context) -> Any:
-    """What no client can be sent."""
+    """Returns a result that cannot be sent."""
     return _answer(payload, ctx)
 
 
@@ -249,7 +249,7 @@ def segv(payload: bytes, ctx: Context) -> None:
 
 @bulkhead.handler("hold")
 def hold(payload: bytes, ctx: Context) -> bytes:
-    """Holds the interpreter's lock."""
+    """Holds the GIL."""
     import ctypes
 
     libc = ctypes.PyDLL(None)
@@ -286,7 +286,7 @@ def fork(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("reach")
 def reach(payload: bytes, ctx: Context) -> str:
-    """What this process can do to others, to their temporary folders, and as a template."""
+    """Reports the ways in which this process can reach others, their temporary folders, or the template's rights."""
     import ctypes
     import json
     import tempfile
@@ -327,7 +327,7 @@ def reach(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("litter")
 def litter(payload: bytes, ctx: Context) -> str:
-    """Leaves what is hard to remove in its temporary folder, so many levels deep."""
+    """Fills its temporary folder with entries that are hard to remove, to the given depth."""
     import tempfile
 
     here = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
@@ -344,7 +344,7 @@ def litter(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("client")
 def client(payload: bytes, ctx: Context) -> str:
-    """A worker is no client."""
+    """Tries to use a client, which a worker must not do."""
     try:
         return str(bulkhead.Client(payload.decode()).call("plain", b"x").payload)
     except bulkhead.JobError as error:
@@ -359,7 +359,7 @@ def threads(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("libraries")
 def libraries(payload: bytes, ctx: Context) -> str:
-    """What programs do under a sandbox."""
+    """Uses libraries that must work in a sandbox."""
     import hashlib
     import json
     import sqlite3
@@ -384,12 +384,12 @@ def _note(text: str) -> None:
 
 @bulkhead.handler("careless")
 def careless(payload: bytes, ctx: Context) -> str:
-    """Mistakes of C libraries that concern the worker itself."""
+    """Imitates mistakes of C libraries that affect the worker itself."""
     import ctypes
     import socket
 
     if payload == b"fork":
-        # With the interpreter's lock held: a child whose lock another thread had would wait for it without end.
+        # Called with the GIL held, because otherwise the child could wait for ever for another thread's GIL.
         child = ctypes.PyDLL(None).fork()
         if child == 0:
             ctx.progress(0.5, "in the child")

@@ -1,4 +1,4 @@
-"""Functions that tests run in worker processes. Imports nothing that is slow: each new worker imports it."""
+"""Functions that tests run in worker processes. Each new worker imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def echo(value: Any) -> Any:
 
 
 def draw() -> tuple[int, float]:
-    """This process, and a random number of it."""
+    """Returns the process id and a random number."""
     import random
 
     return os.getpid(), random.random()
 
 
 def modes() -> tuple[int, int]:
-    """The permissions of a file and of a folder that are made here."""
+    """Returns the permissions of a new file and of a new folder."""
     import shutil
     import tempfile
 
@@ -58,7 +58,7 @@ def sleep(seconds: float) -> float:
 
 
 def note_and_wait(folder: str, number: int) -> int:
-    """Makes a file named by this number, and waits for a file named ``go``."""
+    """Creates a file named by this number, and waits for a file named ``go``."""
     with open(os.path.join(folder, str(number)), "w") as file:
         file.write("begun")
     give_up = time.monotonic() + 60
@@ -89,7 +89,7 @@ def leave(status: int = 0) -> None:
 
 
 def hang(note: str | None = None) -> None:
-    """Runs for ever, with a grandchild in a session of its own; ``note`` gets both process numbers."""
+    """Runs for ever, with a grandchild in a separate session. Writes both process ids to ``note``."""
     grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
     if note:
         with open(note + ".new", "w") as file:
@@ -100,14 +100,14 @@ def hang(note: str | None = None) -> None:
 
 
 def leak() -> None:
-    """Takes memory without end."""
+    """Allocates memory without end."""
     kept = []
     while True:
         kept.append(bytearray(16 << 20))
 
 
 def note_once(path: str) -> str:
-    """Dies the first time that it is called with ``path``, and answers the second time."""
+    """Dies at the first call with ``path``, and returns at the second call."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -116,7 +116,7 @@ def note_once(path: str) -> str:
 
 
 class TwoArguments(Exception):
-    """Cannot be unpickled: pickle calls it with one argument."""
+    """Cannot be unpickled, because pickle passes one argument to the constructor."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
@@ -133,7 +133,7 @@ def raise_unpicklable() -> None:
 
 
 def raise_without_traceback() -> None:
-    """``traceback`` fails at the text of this one, which is a number."""
+    """``traceback`` fails for this exception, because its text is a number."""
     raise SyntaxError("bad", ("file", 1, 1, 7))  # type: ignore[arg-type]
 
 
@@ -150,7 +150,7 @@ def remember(value: object) -> None:
 
 
 def use_primitives(number: int) -> int:
-    """Uses the lock, the queue and the shared number that the initializer was given."""
+    """Uses the lock, the queue and the shared number that were passed to the initializer."""
     lock, queue, shared = STATE[0]  # type: ignore[misc]
     with lock:
         shared.value += number
@@ -190,7 +190,7 @@ class BadOutput:
 
 
 def replace_output() -> int:
-    """Leaves a standard output that cannot be flushed."""
+    """Replaces standard output with an object that cannot be flushed."""
     sys.stdout = BadOutput()  # type: ignore[assignment]
     return os.getpid()
 
@@ -212,7 +212,7 @@ def arguments() -> list[str]:
 
 
 def use_semaphore() -> int:
-    """A pool of threads has locks, and a lock between processes a semaphore with a name."""
+    """Uses a thread pool, which needs locks, and a lock between processes, which needs a named semaphore."""
     import multiprocessing.pool
 
     with multiprocessing.Lock(), multiprocessing.pool.ThreadPool(1) as threads:
@@ -233,7 +233,7 @@ def connect_out() -> str:
 
 
 def nested(number: int) -> int:
-    """A pool within a worker."""
+    """Uses a pool within a worker."""
     from bulkhead import BulkheadExecutor
 
     with BulkheadExecutor(1) as pool:
@@ -241,7 +241,7 @@ def nested(number: int) -> int:
 
 
 def nest_and_hang(note: str) -> None:
-    """Has a pool of its own when its process is killed; ``note`` gets the folder of that."""
+    """Starts a pool and waits to be killed. Writes the pool's folder to ``note``."""
     from bulkhead import BulkheadExecutor
 
     pool = BulkheadExecutor(1)
@@ -252,7 +252,7 @@ def nest_and_hang(note: str) -> None:
 
 
 def fork_twice(folder: str) -> list[str]:
-    """What a child's child writes into files that the child has opened."""
+    """Returns the data that a grandchild writes to files that its parent has opened."""
     if (child := os.fork()) == 0:
         files = [open(f"{folder}/{number}", "w") for number in range(8)]  # noqa: SIM115
         if os.fork() == 0:
@@ -275,7 +275,7 @@ def temporary_file() -> str:
 
 
 class Bomb:
-    """Unpickled, it runs what its worker wants in the process that reads it."""
+    """Runs code in the process that unpickles it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -309,7 +309,7 @@ def plain_data(value: Any) -> Any:
 
 
 def answer_next(answer: bytes) -> None:
-    """Has the worker's next answer be this one, as if it had been taken over."""
+    """Makes the worker's next call return this raw answer, like a compromised worker."""
     import gc
 
     from bulkhead import _pool_worker
@@ -325,7 +325,7 @@ def answer_next(answer: bytes) -> None:
 
 
 def hold_the_lock_for(seconds: float) -> int:
-    """Holds the interpreter, so that nothing is read meanwhile."""
+    """Holds the GIL, so that no thread of the worker reads the link."""
     import ctypes
 
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))

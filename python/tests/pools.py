@@ -1,4 +1,4 @@
-"""What tests of executors share: waiting for a condition, and looking at processes."""
+"""Helpers for tests of executors: waiting for conditions, and inspecting processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-#: Seconds that anything may take on a busy machine.
+#: Generous time limit in seconds, for any operation on a busy machine.
 LONG = 60.0
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 
 def wait_for(what: str, condition: Callable[[], T | None], seconds: float = LONG) -> T:
-    """What a condition says once it says something."""
+    """Waits until a condition is true. Returns its value."""
     give_up = time.monotonic() + seconds
     while True:
         found = condition()
@@ -30,7 +30,7 @@ def wait_for(what: str, condition: Callable[[], T | None], seconds: float = LONG
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives and is no zombie."""
+    """Returns true if a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -39,13 +39,13 @@ def is_running(pid: int) -> bool:
 
 
 def is_sleeping(pid: int) -> bool:
-    """Whether a process's first thread waits for something."""
+    """Returns true if the first thread of a process is sleeping."""
     with open(f"/proc/{pid}/task/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "S"
 
 
 def read(path: os.PathLike[str] | str) -> str | None:
-    """What stands in a file, if it is there."""
+    """Returns the content of a file, or None if it does not exist."""
     try:
         with open(path) as file:
             return file.read()
@@ -54,7 +54,7 @@ def read(path: os.PathLike[str] | str) -> str | None:
 
 
 def tree(root: int) -> set[int]:
-    """A process and all its descendants, zombies left out."""
+    """Returns a process and all its descendants, without zombies."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -72,7 +72,7 @@ def tree(root: int) -> set[int]:
 
 
 def script(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that can import what tests can."""
+    """Runs a program that can import the modules of the tests."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},

@@ -1,4 +1,4 @@
-"""Calls whose results are of many kinds, for ``test_results.py``."""
+"""Calls with results of many kinds, for ``test_results.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OtherError(Exception):
 
 
 def own(name: str) -> Any:
-    """An instance of a class of this module."""
+    """Returns an instance of a class of this module."""
     made = {
         "Point": Point(1, 2, [Point(3, 4)]),
         "Pair": Pair(1, [Pair(2, 3)]),

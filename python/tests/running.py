@@ -1,4 +1,4 @@
-"""A supervisor with workers of Python, for tests."""
+"""A supervisor with Python workers, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bulkhead._private import find_supervisor, to_toml
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.dirname(os.path.dirname(os.path.abspath(bulkhead.__file__)))
 
-#: A worker of this interpreter.
+#: Keys of a worker that uses this interpreter.
 WORKER: dict[str, Any] = {
     "command": [os.path.abspath(sys.executable), "-m", "bulkhead", "serve", "handlers"],
     "cwd": HERE,
@@ -35,17 +35,17 @@ WORKER: dict[str, Any] = {
 
 
 def sandboxed(profile: str) -> dict[str, Any]:
-    """The keys of a worker that is confined."""
+    """Returns the keys of a confined worker."""
     read = [] if profile == "none" else sorted({HERE, SOURCE, sys.prefix, sys.base_prefix})
     return {**WORKER, "sandbox": {"profile": profile, **({"read": read} if read else {})}}
 
 
 class Supervisor:
-    """One that runs in a folder of its own."""
+    """A supervisor that runs in a separate folder."""
 
     def __init__(self, bulkheads: dict[str, dict[str, Any]], **supervisor: Any) -> None:
         self.folder = tempfile.mkdtemp(prefix="bulkhead-test-")
-        # Workers of other users look for their modules below it.
+        # Workers of other users need to read their modules below this folder.
         os.chmod(self.folder, 0o755)
         self.socket = os.path.join(self.folder, "jobs.sock")
         self.admin = os.path.join(self.folder, "admin.sock")
@@ -64,7 +64,7 @@ class Supervisor:
                 file.write(f"[{name}]\n" + "".join(f"{key} = {to_toml(value)}\n" for key, value in keys.items()))
 
     def start(self) -> None:
-        """Starts it, and waits until its workers are ready, or failed."""
+        """Starts the supervisor, and waits until its workers are ready or have failed."""
         log = open(os.path.join(self.folder, "log"), "ab")  # noqa: SIM115
         with log:
             self.process = subprocess.Popen(
@@ -85,7 +85,7 @@ class Supervisor:
             return file.read()
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Asks the admin socket; the status, and the answer."""
+        """Sends a request to the admin socket. Returns the status and the response."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
         head += "Content-Type: application/json\r\n\r\n"
@@ -110,11 +110,11 @@ class Supervisor:
         return found
 
     def pids(self, name: str) -> list[int]:
-        """The workers' processes."""
+        """Returns the process ids of the workers."""
         return [worker["pid"] for worker in self.snapshot(name)["workers"] if worker.get("pid")]
 
     def kill(self) -> None:
-        """As a machine's memory killer would."""
+        """Kills the supervisor, as the kernel's OOM killer would."""
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -147,7 +147,7 @@ def _unchunked(data: bytes) -> bytes:
 
 @contextmanager
 def running(**bulkheads: dict[str, Any]) -> Iterator[Supervisor]:
-    """A supervisor for as long as a test takes."""
+    """Runs a supervisor for the duration of a test."""
     supervisor = Supervisor(bulkheads or {"plain": WORKER})
     try:
         yield supervisor

@@ -1,4 +1,4 @@
-"""What has to work in every interpreter, without pytest: started by test_versions.py as a program."""
+"""Basic checks for every interpreter, without pytest. test_versions.py runs this program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREADS, CALLS = 8, 100
 
 
 def in_threads(action: object, *arguments: object) -> None:
-    """Runs it in many threads at once."""
+    """Runs an action in many threads concurrently."""
     wrong: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     for arguments in (("spawn", None), ("forkserver", None), ("forkserver", 1)):
         of_executor(*arguments)
     of_clients()
-    # What was submitted is finished when the interpreter ends.
+    # Submitted calls are finished when the interpreter exits.
     last = BulkheadExecutor(2)
     ended: list[int] = []
     for _ in range(20):

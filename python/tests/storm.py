@@ -1,4 +1,4 @@
-"""A storm of calls, one in twenty of which is bad. As a program it runs one, and says when half of it is over."""
+"""A storm of calls, of which one in twenty is bad. As a program, runs a storm and reports when half of it is done."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import jobs
 from bulkhead import BulkheadExecutor
 from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
 
-#: What workers of a storm may have, so that a leak ends soon.
+#: Memory limit of a storm's workers. Small, so that a leak ends soon.
 MEMORY = "256MiB"
-#: Of the bad ones: what is called, with what timeout, and what it raises.
+#: Bad calls: function, timeout, expected exception.
 BAD = [
     (jobs.segfault, None, WorkerCrashed),
     (jobs.leave, None, WorkerCrashed),
@@ -26,7 +26,7 @@ BAD = [
 
 
 def begin(pool: BulkheadExecutor, count: int) -> list[tuple[Future[Any], int | type[BaseException]]]:
-    """Submits so many calls; each with what it returns or raises."""
+    """Submits calls. Returns their futures, each with the expected result or exception type."""
     chance = random.Random(7)
     begun: list[tuple[Future[Any], int | type[BaseException]]] = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The asyncio client, with real supervisors: cancellation, many at once, loops that follow each other, fork, loss."""
+"""Tests of the asyncio client with real supervisors: cancellation, load, event loops, fork, lost connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 async def until(what: str, condition: Callable[[], object]) -> None:
-    """Waits in a thread, so that the loop goes on."""
+    """Waits in a thread, so that the event loop keeps running."""
     await asyncio.get_running_loop().run_in_executor(None, wait_for, what, condition)
 
 
@@ -162,13 +162,13 @@ def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
 
 
 def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervisor) -> None:
-    """As in Django, which has a loop for each request."""
+    """Django, for example, has an event loop for each request."""
     client = AsyncClient(supervisor.socket)
     begun, is_over = threading.Barrier(4), threading.Event()
     results: list[Any] = []
 
     async def use(number: int) -> None:
-        # All connect at once.
+        # All loops connect at the same time.
         replies = await asyncio.gather(*[client.call("two", b"%d" % number) for _ in range(20)])
         results.extend(reply.payload for reply in replies)
         begun.wait(LONG)
@@ -184,7 +184,7 @@ def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervis
         thread.start()
     for thread in threads[1:]:
         thread.join(LONG)
-    # A loop that comes and goes beside one that waits.
+    # Short-lived loops while another loop waits.
     for _ in range(3):
         assert asyncio.run(call_once(client)) == b"x"
     is_over.set()
@@ -233,7 +233,7 @@ def test_a_forked_child_has_a_connection_and_a_loop_of_its_own(supervisor: Super
                         answers = [await client.call("two", b"%d" % n) for n in range(20)]
                         return [answer.payload for answer in answers] == [b"%d" % n for n in range(20)]
 
-                    # This thread is inside of the parent's loop, which is none of the child's.
+                    # After the fork, this thread is still marked as running the parent's loop.
                     asyncio._set_running_loop(None)
                     loop = asyncio.new_event_loop()
                     status = 0 if loop.run_until_complete(in_child()) else 2
@@ -302,7 +302,7 @@ def test_outcomes_that_have_come_count_when_the_connection_is_reset(tmp_path: Pa
                 while first._job_connection is None:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                # As much as is read at once, so that it is read once more; what was sent stays unread.
+                # Exactly as much as one read takes, so that the client reads again. The sent data stays unread.
                 metadata = bytes(_wire._OUTCOME.size) + bytes(24) + bytes(8)
                 link.sendall(_wire.frame(_wire.OUTCOME, 1, metadata, bytes(_wire.READ_BYTES - 16 - len(metadata))))
             assert len((await first).payload) > 60_000

@@ -1,4 +1,4 @@
-"""Large arrays: what travels in memory files, what the function and the caller keep, and forged answers."""
+"""Tests of large arrays: use of memory files, arrays kept by function or caller, and forged answers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def filled(size: int, value: float) -> Any:
 
 
 def warm(pool: BulkheadExecutor, size: int = arrays.MAPPED) -> None:
-    """Has calls of that size go by a memory file from here on."""
+    """Waits until calls of this size use a memory file."""
     wait_for("a call in a memory file", lambda: pool.submit(arrays.is_file, filled(size, 0.0)).result(LONG))
 
 
 def leases(pool: BulkheadExecutor) -> list[int]:
-    """The numbers of the leases that no call uses."""
+    """Returns the numbers of the free leases."""
     return [lease.number for lease in pool._pool._channel.leases._free]  # type: ignore[union-attr]
 
 
@@ -141,7 +141,7 @@ def test_objects_and_strided_arrays_travel_as_before(pool: BulkheadExecutor) -> 
 
 
 def is_lent(pool: BulkheadExecutor) -> bool:
-    """Whether this call went by a memory file, as a later one does."""
+    """Returns true if calls use a memory file."""
     pool.submit(arrays.is_file, filled(arrays.MAPPED, 0)).result(LONG)
     return pool.submit(arrays.is_file, filled(arrays.MAPPED, 0)).result(LONG)
 
@@ -184,7 +184,7 @@ def test_array_does_not_change_when_worker_writes_on() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for _ in range(10):
-            # The caller reads whatever the memory held at that moment, or refuses the result.
+            # The caller gets some state of the memory, or refuses the result.
             try:
                 result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
             except (ResultRefused, BrokenProcessPool):
@@ -209,7 +209,7 @@ def test_an_exception_of_a_signals_handler_leaves_the_wait_for_a_lease() -> None
         pass
 
     def handler(_number: int, _frame: object) -> None:
-        # A large call of its own asks for a lease as well.
+        # Another large call, which also requests a lease.
         assert pool.submit(len, bytes(arrays.MAPPED)).result(LONG) == arrays.MAPPED
         raise Raised
 
@@ -232,7 +232,7 @@ def test_a_pool_that_has_ended_holds_no_memory_files() -> None:
         with open("/proc/self/maps") as maps:
             return [line for line in maps if "memfd" in line]
 
-    # Those of other tests may be left, and go meanwhile.
+    # Files of other tests may still exist and disappear meanwhile.
     gc.collect()
     before = files()
     with BulkheadExecutor(1) as pool:

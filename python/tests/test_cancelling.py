@@ -1,4 +1,4 @@
-"""Cancelling of what has not begun, and which futures say that they run."""
+"""Tests of cancelling calls that have not begun, and of ``running()``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bulkhead._channel import Channel
 
 
 class Supervisor:
-    """The jobs socket of a supervisor that has begun the first call, and finishes the call on request."""
+    """A fake supervisor that begins only the first call, and finishes it on request."""
 
     def __init__(self, capabilities: int) -> None:
         self.capabilities = capabilities
@@ -94,7 +94,7 @@ def test_shutdown_has_the_supervisor_cancel_what_has_not_begun(
     wait(futures[1:], LONG)
     assert all(future.cancelled() for future in futures[1:])
     assert not futures[0].done()
-    # All but the oldest, which says that it runs: an empty structure, and one extension that has to be known.
+    # All but the oldest call, which is running: an empty structure and one critical extension.
     assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted[1:]]
     supervisor.finish_the_first()
     assert futures[0].result(LONG) == "finished"
@@ -157,9 +157,9 @@ def test_as_many_calls_run_as_there_are_workers(tmp_path: Path) -> None:
 
 
 def test_what_is_sent_once_more_to_a_worker_that_has_not_read_it() -> None:
-    """To cancel a call ahead takes back those around it, which then come again under their numbers."""
+    """Cancelling a prefetched call recalls its neighbours, which are then sent again with their old numbers."""
     with BulkheadExecutor(1, config={"lookahead": "100ms"}) as pool:
-        # Calls are quick, so that many are ahead.
+        # Calls are quick, so many of them are prefetched.
         pids = {pool.submit(jobs.pid).result(LONG) for _ in range(100)}
         for _ in range(50):
             futures = [pool.submit(jobs.hold_the_lock_for, 0.02), *(pool.submit(jobs.pid) for _ in range(8))]

@@ -1,4 +1,4 @@
-"""The client, with real supervisors: threads, futures, fork, signals, and supervisors that go away."""
+"""Tests of the client with real supervisors: threads, futures, fork, signals, and lost supervisors."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(client: Client) -> Non
         client.call("plain")
 
 
-# Many jobs.
+# Concurrent jobs.
 
 
 def test_threads_share_a_connection(client: Client) -> None:
@@ -259,7 +259,7 @@ def test_what_a_callback_or_a_listener_raises_stops_no_other_job(client: Client)
 
 
 def test_a_callback_that_would_wait_for_a_job_is_told_so(client: Client) -> None:
-    """Its thread is the one that reads outcomes."""
+    """The callback runs in the thread that reads outcomes."""
     refused: list[BaseException] = []
 
     def again(_: object) -> None:
@@ -304,7 +304,7 @@ def test_progress_is_heard(client: Client) -> None:
     future.on_progress(lambda *told: late.append(told))
     assert heard[-1] == (1.0, "the last word")
     assert len(late) == 1
-    # The handler's last try came after its answer.
+    # The handler's last report came after its answer.
     client.call("plain", b"0.5", operation="sleep")
     assert "too late" not in str(heard)
 
@@ -335,7 +335,7 @@ def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervis
 
 
 def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
-    """As Celery's soft time limits do: the main thread leaves wherever it is, others must not notice."""
+    """Imitates Celery's soft time limits. The main thread is interrupted anywhere; other threads must not notice."""
     ended = threading.Event()
     wrong: list[object] = []
 
@@ -388,7 +388,7 @@ def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
 
 
 class Interruption:
-    """Stands before a connection's reader or its ``send``: once it raises what a signal's handler may raise."""
+    """Wraps a connection's reader or ``send``, and raises an error once, like a signal handler."""
 
     def __init__(self, real: Any, error: Exception, after: int = 0) -> None:
         self._real = real
@@ -424,7 +424,7 @@ def test_a_handlers_timeout_error_costs_its_own_job_alone(client: Client) -> Non
     connection._send = send
     assert other.result(LONG).payload == b"slept"
     connection._reader = Interruption(reader, TimeoutError("a soft limit"))  # type: ignore[assignment]
-    # The thread of futures has nothing to read for.
+    # The thread for futures has nothing to read for.
     with pytest.raises(TimeoutError, match="a soft limit"):
         client.call("two", b"z")
     connection._reader = reader
@@ -436,7 +436,7 @@ def test_the_rest_of_a_result_that_is_given_up_does_not_stop_the_next_payload(cl
     assert client.call("plain", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
-    # A part of the result is received, and more than the socket holds is still to come.
+    # A part of the result is received. The rest is more than the socket buffers hold.
     connection._reader = Interruption(connection._reader, TimeoutError("a soft limit"), after=1)  # type: ignore
     with pytest.raises(TimeoutError, match="a soft limit"):
         client.call("plain", str(12 << 20).encode(), operation="size")
@@ -486,7 +486,7 @@ def test_a_handler_that_would_wait_in_the_midst_of_a_call_is_told_so(client: Cli
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        # The main thread reads, or sleeps while the thread of futures does.
+        # The main thread reads, or sleeps while the thread for futures reads.
         other = None if is_first else client.submit("two", b"0.5", operation="sleep")
         connection = client._connection
 
@@ -518,7 +518,7 @@ def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
     before = signal.signal(signal.SIGUSR1, lambda *_: found.append(client.submit("two", b"nested")))
 
     class Queue(collections.deque[Any]):
-        """The signal comes behind the first entry, or as it is seen that none is left."""
+        """Raises the signal after the first entry, or when the sending code finds the queue empty."""
 
         appended = looks = 0
 
@@ -531,7 +531,7 @@ def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
         def __len__(self) -> int:
             length = super().__len__()
             self.looks += not length and connection._writing._is_owned()  # type: ignore
-            # The first one is before anything is sent.
+            # The first check is before anything is sent.
             if moment == "__len__" and self.looks == 2:
                 self.looks += 1
                 signal.raise_signal(signal.SIGUSR1)
@@ -539,7 +539,7 @@ def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
 
     monkeypatch.setattr(connection, "_outgoing", Queue())
     try:
-        # Long enough to be seen if it is sent twice.
+        # Long enough to notice if the job is sent twice.
         future = client.submit("two", b"0.3", operation="sleep")
         assert future.result(LONG).payload == b"slept"
         assert found[0].result(LONG).payload == b"nested"
@@ -600,7 +600,7 @@ def test_ctrl_c_while_another_threads_future_is_settled_tells_it_all_the_same(
     monkeypatch.setattr(Condition, "notify_all", hit)
     thread = threading.Thread(target=other)
     threading.Timer(0.1, thread.start).start()
-    # This thread reads for all.
+    # This thread reads for all threads.
     with pytest.raises(KeyboardInterrupt):
         client.call("two", b"%d" % LONG, operation="sleep")
     thread.join(LONG)
@@ -620,7 +620,7 @@ def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: 
                 futures = [client.submit("two", b"%d" % n) for n in range(10)]
                 right = answers == [b"%d %d" % (number, n) for n in range(50)]
                 right &= [bytes(f.result(LONG)) for f in futures] == [b"%d" % n for n in range(10)]
-                # The parent's job is not the child's.
+                # The child does not own the parent's job.
                 right &= isinstance(running_job.exception(LONG), bulkhead.Disconnected)
                 status = 0 if right else 2
             finally:
@@ -633,7 +633,7 @@ def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: 
 
 
 def test_prefork_servers_use_one_client_of_the_module(supervisor: Supervisor) -> None:
-    """As under gunicorn: imported and used before the fork, used by threads in the children."""
+    """gunicorn, for example, imports and uses the client before the fork, and uses it in threads of the children."""
     program = f"""
 import os, threading, bulkhead
 client = bulkhead.Client({supervisor.socket!r})
@@ -667,7 +667,7 @@ print(codes)
     assert run.stdout.strip() == b"[0, 0, 0, 0, 0, 0]", run.stderr.decode()
 
 
-# Supervisors that go away.
+# Lost supervisors.
 
 
 def test_a_supervisor_that_is_not_there(tmp_path: os.PathLike[str]) -> None:
@@ -696,7 +696,7 @@ def test_a_supervisor_that_dies_and_comes_back() -> None:
         assert error_of(client, "plain").executed == "no"
         own.start()
         assert client.call("plain", b"again").payload == b"again"
-        # Not even noticed by a client that rests meanwhile.
+        # An idle client does not even notice a restart.
         own.stop()
         own.start()
         assert client.call("plain", b"once more").payload == b"once more"
@@ -721,7 +721,7 @@ def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None
         with Client(supervisor.socket) as client:
             client.call("two")
             client.submit("two").result(LONG)
-    # Nor does one that was not closed, once the futures that it leaves have ended.
+    # The same for a client that was not closed, once its last future is done.
     for _ in range(20):
         client = Client(supervisor.socket)
         left = client.submit("two", b"later")

@@ -1,8 +1,8 @@
-"""CPython's own tests of ProcessPoolExecutor, run from an installed interpreter, with BulkheadExecutor in its place.
+"""Runs CPython's own tests of ProcessPoolExecutor with BulkheadExecutor in its place.
 
-They are never copied: an interpreter of 3.12 or later with its ``test`` package is looked for, and an environment of it
-gets a ``.pth`` file that puts our executor into ``concurrent.futures`` before all else. Where there is no such
-interpreter, the test says so loudly and is skipped.
+The tests are never copied. They come from an installed interpreter (3.12 or later) with its ``test`` package. A virtual
+environment of this interpreter gets a ``.pth`` file that puts BulkheadExecutor into ``concurrent.futures`` first of
+all. Without such an interpreter, the test prints a notice and is skipped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 RUNNER = Path(__file__).with_name("cpython_runner.py")
-#: Seconds for all tests of one part.
+#: Time limit for all tests of one part, in seconds.
 PART_SECONDS_MAX = 240
 
-#: What passes, by module, class (of those with spawn) and method.
+#: Tests that pass, by module, class (only classes with spawn) and method.
 PASS: dict[str, dict[str, list[str]]] = {
     "test_wait": {
         "ProcessPoolSpawnWaitTest": [
@@ -98,10 +98,10 @@ PASS: dict[str, dict[str, list[str]]] = {
     },
 }
 
-#: Of these, what 3.13.0 does not have yet.
+#: Tests in `PASS` that Python 3.13.0 does not have yet.
 LATER = {"test_max_tasks_per_child_pending_tasks_gh115634", "test_swallows_falsey_exceptions"}
 
-#: What is not run, and why. What is in neither list is named when the tests run, so that news are seen.
+#: Tests that are not run, with the reasons. Tests in neither list are printed, so that new tests are noticed.
 SKIP: dict[str, str] = {
     "test_idle_process_reuse_one": "asks for _processes",
     "test_idle_process_reuse_multiple": "asks for _processes",
@@ -144,7 +144,7 @@ if "bulkhead._pool_worker" not in " ".join(sys.orig_argv):
 
 
 def find_interpreter() -> str | None:
-    """An interpreter of 3.12 or later that has CPython's own tests."""
+    """Returns an interpreter of 3.12 or later that has CPython's own tests, or None."""
     named = os.environ.get("BULKHEAD_CPYTHON")
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     candidates = [named, sys.executable]
@@ -165,7 +165,7 @@ def find_interpreter() -> str | None:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The interpreter of a virtual environment in which our executor is in place of the standard one."""
+    """Creates a virtual environment with BulkheadExecutor in place of the standard one. Returns its interpreter."""
     interpreter = find_interpreter()
     if interpreter is None:
         message = "CPYTHON'S OWN TESTS DID NOT RUN: no interpreter of 3.12 or later with test.test_concurrent_futures"
@@ -180,7 +180,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(interpreter: str, names: list[str]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Runs these tests and tells how each ended."""
+    """Runs tests. Returns the result and details of each test."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     child = subprocess.Popen(
         [interpreter, RUNNER, *names],
@@ -229,7 +229,7 @@ def test_no_test_of_cpython_is_forgotten(environment: str) -> None:
     known = {(name, method) for classes in PASS.values() for name, methods in classes.items() for method in methods}
     found = [tuple(line.split()) for line in listed.splitlines()]
     news = [pair for pair in found if pair not in known and pair[1] not in SKIP]
-    # Another interpreter may have more: they are named, not failed.
+    # Other interpreters may have more tests, which are printed and do not fail this test.
     if news:
         print(f"\nCPython has tests that are in neither list: {news}", file=sys.__stderr__)
     if "3.13" in subprocess.run([environment, "-V"], capture_output=True, text=True, check=True).stdout:

@@ -1,4 +1,4 @@
-"""What is read from workers that may have been taken over."""
+"""Tests of reading results from workers that may be compromised."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from bulkhead._data import _MAKERS, DataOnly, _longest_if_simple, loads
 
 
 def short_named(module: str, name: str) -> bytes:
-    """What names something in the midst of a pickle."""
+    """Returns opcodes that name an object, for use within a pickle."""
     return b"".join(b"\x8c%c%b" % (len(word), word.encode()) for word in (module, name)) + b"\x93"
 
 
 def named(module: str, name: str) -> bytes:
-    """The beginning of a pickle that names something."""
+    """Returns the beginning of a pickle that names an object."""
     return b"\x80\x05" + short_named(module, name)
 
 
@@ -160,9 +160,9 @@ def test_extensions_of_copyreg_are_not_looked_up() -> None:
         copyreg.remove_extension("os", "system", 240)
 
 
-#: A tuple of the value before it, twice, two hundred times over: each takes twice as long to hash.
+#: A tuple that contains the previous value twice, two hundred levels deep. Each level takes twice as long to hash.
 TWICE = b"K\x01" + b"".join(b"\x94h%c\x86" % number for number in range(200))
-#: A number of 1 MiB, and a set of a thousand tuples with it.
+#: A number of 1 MiB, and a set of a thousand tuples that contain the number.
 LARGE = (
     b"\x8b\x00\x00\x10\x00"
     + b"\x01" * (1 << 20)
@@ -176,9 +176,9 @@ LARGE_DECIMAL = (
     + b"\x85R\x94\x8f("
     + b"".join(b"h\x00M%c%c\x86" % (n % 256, n // 256) for n in range(3000))
 )
-#: Numbers that have the same hash.
+#: Numbers with equal hashes.
 EQUAL = b"".join(b"\x8a\x0a" + (number * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for number in range(100_000))
-#: A dictionary of a thousand numbers, of which a few bytes make a copy.
+#: A dictionary of a thousand numbers, and the few bytes that copy it.
 COPIED = b"}\x94(" + b"".join(b"M%c%cN" % (n % 256, n // 256) for n in range(1000)) + b"u"
 COPY = b"h\x01h\x00\x85R"
 
@@ -205,7 +205,7 @@ def test_what_is_read_costs_no_more_than_its_size(pickled: bytes, why: str) -> N
         loads(pickled)
 
 
-#: Each holds the one before it twice.
+#: Pairs that each contain the previous pair twice.
 PAIRS = b"K\x01\x85" + b"".join(b"\x94h" + bytes([index]) + b"\x86" for index in range(60))
 RANGE = short_named("builtins", "range") + b"J\x80\x96\x98\x00\x85R"
 BOMBS = {
@@ -236,7 +236,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_what_takes_more_than_its_size_tells_is_refused(bomb: str) -> None:
-    """Each would hold the interpreter for ever, end it, or take its memory."""
+    """Each pickle would otherwise block the interpreter for ever, end it, or exhaust its memory."""
     with pytest.raises(DataOnly):
         loads(b"\x80\x04" + BOMBS[bomb])
 
@@ -266,7 +266,7 @@ def test_tuples_in_dicts_and_sets_are_read() -> None:
     [b"\x80\x05Nr\xff\xff\xff\x0f.", b"\x80\x05Np268435455\n.", b"\x80\x05(K\x01" * 2000 + b"r\xff\xff\xff\x0f."],
 )
 def test_a_few_bytes_do_not_take_all_memory(pickled: bytes) -> None:
-    """What ``pickle.loads`` makes of them has 4 GiB."""
+    """``pickle.loads`` allocates 4 GiB for these pickles."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataOnly, match="opcode"):
         loads(pickled)
@@ -284,7 +284,7 @@ def test_a_worker_that_was_taken_over_runs_nothing_here(call: Callable[..., Any]
         assert not os.path.exists(made)
         assert pool.submit(jobs.plain_data, DATA).result(LONG) == DATA
         assert isinstance(pool.submit(int, "x").exception(LONG), ValueError)
-    # Who trusts what runs there says so. Without a sandbox it is as in any pool.
+    # The caller can trust its workers explicitly. Without a sandbox, workers are trusted as in any pool.
     with BulkheadExecutor(1, sandbox="strict", results="any") as pool:
         pool.submit(call, made).exception(LONG)
         assert os.path.exists(made)
@@ -315,11 +315,11 @@ def test_what_a_worker_answers_costs_its_call_alone(answer: bytes, error: type[E
         assert pool.submit(jobs.double, 4).result(LONG) == 8
 
 
-# What ``pickle`` may read.
+# Pickles that are left to ``pickle``.
 
 
 def hashed_keys(pickled: bytes) -> Iterator[Any]:
-    """What a pickle hashes: a machine of its own for the opcodes of data, on values that stand for their kinds."""
+    """Yields the objects that a pickle hashes, by simulating the opcodes of data on placeholders for their kinds."""
     stack: list[Any] = []
     memo: list[Any] = []
     marks: list[int] = []
@@ -396,7 +396,7 @@ CLOSING = [b"u", b"u", b"u", b"u(", b"e", b"e(", b"a", b"s", b"(", b"\x95" + byt
 
 
 def phrases(random: Random) -> bytes:
-    """What mostly looks as a pickle of dictionaries and lists."""
+    """Returns random bytes that resemble a pickle of dictionaries and lists."""
     said = [b"\x80\x04", random.choice([b"}\x94(", *CONTAINERS])]
     for _ in range(random.randrange(2, 10)):
         chance = random.random()
@@ -410,7 +410,7 @@ def phrases(random: Random) -> bytes:
 
 
 def test_what_pickle_reads_has_no_numbers_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is too large for numbers to be keys: single ones, which SETITEM takes, are counted."""
+    """Large pickles must not have numbers as keys. Single keys, which SETITEM sets, are counted."""
     monkeypatch.setattr(_data, "HASHING_MAX", -1)
     monkeypatch.setattr(_data, "NUMERIC_KEYS_MAX", 3)
     random = Random(7)
@@ -439,7 +439,7 @@ def test_what_pickle_reads_has_no_numbers_for_keys(monkeypatch: pytest.MonkeyPat
     assert taken > 10_000
 
 
-# What was found to do harm.
+# Pickles that did harm to earlier versions.
 
 
 def short(text: str) -> bytes:
@@ -456,12 +456,12 @@ def integer(number: int) -> bytes:
 
 
 def built(name: str, state: bytes) -> bytes:
-    """An exception with a state."""
+    """Returns an exception with a state."""
     return short_named("builtins", name) + b")R}" + state + b"sb"
 
 
 def chained_keys(bits: int, times: int) -> bytes:
-    """Numbers that fill the places a dictionary searches for one of them, which is set again and again."""
+    """Returns numbers that fill the slots in which a dictionary searches for one key, which is set repeatedly."""
     keys, place = [1 << bits], 0
     while len(keys) < (1 << bits) * 2 // 3 - 1:
         place = (5 * place + 1) & ((1 << bits) - 1)
@@ -479,7 +479,7 @@ def decimal_of_the_hash_of_a_number() -> bytes:
     return b"(" + made + b"\x8f(h\x00h\x01\x90" * 100 + b"t"
 
 
-#: Three levels of a list of a hundred.
+#: A list of a hundred references, three levels deep.
 SHARED = b"\x94(" + b"h\x00" * 99 + b"t\x94(" + b"h\x01" * 99 + b"t\x94(" + b"h\x02" * 99 + b"t"
 DEQUE = short_named("collections", "deque")
 GROUP = short_named("builtins", "ExceptionGroup")
@@ -487,7 +487,7 @@ EQUAL_TEXTS = long(b"a" * 1_500_000)
 
 
 def equal_tuples_of_texts() -> bytes:
-    """Two with a thousand times a thousand texts, which are compared one by one."""
+    """Returns two equal tuples, each with a million references to one long text, which are compared one by one."""
     first, second = (
         EQUAL_TEXTS + b"\x94(" + b"h%c" % at * 1000 + b"t\x94(" + b"h%c" % (at + 1) * 1000 + b"t\x94" for at in (0, 3)
     )
@@ -495,7 +495,7 @@ def equal_tuples_of_texts() -> bytes:
 
 
 def equal_sets_of_one_hash() -> bytes:
-    """Two with 512 members of one hash, each of which is compared with those of the other; and what makes it large."""
+    """Returns two sets of 512 members with equal hashes, so that all pairs are compared, and data that adds size."""
     members = [
         b"(" + b"".join(numbers) + b"t"
         for numbers in itertools.product((b"J" + b"\xff" * 4, b"J\xfe" + b"\xff" * 3), repeat=9)
@@ -525,7 +525,7 @@ HARM = {
 
 @pytest.mark.parametrize("harm", HARM)
 def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
-    """In a process of its own that has some seconds and 2 GiB: it comes to an end, refused or read."""
+    """Reads the pickle in a process with limited CPU time and 2 GiB. The pickle must be read or refused in time."""
     path = tmp_path / "pickled"
     path.write_bytes(b"\x80\x05" + HARM[harm] + b".")
     code = """if True:
@@ -562,7 +562,7 @@ def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
         integer(1 << 4_000_000) + SHARED,
         short_named("pathlib", "PosixPath") + long(b"a" * 100_000) + b"\x85R" + SHARED,
         short_named("builtins", "slice") + long(b"a" * 100_000) + b"NN\x87R",
-        # A bytearray that is made longer, and found very often.
+        # A bytearray that is extended later and referenced very often.
         b"}(\x8c\x01a\x96" + bytes(8) + b"\x94" + b"(%be" % (b"K\x01" * 1000) * 400
         + b"\x8c\x01b]" + b"(%be" % (b"h\x00" * 1000) * 100 + b"u",
         built("ValueError", short("print_file_and_line") + b"K\x01"),
@@ -574,10 +574,10 @@ def test_what_hid_something_is_refused(pickled: bytes) -> None:
 
 
 def test_what_a_group_was_made_of_can_change() -> None:
-    """What it has is looked at all the same."""
+    """The members of a group are checked even if the list that it was made from has changed."""
     if sys.version_info < (3, 11):
         pytest.skip("Python 3.10 has no groups")
-    # A deque of two holds the group before it twice; the next is made of it; then it holds something else.
+    # A deque contains the previous group twice. The next group is made from it. Then the deque gets other members.
     said = GROUP + b"\x94\x8c\x01m" + DEQUE + b"\x94)K\x02\x86R\x94(" + short_named("builtins", "ValueError")
     said += b")R\x94h\x03e\x86R\x94h\x02(NNe"
     for number in range(4, 104, 2):
@@ -598,7 +598,7 @@ def test_a_traceback_of_what_was_read_does_nothing() -> None:
 
 
 def test_what_is_refused_is_not_held_or_shown() -> None:
-    """Neither the error, nor what it was raised from, nor their frames have it."""
+    """Refused values must not be in the error, its cause or its frames."""
     key = long(b"a" * 1_000_000) + b"".join(b"\x94h%c\x86" % number for number in range(20))
     for pickled in (built("ValueError", key + b"N"), key + b"\x00", short_named("decimal", "Decimal") + key + b"\x85R"):
         with pytest.raises(DataOnly) as caught:
@@ -609,7 +609,7 @@ def test_what_is_refused_is_not_held_or_shown() -> None:
 
 
 def test_a_number_that_is_refused_is_not_told() -> None:
-    """Its digits would take a time that grows with the square of its length."""
+    """Converting the number to digits would take quadratic time."""
     said = short_named("uuid", "UUID") + b")\x81}(\x8c\x03intK\x01\x8c\x07is_safe" + integer(1 << 10_000) + b"ub"
     with pytest.raises(DataOnly, match="UUID of something else"):
         loads(b"\x80\x05" + said + b".")

@@ -1,4 +1,4 @@
-"""Executors whose supervisor, callbacks or callers end at a bad moment: each future has its end, and nothing stays."""
+"""Executors whose supervisor, callbacks or callers end at a bad moment. Every future is settled and nothing left."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def raise_without_cause() -> None:
 
 def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
     with BulkheadExecutor(1) as pool:
-        # It can be pickled, and not be read.
+        # The exception can be pickled, but not unpickled.
         assert "Frozen: why" in str(pool.submit(raise_frozen).exception(LONG))
         raised = pool.submit(raise_without_cause).exception(LONG)
         assert isinstance(raised, WithoutCause)
@@ -139,7 +139,7 @@ def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
 
 
 def test_calls_of_callbacks_with_large_arguments_go_on() -> None:
-    """The thread that reads sends them; the supervisor stops to listen to one who does not read."""
+    """The receiving thread sends these calls. The supervisor stops reading from a client that does not read."""
     left, is_over, errors = [24], threading.Event(), list[BaseException]()
 
     def again(future: Future[Any]) -> None:
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
 
 def test_a_signal_that_raises_a_timeout_costs_no_other_call() -> None:
-    """`TimeoutError` is an `OSError`, and none of the connection's."""
+    """`TimeoutError` is an `OSError`, but does not come from the connection."""
     source = str(Path(__file__).parents[1] / "src")
     ran = subprocess.run(
         [sys.executable, "-c", SOFT_LIMIT],
@@ -249,7 +249,7 @@ def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyP
 
 
 def test_tmpfiles_leaves_the_folder_alone() -> None:
-    """Cleans up as systemd-tmpfiles does, which skips a folder that it cannot lock."""
+    """Imitates systemd-tmpfiles, which skips a folder that it cannot lock."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
         descriptor = os.open(pool._pool.supervisor().folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -282,7 +282,7 @@ def test_a_nested_pool_leaves_nothing_when_its_call_is_killed(tmp_path: Path) ->
         assert future.cancel()
 
         def is_gone() -> bool:
-            # The folder is removed by the way.
+            # The folder is removed as a side effect of later calls.
             pool.submit(jobs.double, 4).result(LONG)
             return not os.path.exists(folder)
 

@@ -1,4 +1,4 @@
-"""The examples, run as they stand; example.py is in test_packaging.py."""
+"""Runs the examples unchanged. test_packaging.py runs example.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Image: Any = pytest.importorskip("PIL.Image")
 
 
 def keys_of_the_example(**changes: Any) -> dict[str, Any]:
-    """Its own, with this interpreter and where its modules are."""
+    """Returns the keys of the example, with this interpreter and its module paths."""
     keys: dict[str, Any] = tomllib.loads((EXAMPLES / "thumbnails" / "workers.toml").read_text())["bulkhead"][
         "thumbnail"
     ]
@@ -57,7 +57,7 @@ def test_thumbnails_of_hostile_pictures(supervisor: Supervisor) -> None:
         for how in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
             result = client.call("thumbnail", picture(how=how)).payload
             assert Image.open(io.BytesIO(result)).size == (128, 96)
-        # A bomb: few bytes, very many pixels.
+        # A decompression bomb: few bytes, very many pixels.
         with pytest.raises(Failed) as failed:
             client.call("thumbnail", picture((20_000, 20_000)))
         assert failed.value.outcome.fault == "caller"
@@ -159,7 +159,7 @@ def test_every_example_is_run() -> None:
 
 
 def block(beginning: str) -> str:
-    """The example of docs/python.md that begins so."""
+    """Returns the example in docs/python.md that has the given beginning."""
     page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
     found = re.search(rf"^( *)```python\n\1{re.escape(beginning)}.*?^\1```$", page, re.DOTALL | re.MULTILINE)
     assert found is not None, beginning

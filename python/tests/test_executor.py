@@ -1,4 +1,4 @@
-"""BulkheadExecutor as an executor: what concurrent.futures promises, options, threads, asyncio, fork, shutdown."""
+"""BulkheadExecutor as an executor: the contract of concurrent.futures, options, threads, asyncio, fork, shutdown."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SOURCE = TESTS.parent / "src"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[BulkheadExecutor]:
-    """A pool that all tests of this file may use, and leave as they found it."""
+    """A pool that all tests of this file share and leave unchanged."""
     with BulkheadExecutor(2) as executor:
         yield executor
 
 
 def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that can import what tests can."""
+    """Runs a program that can import the modules of the tests."""
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", **variables}
-    # With it, lines of several processes run into each other.
+    # With this variable, output lines of several processes are interleaved.
     environment.pop("PYTHONUNBUFFERED", None)
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -55,7 +55,7 @@ def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# What every executor does.
+# Behaviour of any executor.
 
 
 def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
@@ -73,7 +73,7 @@ def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
 def test_a_call_that_holds_the_lock_keeps_no_other(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         list(pool.map(jobs.double, range(500)))
-    # It ends after all others or not at all.
+    # Ends after all others or not at all.
     slow = pool.submit(jobs.hold_the_lock, 10**12)
     calls = [pool.submit(jobs.double, number) for number in range(60)]
     try:
@@ -124,7 +124,7 @@ def test_map_takes_no_more_of_its_longer_iterable_than_the_builtin(
 def test_large_values_travel_both_ways(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data
-    # More at once than sockets and buffers hold: neither side may wait for the other.
+    # More data than sockets and buffers hold, so neither side may block on the other.
     futures = [pool.submit(jobs.echo, data[: 3 << 20]) for _ in range(40)]
     assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
 
@@ -187,8 +187,10 @@ def test_a_timeout_ends_the_call_and_its_tree(pool: BulkheadExecutor, tmp_path: 
 
 
 def test_how_long_a_timeout_and_a_cancel_take(tmp_path: Path) -> None:
-    """The design: 0.2 s on an endless loop raises within 0.25 s, the tree is gone within 0.5 s. A busy machine takes
-    longer, and no time limit of the supervisor or the worker may come into play."""
+    """The design's limits for an endless loop with a timeout of 0.2 s: raises within 0.25 s, tree ends within 0.5 s.
+
+    A busy machine needs longer. No time limit of the supervisor or the worker may influence the result.
+    """
     raised, gone, cancelled = [], [], []
     with BulkheadExecutor(1) as pool:
         for number in range(6):
@@ -313,7 +315,7 @@ def test_max_tasks_per_child_is_exact(tasks: int) -> None:
 
 @pytest.mark.parametrize("tasks", [None, 1, 3])
 def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With "forkserver" they come of a template: each is one of its own all the same."""
+    """Workers forked from a template must behave like independent workers."""
     note = str(tmp_path / "note")
     with BulkheadExecutor(
         2,
@@ -369,7 +371,7 @@ def test_workers_for_one_call_are_heard_while_they_wait_and_run(method: str) -> 
 def test_confined_workers_of_both_kinds(
     method: str, sandbox: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # The caller's folders are not theirs.
+    # Workers cannot access the caller's folders.
     tmp_path.chmod(0o755)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     context = multiprocessing.get_context(method)
@@ -396,7 +398,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
         with pytest.raises(WorkerCrashed):
             pool.submit(jobs.segfault).result(LONG)
         assert pool.submit(jobs.loaded, "threaded").result(LONG)
-        # It is nothing for programs and pools that calls start.
+        # Programs and pools that calls start must not inherit the variable.
         assert pool.submit(jobs.variable, "PYTHON_BULKHEAD_BARE").result(LONG) is None
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
     assert "leave the thread" in line
@@ -411,7 +413,7 @@ def test_cloudpickle() -> None:
         assert made.word == word
 
 
-# What goes wrong at the start.
+# Failures at the start.
 
 
 def test_an_initializer_that_fails_ends_the_pool() -> None:
@@ -461,7 +463,7 @@ def test_status_and_crashes() -> None:
         status = pool.status()
         assert (status["done"], status["crashed"]) == (1, 1)
         (crash,) = wait_for("there is a report", pool.crashes)
-        # faulthandler's stack of the function that died.
+        # The stack printed by faulthandler for the function that died.
         assert "in segfault" in str(crash)
 
 
@@ -500,7 +502,7 @@ def test_a_pool_within_a_worker(pool: BulkheadExecutor) -> None:
     assert pool.submit(jobs.nested, 21).result(LONG) == 42
 
 
-# The end.
+# Shutdown.
 
 
 def test_shutdown_finishes_or_cancels() -> None:
@@ -531,7 +533,7 @@ def test_nothing_is_left_of_a_pool() -> None:
     assert not any(map(is_running, pids))
     assert not os.path.exists(supervisor.folder)
     assert threading.active_count() <= before[1]
-    # One that is dropped without shutdown ends by itself, when its calls have.
+    # An executor that is dropped without shutdown ends after its calls.
     pool = BulkheadExecutor(1)
     future = pool.submit(jobs.sleep, 0.1)
     supervisor = pool._pool.supervisor()
@@ -564,7 +566,7 @@ def test_a_supervisor_that_dies_costs_what_it_had() -> None:
         os.kill(pid, 9)
         with pytest.raises(BrokenProcessPool):
             running.result(LONG)
-        # Those that it never had go to the next one.
+        # Calls that the supervisor never had go to the next supervisor.
         outcomes = [future.exception(LONG) for future in rest]
         assert outcomes[-1] is None
         assert all(isinstance(each, (BrokenProcessPool, type(None))) for each in outcomes)
@@ -676,7 +678,7 @@ def test_ctrl_c_ends_it_in_order() -> None:
 
 
 class Interrupted(BaseException):
-    """What a handler of signals raises, as KeyboardInterrupt."""
+    """Raised by a signal handler, like KeyboardInterrupt."""
 
 
 def test_a_signals_exception_between_any_two_steps_stops_nothing() -> None:
@@ -690,7 +692,7 @@ def test_a_signals_exception_between_any_two_steps_stops_nothing() -> None:
         signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.003))
         for number in range(200):
             futures.append((number, pool.submit(jobs.double, number)))
-            # So that most calls go to the supervisor at once.
+            # Ensures that most calls are sent to the supervisor immediately.
             while len(pool._pool._sent) > 10:
                 time.sleep(0.0001)
 
@@ -798,7 +800,7 @@ def test_an_output_that_a_call_has_replaced_fails_no_other_call() -> None:
 
 
 def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
-    # An interpreter has room, and a thread's stack has not.
+    # There is enough memory for an interpreter, but not for the stack of a thread.
     rlimits = {"stack": "64GiB"}
     with (
         BulkheadExecutor(1, memory="512MiB", config={"rlimits": rlimits}) as pool,
@@ -808,7 +810,7 @@ def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
 
 
 def test_a_call_that_cannot_be_put_together_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one for which there is no memory: it may be sent by the thread on which all calls depend."""
+    """Imitates a lack of memory in the receiving thread, on which all calls depend."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
         thread, dump = pool._pool._thread, pool._pool.pickler.dump

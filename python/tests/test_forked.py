@@ -1,4 +1,4 @@
-"""Workers that a template has forked (``start.mode = "fork"``), with and without a sandbox."""
+"""Tests of workers that are forked from a template (``start.mode = "fork"``), with and without a sandbox."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def children(parent: int) -> set[int]:
 
 
 def ready(own: Supervisor, count: int) -> list[int]:
-    """The processes of as many workers as are ready."""
+    """Waits for ``count`` ready workers. Returns their process ids."""
 
     def found() -> list[int]:
         workers = own.snapshot("one")["workers"]
@@ -90,18 +90,18 @@ def test_forked_workers_are_out_of_each_others_reach(profile: str) -> None:
 def test_a_forked_worker_has_a_temporary_folder_that_goes_with_it(profile: str) -> None:
     keys = forked(profile, recycle={"jobs": 1})
     with running(one=keys) as own, Client(own.socket) as client:
-        # A folder on disk that is deeper than 128 is a violation, if a look finds it before it goes.
+        # A folder deeper than 128 on disk is a violation if a check finds it before it is removed.
         depths = [0, 3, 40, 300 if profile == "strict" else 100]
         folders = [client.call("one", str(depth).encode(), operation="litter").payload.decode() for depth in depths]
         assert len(set(folders)) == len(folders)
         (worker,) = ready(own, 1)
-        # As the template sees them.
+        # Paths as the template sees them.
         paths = [f"/proc/{worker}/root{folder}" for folder in folders]
         wait_for("their folders are gone", lambda: not any(map(os.path.exists, paths)))
 
 
 def test_a_folder_that_a_template_cannot_give_is_told() -> None:
-    """`read` of what temporary folders lie in is read-only under strict."""
+    """If `read` grants a parent of the temporary folders, they are read-only under strict."""
     keys = sandboxed("strict")
     keys["sandbox"]["read"].append("/tmp")
     with running(one={**keys, "start": {"mode": "fork"}}) as own:

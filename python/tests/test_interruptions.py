@@ -1,6 +1,6 @@
-"""What a signal's handler raises or does, and the collector of garbage does, in the midst of anything.
+"""Signal handlers that raise exceptions or do work, and garbage collection, at arbitrary points.
 
-Each is a program of its own, in which the signal comes where the interpreter looks for one.
+Each case is a separate program, in which the signal arrives at a point where the interpreter checks for signals.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def waiting(pool, *given):
 
 
 def ends(code: str, expected: str = "ended") -> None:
-    # A hang ends by the first of these limits, with all stacks.
+    # If the program hangs, this limit ends it first and prints all stacks.
     watch = "import faulthandler; faulthandler.dump_traceback_later(50, exit=True)\n"
     ended = script(watch + COMMON + code + "\nprint('ended', flush=True)\nos._exit(0)\n")
     assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
@@ -407,7 +407,7 @@ sys.stdout = real
 
 
 def test_two_interrupts_end_a_program_that_waits_for_a_pool() -> None:
-    """The first one ends the wait for the result, the second one that of ``shutdown``."""
+    """The first interrupt ends the wait for the result, the second interrupt ends the wait of ``shutdown``."""
     ended = script("""
         import faulthandler, os, signal, sys, threading, time, jobs
         from bulkhead import BulkheadExecutor

@@ -1,4 +1,4 @@
-"""Both wheels are built, installed into a fresh virtual environment, and used there."""
+"""Builds both wheels, installs them into a fresh virtual environment, and uses them there."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pools import LONG
 
 PYTHON = Path(__file__).resolve().parents[1]
 ROOT = PYTHON.parent
-#: The folder of the programs that tests are run against.
+#: Folder of the programs that the tests use.
 SUPERVISOR = os.environ.get("BULKHEAD_SUPERVISOR", "")
 PROGRAMS = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead")
 
 
 def run(*command: str | Path, **variables: str) -> str:
-    """Runs a program that is to succeed; what it printed."""
+    """Runs a program that must succeed. Returns its output."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BULKHEAD"))}
     ended = subprocess.run(
         command, env={**kept, **variables}, capture_output=True, text=True, timeout=5 * LONG, check=False
@@ -31,7 +31,7 @@ def run(*command: str | Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Both, built here by hatchling without a look at an index."""
+    """Builds both wheels with hatchling, without access to a package index."""
     if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
         message = "THE WHEELS ARE NOT TESTED: pip install hatchling"
         print(f"\n{message}", file=sys.__stderr__)
@@ -49,7 +49,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_one_command_installs_both_from_a_checkout(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
-    """Wherever cargo puts the programs. A cargo that only copies them stands for the real one, which takes minutes."""
+    """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
     built = Path(SUPERVISOR).parent
     target = tmp_path / "target"
     tools = tmp_path / "tools"
@@ -69,7 +69,7 @@ esac
             (target / "release" / program).symlink_to(built / program)
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v")
     python = tmp_path / "v" / "bin" / "python"
-    # There is no index, and the build backend is taken from this environment, so that nothing is fetched.
+    # No package index is used, and the build backend comes from this environment, so that nothing is downloaded.
     offline = ["--quiet", "--no-index", "--no-build-isolation"]
     run(
         *(sys.executable, "-m", "pip", "--python", python, "install", *offline),
@@ -93,7 +93,7 @@ def test_documents_name_the_command_that_installs() -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh virtual environment with both."""
+    """Creates a virtual environment with both wheels. Returns its interpreter."""
     folder = tmp_path_factory.mktemp("fresh") / "v"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
@@ -106,7 +106,7 @@ def test_names_and_contents(wheels: list[Path]) -> None:
     version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
     assert version is not None
     assert package.name == f"bulkhead_py-{version[1]}-py3-none-any.whl"
-    # As what the programs need, by the host's own tools where they are.
+    # The platform tag must match what the system's own tools report.
     tag = re.fullmatch(rf"bulkhead_supervisor-{re.escape(version[1])}-py3-none-(\w+)\.whl", programs.name)
     assert tag is not None, programs.name
     assert re.fullmatch(r"manylinux_2_\d+_\w+|musllinux_1_2_\w+", tag[1])
@@ -131,7 +131,7 @@ def test_names_and_contents(wheels: list[Path]) -> None:
 
 
 def test_the_example_ends_and_tells_each_apart(installed: Path) -> None:
-    """The design asks for two seconds; on a busy machine it may take longer."""
+    """The design requires two seconds, but a busy machine may need longer."""
     told = run(installed, PYTHON / "examples" / "example.py", HOME=os.environ.get("HOME", "/"))
     lines = told.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == ["segfaults", "hangs", "leaks", "honest"], told
@@ -150,7 +150,7 @@ def test_programs_of_the_wheel(installed: Path) -> None:
 
 
 def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
-    """A program of a user that mypy checks against the installed package."""
+    """mypy checks a user's program against the installed package."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("mypy is not installed")
     program = tmp_path / "program.py"
@@ -175,7 +175,7 @@ def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_submitted_has_the_types_of_the_function(tmp_path: Path) -> None:
-    """As with the standard executors: a program that is checked strictly stays so when it changes over."""
+    """A strictly typed program remains valid after a switch from the standard executors."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("mypy is not installed")
     program = tmp_path / "program.py"

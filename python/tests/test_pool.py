@@ -1,4 +1,4 @@
-"""What goes wrong around a pool: signals, callbacks that raise, no thread, no descriptor, no supervisor, a fork."""
+"""Failures around a pool: signals, failing callbacks, no threads, no descriptors, no supervisor, forks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bulkhead.executor import Call, PoolDisconnected, PoolFuture
 
 @pytest.fixture
 def pool() -> Iterator[BulkheadExecutor]:
-    """One whose supervisor runs."""
+    """A pool with a running supervisor."""
     with BulkheadExecutor(1) as executor:
         executor.submit(jobs.pid).result(LONG)
         yield executor
@@ -46,7 +46,7 @@ def channel_of(pool: BulkheadExecutor) -> Channel:
 
 
 class Interrupted:
-    """A socket whose sending is interrupted by a signal's handler that raises, once a part has left."""
+    """A socket that a raising signal handler interrupts after a part of the data was sent."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -74,7 +74,7 @@ def test_a_handlers_timeout_error_while_a_call_is_sent_loses_no_other(pool: Bulk
 
 
 class InMain:
-    """Pickled in the main thread, it does what a signal's handler may do; in any other it is a 7."""
+    """Runs an action and raises KeyboardInterrupt when pickled in the main thread. Pickles as 7 in other threads."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
@@ -88,7 +88,7 @@ class InMain:
 
 def test_ctrl_c_while_another_threads_call_is_pickled_costs_that_nothing(pool: BulkheadExecutor) -> None:
     future = PoolFuture(pool._pool)
-    # As one that was submitted by another thread, and waits for a place.
+    # Like a call that another thread has submitted and that waits for a place.
     pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
     with pytest.raises(KeyboardInterrupt):
         pool._pool.shut_down(wait=False, cancel=False)
@@ -116,7 +116,7 @@ def test_ctrl_c_while_a_call_is_pickled_leaves_no_shutdown_waiting(pool: Bulkhea
     assert not thread.is_alive()
 
 
-# What raises in a thread on which others depend.
+# Exceptions in threads on which others depend.
 
 
 def test_a_callback_that_raises_keeps_no_other_from_being_called(pool: BulkheadExecutor) -> None:
@@ -142,7 +142,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_call_without_an_outcome(monke
         channel = channel_of(pool)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_thread)
-            # As after a signal's exception.
+            # As after an exception of a signal handler.
             channel.recover()
         assert isinstance(futures[0].exception(LONG), (PoolDisconnected, type(None)))
         assert pool.submit(jobs.double, 2).result(LONG) == 4
@@ -246,7 +246,7 @@ def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     [("behind.connect", True), ("behind.PrivateSupervisor.stop", True), ("behind._wire.ran_us", False)],
 )
 def test_an_executor_is_dropped_in_the_midst_of_anything(where: str, is_killed: bool) -> None:
-    """The collector of garbage may come in the thread of the pool, and while it has the lock."""
+    """The garbage collector can run in the pool's thread, and while that thread holds the lock."""
     ended = script(f"""
         import gc, os, signal, jobs, bulkhead._pool as behind
         from bulkhead import BulkheadExecutor
@@ -294,7 +294,7 @@ def test_a_forked_child_has_no_descriptors_of_its_parents_pool(sandbox: str) -> 
 
 
 class Kept:
-    """A standard output that is Python through and through, and fails for some words."""
+    """A standard output in pure Python that raises an exception for some words."""
 
     def __init__(self) -> None:
         self.lines = ""
@@ -322,7 +322,7 @@ def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch:
     kept = Kept()
     monkeypatch.setattr(sys, "stdout", kept)
     assert pool.submit(jobs.say, "fail").result(LONG) == 1
-    # More than a FIFO holds.
+    # More than the capacity of a FIFO.
     assert pool.submit(jobs.say, "x" * 99, 2000).result(LONG) == 2000
     assert kept.lines.count("x") == 99 * 2000
 
@@ -330,7 +330,7 @@ def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch:
 def test_characters_of_more_than_a_byte_reach_a_stream_without_bytes_as_they_are(pool: BulkheadExecutor) -> None:
     kept = io.StringIO()
     with contextlib.redirect_stdout(kept):
-        # More than a FIFO holds, in pieces that end within one.
+        # More than the capacity of a FIFO, in pieces that end within a character.
         pool.submit(jobs.say, "x" + "\N{EURO SIGN}" * 200_000).result(LONG)
     text = kept.getvalue()
     assert text.count("\N{REPLACEMENT CHARACTER}") == 0

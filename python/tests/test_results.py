@@ -169,11 +169,11 @@ def test_what_is_no_class_of_a_result_is_refused(kind: Any) -> None:
         BulkheadExecutor(1, results=["data", kind])
 
 
-# Fields that were made to do harm.
+# Malicious fields.
 
 
 class _Made:
-    """Is pickled as a call of a function."""
+    """Pickles itself as a call of a function."""
 
     def __init__(self, function: Callable[..., Any], *fields: Any) -> None:
         self.fields = function, fields

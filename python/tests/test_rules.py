@@ -1,4 +1,4 @@
-"""What a template does for its confined workers, apart from the rules themselves: their temporary folders."""
+"""Tests of the temporary folders that a template manages for its confined workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def temporary(tmp_path: Path) -> Temporary:
 
 
 def rounds(temporary: Temporary, name: bytes, rounds_max: int) -> int:
-    """How often ``remove`` was called until nothing was left to do."""
+    """Returns the number of calls of ``remove`` until nothing is left to do."""
     for number in range(1, rounds_max + 1):
         if temporary.remove(name):
             return number
@@ -61,7 +61,7 @@ def test_a_deep_tree_whose_folders_have_the_names_of_those_moved_up(temporary: T
 
 
 def test_names_that_are_taken_do_not_keep_a_folder(temporary: Temporary, tmp_path: Path) -> None:
-    """A worker may have made folders of such names as those have that are moved up."""
+    """A worker can create folders whose names resemble the names of moved folders."""
     os.close(temporary.make(b"taken"))
     for number in range(ENTRIES_AT_ONCE + 1):
         (tmp_path / "taken" / f".bulkhead-{number}" / "in" / "it").mkdir(parents=True)

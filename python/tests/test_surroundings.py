@@ -23,7 +23,7 @@ METHODS = ["spawn", "forkserver"]
 
 
 def program(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs an interpreter that can import what tests can."""
+    """Runs an interpreter that can import the modules of the tests."""
     paths = [variables.pop("PYTHONPATH", ""), str(SOURCE), str(TESTS)]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
@@ -35,7 +35,7 @@ def program(code: str, *arguments: str, **variables: str) -> subprocess.Complete
     )
 
 
-# What workers inherit.
+# Inheritance of workers.
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -113,7 +113,7 @@ def test_errors_say_that_the_sandbox_was_the_cause(sandbox: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["finder", "link"])
 def test_editable_packages_are_readable_in_the_sandbox(kind: str, tmp_path: Path) -> None:
-    """As setuptools, and flit by a symbolic link, install them."""
+    """Covers installations by setuptools, and by flit with a symbolic link."""
     tmp_path.chmod(0o755)
     package = tmp_path / "project" / "edited"
     package.mkdir(parents=True)
@@ -147,7 +147,7 @@ sys.meta_path.append(Finder)
 
 
 def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.CaptureFixture[str]) -> None:
-    """The allocator of pyarrow starts a thread unless it is told not to."""
+    """pyarrow's allocator starts a thread unless this is disabled."""
     context = multiprocessing.get_context("forkserver")
     preload = [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name)]
     with BulkheadExecutor(1, mp_context=context, preload=preload) as pool:
@@ -162,7 +162,7 @@ def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.Capture
 def test_gevent_goes_on_while_a_call_is_awaited(method: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("gevent") is None:
         pytest.skip("NOT RUN: gevent is not installed")
-    # Workers import this program as their main module, so that they are patched as well.
+    # Workers import this program as their main module, so gevent patches them as well.
     path = tmp_path / "program.py"
     path.write_text(f"""
 from gevent import monkey
@@ -249,8 +249,8 @@ def test_errors_of_pickling_say_what_to_do() -> None:
 
 # Frozen programs.
 
-#: A program that starts itself, as PyInstaller's programs do: arguments of an interpreter mean nothing to it until
-#: `freeze_support` obeys them.
+#: A program that starts itself, like programs of PyInstaller. Interpreter arguments have no effect until
+#: `freeze_support` handles them.
 FROZEN = """
 import multiprocessing, os, sys
 sys.frozen = True
@@ -308,7 +308,7 @@ def test_a_frozen_program_starts_workers_or_says_why_not(method: str, support: s
         assert "call multiprocessing.freeze_support() first" in ended.stdout
 
 
-# Errors made by programmers.
+# Programming errors.
 
 
 def test_import_says_that_linux_is_needed() -> None:

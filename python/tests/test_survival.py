@@ -1,6 +1,6 @@
-"""What breaks other pools costs ours one call each: the rows of the design's table, many at once, and the worst ends.
+"""Failures that break other pools cost this pool one call each: single cases, storms of calls, and abrupt ends.
 
-``BULKHEAD_SURVIVAL_JOBS`` sets how many calls the storms have: 1,500 here, 10,000 before a release.
+``BULKHEAD_SURVIVAL_JOBS`` sets the number of calls of a storm. The default is 1,500; use 10,000 before a release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOBS = int(os.environ.get("BULKHEAD_SURVIVAL_JOBS", "1500"))
 
 
 def test_the_rows_of_the_table() -> None:
-    """The program's own words for our column."""
+    """Compares the survival program's results with the documented column."""
     sys.path.insert(0, str(BENCH))
     try:
         import survival
@@ -44,7 +44,7 @@ def test_the_rows_of_the_table() -> None:
 
 
 def test_a_storm_of_bad_calls() -> None:
-    """One in twenty is bad; each has its own outcome, and every honest one is right."""
+    """A twentieth of the calls is bad. Each bad call gets the expected error, and every honest result is correct."""
     with BulkheadExecutor(4, memory=storm.MEMORY) as pool:
         ended: Counter[str] = Counter()
         for future, wanted in storm.begin(pool, JOBS):
@@ -78,7 +78,7 @@ def test_sigkill_of_the_caller_in_the_midst_of_a_storm_leaves_nothing() -> None:
     assert os.path.exists(folder)
     os.kill(caller.pid, signal.SIGKILL)
     caller.wait(LONG)
-    # It has not said that the storm was over.
+    # The storm had not been reported as finished.
     assert caller.stdout.read() == ""
     caller.stdout.close()
     wait_for("no process is left", lambda: not any(map(is_running, pids)) and not of_folder(folder))
@@ -86,7 +86,7 @@ def test_sigkill_of_the_caller_in_the_midst_of_a_storm_leaves_nothing() -> None:
 
 
 def of_folder(folder: str) -> list[int]:
-    """The processes that were started with this folder, or a file in it, as an argument."""
+    """Returns the processes that have this folder, or a file in it, as an argument."""
     found = []
     for name in os.listdir("/proc"):
         try:
@@ -98,7 +98,7 @@ def of_folder(folder: str) -> list[int]:
 
 
 def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
-    """With calls that wait, with grandchildren, and with a forked child of the caller that lives on."""
+    """The caller has waiting calls, a grandchild, and a forked child that stays alive."""
     note = tmp_path / "note"
     code = f"""
         import os, sys, time, jobs
@@ -134,7 +134,7 @@ def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_call_that_kills_its_parents_does_no_harm_to_others() -> None:
-    """Workers run as this user: one that stops or kills at random is answered for, and the next call is served."""
+    """Workers run as this user. A call that kills processes gets an error, and the next call is served."""
     with BulkheadExecutor(2) as pool:
         for _ in range(3):
             assert isinstance(pool.submit(os.kill, 0, signal.SIGKILL).exception(LONG), WorkerCrashed)
@@ -143,9 +143,9 @@ def test_a_call_that_kills_its_parents_does_no_harm_to_others() -> None:
 
 @pytest.mark.parametrize("profile", ["default", "strict"])
 def test_a_sandbox(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where this machine and the interpreter's place allow it."""
+    """Needs a machine and an interpreter path that allow a sandbox."""
     user = {"user": "shared"} if os.geteuid() == 0 else {}
-    # A path may be named that the pool gives anyway.
+    # Naming a path that the pool grants anyway is allowed.
     sandbox = {"profile": profile, "read": [sys.prefix, os.path.dirname(jobs.__file__)], **user}
     with BulkheadExecutor(1, sandbox=sandbox) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8

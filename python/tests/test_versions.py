@@ -1,4 +1,4 @@
-"""Other interpreters than the one that runs the tests, as far as they are installed; free-threaded ones as well."""
+"""Tests other installed Python versions, including free-threaded builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_MAX = 300
 
 
 def found(version: str) -> str | None:
-    """An interpreter of ``PATH``, or of pyenv, or that $BULKHEAD_PYTHON_3_14T names."""
+    """Returns an interpreter from ``PATH``, pyenv, or a variable such as ``$BULKHEAD_PYTHON_3_14T``."""
     number, is_free = version.rstrip("t"), version.endswith("t")
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     candidates = [os.environ.get(f"BULKHEAD_PYTHON_{version.replace('.', '_').upper()}")]

@@ -1,4 +1,4 @@
-"""The bytes of docs/protocol.md, and reading them however they come."""
+"""Tests the encoding against docs/protocol.md, and reading data in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_what_is_demanded_and_not_known_is_refused() -> None:
 
 
 def reader(data: bytes, sizes: list[int], interrupts: random.Random | None = None) -> _wire.Reader:
-    """One that receives pieces of such sizes, by turns, and is interrupted now and then."""
+    """Returns a reader that receives pieces of the given sizes in turn, and is interrupted at random."""
     position = 0
     turn = 0
 

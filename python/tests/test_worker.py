@@ -1,4 +1,4 @@
-"""The worker SDK, with real supervisors: threads, look-ahead, limits, ends, sandboxes, and what handlers do."""
+"""Tests of the worker SDK with real supervisors: threads, prefetch, limits, shutdown, sandboxes, and handlers."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervi
     wait_for("the report tells where", reported)
 
 
-# Many at once.
+# Concurrent jobs.
 
 
 def test_as_many_run_at_once_as_may(client: Client) -> None:
@@ -167,7 +167,7 @@ def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "grace": "20s", "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         job = client.submit("one", operation="until-cancelled")
-        # A job that the worker has not begun would be taken back.
+        # The supervisor would recall a job that the worker has not begun.
         wait_for("it runs", lambda: read(notes) == "began\n")
         job.cancel()
         wait_for("it saw it", lambda: read(notes) == "began\nsaw it\n")
@@ -197,11 +197,11 @@ def test_other_limits_while_it_runs(supervisor: Supervisor) -> None:
         assert own.snapshot("one")["late_replies"] == 0
 
 
-# Jobs ahead.
+# Prefetched jobs.
 
 
 def test_jobs_ahead_run_once_whatever_happens(tmp_path: pathlib.Path) -> None:
-    """Quick and slow ones, calls back, other limits, more urgent ones, restarts: each runs once, and is answered."""
+    """Quick and slow jobs, recalls, changed limits, priorities and restarts. Each job runs once and is answered."""
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
     with running(one=keys) as own, Client(own.socket) as client:
@@ -274,7 +274,7 @@ def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
     assert client.call("plain", b"x").payload == b"x"
 
 
-# Starting and ending.
+# Start and shutdown.
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
         for _ in range(4):
             before = answered[0]
             wait_for("it goes on", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
-            # One that is gone may still be in the snapshot.
+            # The snapshot may still contain a worker that has exited.
             victim = wait_for("a worker", lambda: [pid for pid in own.pids("one") if is_running(pid)])[0]
             os.kill(victim, signal.SIGTERM)
             wait_for("it is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
@@ -389,7 +389,7 @@ def test_a_handler_may_hold_the_interpreter() -> None:
     keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"1.5", operation="hold").payload == b"held"
-        # Idle for longer than it may be silent.
+        # Idle for longer than the heartbeat limit allows without heartbeats.
         pid = client.call("one").outcome.worker_pid
         time.sleep(1)
         assert client.call("one").outcome.worker_pid == pid
@@ -426,7 +426,7 @@ def test_a_worker_ends_when_its_link_is_lost(how: bytes) -> None:
         wait_for("the log names the mistake", lambda: "closed or replaced the worker's link" in own.log())
 
 
-# By hand.
+# Started without a supervisor.
 
 
 def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

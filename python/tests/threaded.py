@@ -1,4 +1,4 @@
-"""A module that leaves a thread when it is imported."""
+"""A module whose import leaves a thread running."""
 
 import threading
 import time

@@ -1,7 +1,7 @@
-"""Bulkhead: functions in processes of their own, which may crash, hang and leak without harm to others.
+"""Runs functions in isolated worker processes, so that a crash, hang or leak in one job does not affect the others.
 
-``BulkheadExecutor`` takes the place of ``concurrent.futures.ProcessPoolExecutor``; ``Client`` and ``AsyncClient`` send
-jobs to a supervisor; ``serve`` makes a program a worker. Everything is imported when it is first used.
+``BulkheadExecutor`` is a replacement for ``concurrent.futures.ProcessPoolExecutor``. ``Client`` and ``AsyncClient``
+send jobs to a supervisor. ``serve`` turns a program into a worker. Submodules are imported on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 import sys
 
-#: Not compared directly, since checkers of types would take the rest for unreachable on other systems.
+#: Copy of ``sys.platform``. A direct comparison would make type checkers treat the rest as unreachable elsewhere.
 _platform: str = sys.platform
 if _platform != "linux":
     raise ImportError(f"bulkhead needs Linux: its supervisor uses facilities of that kernel, and this is {_platform}")

@@ -1,4 +1,4 @@
-"""``python3 -m bulkhead serve MODULE``: a worker whose handlers stand in a module."""
+"""Command line: ``python3 -m bulkhead serve MODULE`` runs a worker with the handlers of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin socket of a supervisor: HTTP over a Unix socket, one request for each connection."""
+"""Client of a supervisor's admin socket. Sends HTTP over a Unix socket, with one connection per request."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-#: Seconds in which an answer must come.
+#: Timeout of each socket operation, in seconds.
 ANSWER_SECONDS_MAX = 10.0
 
 
 class AdminError(RuntimeError):
-    """The admin socket answered otherwise than by 200; the text says what it answered."""
+    """The admin socket answered with a status other than 200. The text contains the status and the body."""
 
 
 def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
-    """Sends a request; the connection, and what came of the answer's body with its head."""
+    """Sends a GET request. Returns the connection and the part of the body that arrived together with the head."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(ANSWER_SECONDS_MAX)
         connection.connect(admin)
-        # By HTTP/1.0 the body is not sent in chunks: it ends with the connection.
+        # HTTP/1.0 prevents chunked encoding: the body ends when the connection is closed.
         connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\nAccept: application/json\r\n\r\n".encode())
         answer = b""
         while b"\r\n\r\n" not in answer:
@@ -42,19 +42,22 @@ def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
 
 
 def _pieces(connection: socket.socket) -> Iterator[bytes]:
-    """Receives until the supervisor closes the connection."""
+    """Yields received data until the supervisor closes the connection."""
     return iter(lambda: connection.recv(65536), b"")
 
 
 def get(admin: str, path: str) -> Any:
-    """What a path answers, as JSON. Raises ``AdminError``, or ``OSError`` if there is no supervisor."""
+    """Returns the parsed JSON response for a path.
+
+    Raises ``AdminError``, or ``OSError`` if no supervisor is listening.
+    """
     connection, body = ask(admin, path)
     with connection:
         return json.loads(body + b"".join(_pieces(connection)))
 
 
 def lines(connection: socket.socket, body: bytes) -> Iterator[Any]:
-    """The JSON lines of an answer as they come, until the supervisor ends."""
+    """Yields the parsed lines of a JSON Lines response as they arrive, until the supervisor closes the connection."""
     with connection:
         connection.settimeout(None)
         rest = b""

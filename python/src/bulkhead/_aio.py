@@ -1,6 +1,7 @@
-"""The asyncio client: jobs of one event loop over one connection.
+"""The asyncio client. All jobs of an event loop share one connection.
 
-Frames of one turn of the loop leave together. Nothing here blocks but the handshake, which a thread does.
+Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks, and runs in an
+executor thread.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from .errors import Disconnected, JobError
 if TYPE_CHECKING:
     import _socket
 
-#: Reads in one turn of the loop, which others want as well.
+#: Maximum number of reads per iteration of the event loop.
 READS_MAX = 16
-#: Buffers of one write; the kernel takes 1024.
+#: Maximum number of buffers per write. The kernel accepts 1024.
 BUFFERS_MAX = 512
 
 
 class AsyncJob(asyncio.Future[Reply]):
-    """A job under way: awaiting it gives its ``Reply`` or raises its ``JobError``.
+    """A submitted job. Awaiting it returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()``, of it or of the task that awaits it, cancels the job: the worker is asked to stop, and is killed after
-    the bulkhead's ``grace`` if it does not.
+    ``cancel()``, or cancelling the awaiting task, cancels the job. The worker is asked to stop, and is killed after the
+    bulkhead's ``grace`` if it does not.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +43,7 @@ class AsyncJob(asyncio.Future[Reply]):
         self._job_listeners: list[Callable[[float, str], object]] = []
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
-        """Has ``listener(fraction, text)`` called, in the loop, when the handler tells how far it is."""
+        """Registers ``listener(fraction, text)``, called in the event loop for each progress report of the handler."""
         self._job_listeners.append(listener)
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -54,7 +55,7 @@ class AsyncJob(asyncio.Future[Reply]):
 
 
 class _Connection:
-    """One connection. Lost once, it stays lost."""
+    """A connection to the supervisor. A lost connection is never restored."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class _Connection:
     # Sending.
 
     def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
-        """Sends a job, or says why it was not sent."""
+        """Sends a job, or sets an exception if the job cannot be sent."""
         if self.is_lost:
             job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
             return
@@ -97,10 +98,10 @@ class _Connection:
         self._flush_soon(is_alone)
 
     def cancel(self, number: int) -> None:
-        """Asks that a job be ended."""
+        """Requests the cancellation of a job."""
         if not self.is_lost and number in self._jobs:
             self._outgoing.append(_wire.frame(_wire.CANCEL, number))
-            # At once: the loop may not turn again.
+            # Sent immediately, because the loop may be about to stop.
             self._flush_soon(at_once=True)
 
     def _flush_soon(self, at_once: bool) -> None:
@@ -113,7 +114,7 @@ class _Connection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Sends what there is, as far as the supervisor takes it now."""
+        """Sends the queued data until the socket is full."""
         self._is_flush_due = False
         outgoing = self._outgoing
         try:
@@ -188,7 +189,7 @@ class _Connection:
     # The end.
 
     def lose(self, why: str) -> None:
-        """Ends the connection, and tells all jobs on it."""
+        """Closes the connection, and fails all jobs on it."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -207,14 +208,14 @@ class _Connection:
                 job.set_exception(lost(why))
 
     def abandon(self) -> None:
-        """In a forked child: loop and connection are the parent's, and so is what the loop waits for."""
+        """Abandons the connection in a forked child, because loop, connection and jobs belong to the parent."""
         self.is_lost = True
         self._socket.close()
         self._jobs = {}
 
 
 class _OfLoop:
-    """What one event loop has of a client: a connection, or jobs that wait for one. Only that loop's thread uses it."""
+    """State of a client for one event loop: a connection, or jobs that wait for one. Used only in the loop's thread."""
 
     def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
@@ -224,7 +225,7 @@ class _OfLoop:
         self.waiting: list[tuple[AsyncJob, bytes, _wire.Buffer, bool]] = []
 
     async def connect(self) -> None:
-        """Makes the connection, and sends what waits for it."""
+        """Connects, and sends the waiting jobs."""
         client, loop = self._client, self._loop
         try:
             connection = _Connection(loop, *await loop.run_in_executor(None, open_connection, client.path))
@@ -247,26 +248,26 @@ class _OfLoop:
         self.connecting = None
         for job, *_ in waiting:
             if not job.done():
-                # Each gets one of its own, for its traceback.
+                # A copy for each job, because each raise modifies the traceback.
                 kind, arguments = error.__reduce__()
                 job.set_exception(kind(*arguments))
 
     def lose(self, why: str) -> None:
-        """Ends the connection, if there is one."""
+        """Closes the connection, if there is one."""
         if self.connection is not None:
             self.connection.lose(why)
 
 
 class AsyncClient(BaseClient):
-    """Sends jobs to a supervisor from asyncio: see ``Client``, whose methods it has. One for a program is enough.
+    """Sends jobs to a supervisor from asyncio. Has the methods of ``Client``. A program needs only one client.
 
-    Each event loop that uses it has a connection of its own, on whichever thread it runs. Cancelling a task that waits
-    for a job cancels the job, so ``asyncio.timeout`` ends it.
+    Each event loop that uses the client has a separate connection, so loops can run in different threads. Cancelling a
+    task that waits for a job cancels the job, so ``asyncio.timeout`` works as expected.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._states: dict[asyncio.AbstractEventLoop, _OfLoop] = {}
-        # Guards changes of these, since each loop may run on a thread of its own.
+        # Guards changes of the dictionary, because loops can run in different threads.
         self._changing = threading.Lock()
         super().__init__(path)
 
@@ -284,7 +285,7 @@ class AsyncClient(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> Reply:
-        """Has a job done, and waits for its result: see ``Client.call``. Cancelling it cancels the job."""
+        """Submits a job and waits for its result, like ``Client.call``. Cancelling the coroutine cancels the job."""
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         return await self._start(options, payload)
 
@@ -302,7 +303,7 @@ class AsyncClient(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> AsyncJob:
-        """As ``call``, but returns at once, with a future to be awaited. Call it in the loop."""
+        """Submits a job and returns a future to await. Must be called in the event loop. Parameters as for ``call``."""
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         return self._start(options, payload)
 
@@ -325,7 +326,7 @@ class AsyncClient(BaseClient):
         return job
 
     def _state_of(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
-        """What there is for a loop that uses the client for the first time. Those that were closed leave."""
+        """Creates the state for a new event loop, and drops the states of closed loops."""
         with self._changing:
             for other in [other for other in self._states if other.is_closed()]:
                 self._states.pop(other).lose("its event loop was closed")
@@ -333,7 +334,7 @@ class AsyncClient(BaseClient):
         return state
 
     def close(self) -> None:
-        """Ends the connection, and with it all jobs under way; those of other event loops as soon as these turn."""
+        """Closes the connections and cancels all jobs in progress. Other event loops do so in their next iteration."""
         self._is_closed = True
         with self._changing:
             states, self._states = self._states, {}
@@ -344,13 +345,13 @@ class AsyncClient(BaseClient):
         for loop, state in states.items():
             if loop is not here and loop.is_running():
                 with suppress(RuntimeError):
-                    # If it was not closed in between.
+                    # RuntimeError if the loop was closed meanwhile.
                     loop.call_soon_threadsafe(state.lose, "it was closed here")
             else:
                 state.lose("it was closed here")
 
     async def aclose(self) -> None:
-        """The same, for ``contextlib.aclosing``."""
+        """Equivalent to ``close``, for ``contextlib.aclosing``."""
         self.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -1,7 +1,7 @@
-"""The executor's connection to its supervisor: frames out from any thread, outcomes in by one thread of its own.
+"""The executor's connection to its supervisor. Any thread can send frames; one thread receives outcomes.
 
-Sending never waits for reading: the thread that reads hands on what the socket does not take at once, since the
-supervisor stops listening to a client that does not read.
+The receiving thread never blocks on sending. If the socket is full, another thread takes over, because the supervisor
+stops reading from a client that does not read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from . import _files, _wire
 from ._connection import open_connection
 from .errors import Disconnected, Rejected
 
-#: Payloads up to this size are joined with others into one write.
+#: Maximum size of a write for which small payloads are joined into one buffer.
 _JOINED_BYTES_MAX = 64 * 1024
-#: Frames of one write, of two pieces each; the kernel takes 1024 pieces.
+#: Maximum number of frames per write, with two pieces each. The kernel accepts 1024 pieces.
 _FRAMES_MAX = 256
-#: Seconds that the supervisor has to answer a HELLO.
+#: Timeout for the supervisor's answer to HELLO, in seconds.
 _HELLO_SECONDS_MAX = 30.0
 
 _POP: Callable[[deque[Sequence[_wire.Buffer]]], Sequence[_wire.Buffer]] = deque.popleft
 
 
 def connect(path: str) -> Channel:
-    """Connects to a jobs socket. Raises ``Disconnected`` if it is refused, or there is none."""
+    """Connects to a jobs socket. Raises ``Disconnected`` if the connection is refused or the socket does not exist."""
     try:
         link, _, capabilities = open_connection(path, _HELLO_SECONDS_MAX)
     except Rejected as refused:
@@ -35,22 +35,22 @@ def connect(path: str) -> Channel:
     if not capabilities & _wire.CLIENT_RUN_LIMIT:
         link.close()
         raise Disconnected("this supervisor is too old for the executor: it knows no run limit")
-    # A socket as the program has them, which gevent may have replaced.
+    # Uses the program's `socket` module, which gevent may have patched.
     return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=link.detach()), capabilities)
 
 
 class Channel:
-    """A client's connection behind its welcome."""
+    """An established connection."""
 
     def __init__(self, connection: socket.socket, capabilities: int) -> None:
         self._socket = connection
         self._descriptors: list[int] = []
-        #: Capabilities of the supervisor.
+        #: Capability flags of the supervisor.
         self.capabilities = capabilities
-        #: Frames in pieces, to be appended behind those that wait to be sent. They leave with the next ``flush``.
+        #: Queued frames, each a sequence of buffers. The next ``flush`` sends them.
         self.outgoing: deque[Sequence[_wire.Buffer]] = deque()
         self.leases = _files.Leases(self.outgoing.append, self._descriptors)
-        #: Guards what is being sent: frames, and the counts of their bytes that have left.
+        #: Guards the frames that are being sent, and the numbers of bytes already sent.
         self._writing = threading.RLock()
         self._taken: list[Sequence[_wire.Buffer]] = []
         self._gone: list[int] = []
@@ -58,8 +58,11 @@ class Channel:
     # Sending.
 
     def flush(self, *, may_wait: bool) -> None:
-        """Sends what waits. With ``may_wait`` it may take as long as the supervisor does not listen; without, another
-        thread takes over. A lost connection is told by ``read``."""
+        """Sends the queued frames.
+
+        With ``may_wait``, blocks until the supervisor has read them. Otherwise another thread sends frames that do not
+        fit into the socket's buffer. ``read`` detects a lost connection.
+        """
         outgoing, writing = self.outgoing, self._writing
         try:
             while outgoing and not writing._is_owned() and writing.acquire(blocking=False):  # type: ignore[attr-defined]
@@ -75,7 +78,7 @@ class Channel:
             raise
 
     def recover(self) -> None:
-        """After an exception of a signal's handler, wherever in this class it came: another thread sends the rest."""
+        """Delegates sending to another thread, after an exception of a signal handler anywhere in this class."""
         while self._writing._is_owned():  # type: ignore[attr-defined]
             self._writing.release()
         self._hand_on()
@@ -84,20 +87,20 @@ class Channel:
         try:
             threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
         except RuntimeError:
-            # There is no room for a thread. What waits would wait for ever.
+            # No thread can be started. Ending the connection is better than frames that wait for ever.
             self.end()
 
     def _finish(self) -> None:
         with self._writing:
             self._drain(may_wait=True)
-        # What came between the last look and the release.
+        # Frames may have been queued after the last check and before the release of the lock.
         self.flush(may_wait=True)
 
     def _drain(self, may_wait: bool) -> bool:
-        """Writes what waits; whether all of it was taken.
+        """Writes the queued frames. Returns false if the socket could not take all of them.
 
-        An exception of a signal's handler may come behind any call. So what is taken out, and what is sent, is noted
-        by the same call that does it.
+        An exception of a signal handler can come after any function call. Therefore the same call that removes or sends
+        a frame also records this.
         """
         outgoing, taken, gone = self.outgoing, self._taken, self._gone
         flags = socket.MSG_NOSIGNAL if may_wait else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
@@ -123,7 +126,7 @@ class Channel:
                 return False
             except OSError as error:
                 if error.errno not in _wire.ENDS:
-                    # Of a signal's handler, such as a TimeoutError: what is left is sent all the same.
+                    # Raised by a signal handler, such as a TimeoutError. The remaining frames are still sent.
                     raise
                 outgoing.clear()
                 taken.clear()
@@ -133,7 +136,7 @@ class Channel:
     # Reading.
 
     def read(self, told: Callable[[list[_wire.Frame]], None]) -> None:
-        """Reads until the connection ends; ``told`` is called with all frames that came together."""
+        """Reads until the connection ends. Calls ``told`` with each batch of received frames."""
         reader = _wire.Reader(_files.receiver(self._socket, self._descriptors), self._socket.recv_into)
         frames = reader.frames
         while True:
@@ -145,35 +148,35 @@ class Channel:
                 together = list(frames)
                 frames.clear()
                 told(together)
-                # Not held until the next ones come.
+                # Drops the references before the next frames arrive.
                 del together
 
     def has_unread(self) -> bool:
-        """True if the supervisor has sent bytes that are not read yet."""
+        """Returns true if received bytes have not been read yet."""
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
         except ValueError:
-            # It was closed meanwhile.
+            # The socket was closed meanwhile.
             return True
         return bool(poll.poll(0))
 
-    # The end.
+    # Closing.
 
     def end(self) -> None:
-        """Ends the connection for both sides: ``read`` returns."""
+        """Shuts down both directions of the connection, which makes ``read`` return."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def close(self) -> None:
-        """Closes this process's descriptor and nothing else, as a forked child does."""
+        """Closes the descriptor without shutting the connection down. Used in forked children."""
         self._socket.close()
 
 
 def _without(pieces: Sequence[_wire.Buffer], count: int) -> list[_wire.Buffer]:
-    """What is left of pieces when so many bytes are gone."""
+    """Returns the pieces without the first ``count`` bytes."""
     rest: list[_wire.Buffer] = []
     for piece in pieces:
         if count >= len(piece):

@@ -1,4 +1,4 @@
-"""The client: what a program asks for, and a connection when it is needed."""
+"""The synchronous client. Manages the options of jobs, and connects on demand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from ._future import JobFuture
 
-#: How many combinations of options are remembered.
+#: Maximum number of cached option combinations.
 SUBMISSIONS_MAX = 1024
 
 
 def default_socket() -> str:
-    """The path of the jobs socket: ``$BULKHEAD_SOCKET``, or where the supervisor has it if nothing else is said."""
+    """Returns the path of the jobs socket: ``$BULKHEAD_SOCKET``, or the supervisor's default."""
     named = os.environ.get("BULKHEAD_SOCKET")
     if named:
         return named
@@ -30,7 +30,7 @@ def default_socket() -> str:
 
 
 def as_buffer(payload: object) -> _wire.Buffer:
-    """A payload as bytes in one piece. Raises ``TypeError`` for what has none."""
+    """Returns a payload as one contiguous bytes-like object. Raises ``TypeError`` for objects without a buffer."""
     if isinstance(payload, bytes):
         return payload
     if isinstance(payload, str):
@@ -43,7 +43,7 @@ def as_buffer(payload: object) -> _wire.Buffer:
 
 
 def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any, ...]) -> bytes:
-    """The metadata of SUBMIT, which is the same for the same options."""
+    """Returns the metadata of a SUBMIT frame, cached by the options."""
     metadata = remembered.get(options)
     if metadata is None:
         metadata = _wire.submission(*options)
@@ -55,7 +55,7 @@ def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any
 
 
 class BaseClient:
-    """State of both clients: the path of the socket, and the options of earlier jobs."""
+    """Base class of both clients. Holds the path of the socket and the cached options."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path) if path is not None else default_socket()
@@ -67,20 +67,21 @@ class BaseClient:
         return f"{type(self).__name__}({self.path!r})"
 
     def _after_fork(self) -> None:
-        """Leaves connections and jobs to the parent."""
+        """Drops connections and jobs in a forked child, because they belong to the parent."""
         raise NotImplementedError
 
 
 class Client(BaseClient):
-    """Sends jobs to a supervisor. One for a program is enough: all threads may use it.
+    """Sends jobs to a supervisor. A program needs only one client, which all threads can share.
 
-    It connects with the first job, again after a loss, and again in a child after fork. ``path`` is that of the jobs
-    socket; without it ``$BULKHEAD_SOCKET``, else where the supervisor has it. A program that ends, or closes it, has
-    cancelled its jobs. Code inside a worker cannot be a client: the supervisor refuses its own workers.
+    The client connects when the first job is sent, reconnects after a connection was lost, and connects again in a
+    forked child. ``path`` is the path of the jobs socket. The default is ``$BULKHEAD_SOCKET``, or the supervisor's
+    default path. Closing the client, or ending the program, cancels its jobs. Code inside a worker cannot use a client,
+    because the supervisor rejects its own workers.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        # Taken twice by a signal's handler that comes while it connects.
+        # Reentrant, because a signal handler can use the client while the client connects.
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         super().__init__(path)
@@ -99,15 +100,17 @@ class Client(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> Reply:
-        """Has a job done, and waits for its result. Raises a ``JobError`` that says what became of it otherwise.
+        """Submits a job and waits for its result. Raises a ``JobError`` for any outcome other than ``ok``.
 
-        ``deadline`` is the longest from now to the outcome, ``run_limit`` the longest of each attempt from its
-        dispatch, both in seconds; without them the bulkhead's hold. ``priority`` is ``critical``, ``normal`` or
-        ``best-effort``; ``cost`` is what a rate limit counts. An ``idempotent`` job may run again when its worker
-        died. ``payload`` is anything with a buffer of bytes, and is not copied.
+        ``payload`` is a bytes-like object, which is not copied if it is contiguous. ``deadline`` is the maximum time
+        from now to the outcome. ``run_limit`` is the maximum time of each attempt from its dispatch. Both are in
+        seconds, and the bulkhead's limits are the defaults. ``priority`` is ``critical``, ``normal`` or
+        ``best-effort``. ``cost`` is the number of units that a rate limit counts for this job. An ``idempotent`` job
+        can be run again after the death of its worker.
 
-        A worker that dies is ``Crashed``; a limit that passed ``DeadlineExceeded``, and the process was ended if it
-        did not yield; a supervisor that is gone ``Disconnected``. ``KeyboardInterrupt`` cancels the job.
+        Raises ``Crashed`` if the worker died, and ``Disconnected`` if the connection was lost. Raises
+        ``DeadlineExceeded`` if a limit passed; the worker is then killed unless the job stops by itself.
+        ``KeyboardInterrupt`` cancels the job.
         """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         metadata = submission_with(self._submissions, options)
@@ -133,9 +136,9 @@ class Client(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> JobFuture:
-        """As ``call``, but returns a future as soon as the job is sent, whose ``cancel()`` also ends a running job.
+        """Submits a job and returns a future without waiting for the result. The parameters are those of ``call``.
 
-        Raises only if the job could not be sent.
+        ``cancel()`` of the future also ends a running job. Raises an exception only if the job could not be sent.
         """
         from ._future import JobFuture
 
@@ -152,7 +155,7 @@ class Client(BaseClient):
                 self._retire(connection, is_fresh)
 
     def _connected(self, run_limit: float | None) -> tuple[Connection, bool]:
-        """A connection that was there a moment ago, and whether it was made just now."""
+        """Returns a connection that is not known to be lost, and true if the connection was made just now."""
         connection = self._connection
         is_fresh = False
         if connection is None or connection.lost is not None:
@@ -172,13 +175,13 @@ class Client(BaseClient):
         return connection, is_fresh
 
     def _retire(self, connection: Connection, is_fresh: bool) -> None:
-        """A connection that took no job. An old one may be of a supervisor that is no more."""
+        """Drops a connection that could not send a job. An old connection may belong to a supervisor that has ended."""
         connection.lose("nothing could be sent")
         if is_fresh:
             raise Disconnected("the supervisor closed the connection at once; the job was not sent") from None
 
     def close(self) -> None:
-        """Ends the connection, and with it all jobs under way."""
+        """Closes the connection and cancels all jobs that are in progress."""
         with self._lock:
             self._is_closed = True
             connection, self._connection = self._connection, None
@@ -192,7 +195,7 @@ class Client(BaseClient):
         self.close()
 
     def __del__(self) -> None:
-        # There is none if `__init__` failed.
+        # The attribute does not exist if `__init__` failed.
         connection: Connection | None = getattr(self, "_connection", None)
         if connection is not None:
             connection.release()

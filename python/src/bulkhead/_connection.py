@@ -1,7 +1,8 @@
-"""One connection to the supervisor, and the jobs of all threads on it.
+"""A connection to the supervisor, shared by the jobs of all threads.
 
-The thread that waits reads: of all that wait for outcomes one reads the socket, settles what it reads, and hands over
-when it has its own. Futures have a thread of their own, since nothing may wait for them.
+One of the threads that wait for outcomes is the *leader*: it reads the socket and settles the outcomes of all threads.
+When the leader's own outcome arrives, another waiting thread takes over. Futures have a dedicated thread, because it is
+possible that no thread waits for them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from ._future import JobFuture
 
 
-#: Seconds in which a supervisor has to welcome.
+#: Timeout for the supervisor's welcome, in seconds.
 HANDSHAKE_SECONDS_MAX = 10.0
 
 
 class Reply:
-    """The result of a job that ended ``ok``: ``payload``, and ``outcome`` with times, attempts and worker."""
+    """Result of a job with the outcome ``ok``: its ``payload``, and an ``outcome`` with times, attempts and worker."""
 
     __slots__ = ("_metadata", "_outcome", "payload")
 
-    #: ``bytearray`` if it is large.
+    #: Payload of the result. A ``bytearray`` if it is large.
     payload: bytes | bytearray
 
     def __init__(self, payload: bytes | bytearray, metadata: bytes) -> None:
@@ -42,7 +43,7 @@ class Reply:
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended."""
+        """Details of the outcome."""
         if self._outcome is None:
             self._outcome = _wire.outcome(self._metadata)
         return self._outcome
@@ -58,17 +59,17 @@ class Reply:
 
 
 def lost(why: str) -> Disconnected:
-    """The error for a job on a connection that was lost."""
+    """Returns the error for a job whose connection was lost."""
     advice = "whether the job ran is unknown: send it again only if it may run twice"
     return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
 
 
 class NotSent(Exception):
-    """The connection was gone before the job was there; the supervisor has not taken it."""
+    """The connection was lost before the job was sent, so the supervisor has not accepted the job."""
 
 
 class _Call:
-    """A thread that waits for one job."""
+    """A job that a thread waits for."""
 
     __slots__ = ("answer", "bell", "error", "thread")
 
@@ -76,51 +77,53 @@ class _Call:
         self.thread = threading.get_ident()
         self.answer: tuple[bytes, bytes | bytearray] | None = None
         self.error: JobError | None = None
-        #: Locked while its thread sleeps.
+        #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
         self.bell: threading.Lock | None = None
 
 
 class Connection:
-    """One connection to the supervisor, and the jobs on it. Lost once, it stays lost."""
+    """A connection to the supervisor, with its jobs. A lost connection is never restored."""
 
     def __init__(self, path: str) -> None:
         self._socket, self._reader, self.capabilities = open_connection(path)
         self._send = self._socket.send
         self._numbers = itertools.count(1)
-        # Guards all of the following.
+        # Guards the attributes below, up to `lost`.
         self._lock = threading.RLock()
         self._calls: dict[int, _Call] = {}
         self._futures: dict[int, JobFuture] = {}
         self._sleeping: dict[int, _Call] = {}
-        # The call whose thread reads, or this connection for the thread of futures.
+        # The call whose thread reads the socket, or this connection for the thread of the futures.
         self._leader: object = None
         self._reading_thread = 0
         self._thread_bell: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
-        # Guards what is sent: buffers, each with the counts of its bytes that have left.
+        # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
         self._writing = threading.RLock()
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
-        #: Something was appended in the midst of sending.
+        #: True if a buffer was queued while the queue was being sent.
         self._has_more = False
-        #: A call was given up, whose result may still come, and no thread read it.
+        #: True if a call was abandoned, so that its result may arrive while no thread reads.
         self._leaves_unread = False
-        #: No client has it any more.
+        #: True if the client was dropped.
         self._is_released = False
 
     # Sending.
 
     def _push(self, *buffers: _wire.Buffer) -> None:
-        """Sends all, however long the supervisor takes to read it. After an exception of a signal's handler what is
-        left goes before the next frame."""
+        """Sends the buffers, and blocks until the supervisor has read enough.
+
+        If an exception of a signal handler interrupts this method, the remaining data is sent before the next frame.
+        """
         if self._writing._is_owned():  # type: ignore[attr-defined]
-            # From a signal's handler or the collector, in the midst of this, which goes on with it.
+            # Called by a signal handler or the garbage collector during a send, which then also sends these buffers.
             self._outgoing.extend([(buffer, []) for buffer in buffers])
             self._has_more = True
             return
         self._send_all(buffers)
         while self._has_more:
-            # Perhaps it came behind the last look.
+            # A buffer may have been queued after the last check.
             self._has_more = False
             self._send_all(())
 
@@ -141,7 +144,7 @@ class Connection:
             self._drain(0)
 
     def _drain(self, flags: int) -> None:
-        """Sends what is left; receives meanwhile if it may not wait."""
+        """Sends the queued buffers. With MSG_DONTWAIT in ``flags``, receives while the socket cannot take more."""
         outgoing = self._outgoing
         while outgoing:
             buffer, counts = outgoing[0]
@@ -153,12 +156,15 @@ class Connection:
                 counts.extend(map(self._send, (memoryview(buffer)[done:],), (flags,)))
             except BlockingIOError:
                 if not flags:
-                    # Of a signal's handler.
+                    # Raised by a signal handler.
                     raise
                 self._receive(None)
 
     def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
-        """The same where no thread reads what is left of a call that was given up; False if another one does now."""
+        """Sends the buffers and also reads the socket, because an abandoned call may have left a result unread.
+
+        Returns false if another thread reads the socket.
+        """
         leader = object()
         try:
             with self._lock:
@@ -173,20 +179,25 @@ class Connection:
             self._hand_over(leader)
 
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
-        """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
-        from a client that leaves its results unread."""
+        """Sends the buffers from a callback in the thread that reads the socket.
+
+        Continues to receive meanwhile, because the supervisor stops reading from clients that do not read results.
+        """
         try:
             while not self._writing.acquire(timeout=0.005):
                 self._receive(0)
             self._outgoing.extend([(buffer, []) for buffer in buffers])
             self._drain(_socket.MSG_DONTWAIT)
         finally:
-            # A signal's exception may have come before it was taken, or at once behind that.
+            # An exception of a signal handler may have come before or after the lock was taken.
             if self._writing._is_owned():  # type: ignore[attr-defined]
                 self._writing.release()
 
     def _receive(self, patience_ms: int | None) -> None:
-        """Receives what there is, to be looked at later, once that, or sending, is possible."""
+        """Receives available data for later processing.
+
+        Waits at most ``patience_ms``. With ``None``, waits until the socket is readable or writable.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if patience_ms is None else 0))
         if any(events & select.POLLIN for _, events in poll.poll(patience_ms)):
@@ -203,13 +214,13 @@ class Connection:
                 self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
         except OSError as error:
             if error.errno not in _wire.ENDS:
-                # Of a signal's handler, such as a TimeoutError.
+                # Raised by a signal handler, such as a TimeoutError.
                 raise
             self.lose(f"the supervisor closed it: {error.strerror}")
             raise NotSent from None
 
     def cancel(self, number: int) -> None:
-        """Asks that a job be ended; it still gets its outcome."""
+        """Requests the cancellation of a job, which still gets an outcome."""
         if self.lost is None:
             try:
                 self._push(_wire.frame(_wire.CANCEL, number))
@@ -221,7 +232,7 @@ class Connection:
     # Jobs.
 
     def call(self, metadata: bytes, payload: _wire.Buffer) -> Reply:
-        """Has a job done and waits for it. Raises ``JobError``, or ``NotSent``."""
+        """Submits a job and waits for the result. Raises ``JobError``, or ``NotSent``."""
         number = next(self._numbers)
         call = _Call()
         if self._is_in_the_midst(call.thread):
@@ -241,7 +252,7 @@ class Connection:
         except JobError:
             raise
         except BaseException:
-            # NotSent; KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
+            # NotSent, KeyboardInterrupt, or another exception from a signal handler, at any point.
             self._forget(number, call)
             self.cancel(number)
             raise
@@ -251,7 +262,7 @@ class Connection:
         raise _wire.error(metadata, result)
 
     def start(self, metadata: bytes, payload: _wire.Buffer, future: JobFuture) -> None:
-        """Has a job done that a future waits for. Raises ``NotSent``."""
+        """Submits a job for a future. Raises ``NotSent``."""
         number = next(self._numbers)
         with self._lock:
             if self.lost is not None:
@@ -262,7 +273,7 @@ class Connection:
                 try:
                     threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
                 except BaseException:
-                    # There is no room for one now. The next future may have it.
+                    # No thread can be started now. The next future tries again.
                     self._thread_bell = None
                     raise
             future.started(self, number)
@@ -273,7 +284,7 @@ class Connection:
             if future.cancelled():
                 self.cancel(number)
         except NotSent:
-            # Whoever lost the connection may have told the future already.
+            # The thread that lost the connection may have settled the future already.
             with self._lock:
                 is_untold = self._futures.pop(number, None) is not None
             if is_untold:
@@ -285,18 +296,18 @@ class Connection:
             raise
 
     def _is_in_the_midst(self, thread: int) -> bool:
-        """Whether outcomes are read, or a job is waited for or sent, by this thread itself further out."""
+        """Returns true if an outer frame of this thread is reading outcomes, or is sending or waiting for a job."""
         return (
             self._reading_thread == thread
             or self._writing._is_owned()  # type: ignore[attr-defined]
             or self._lock._is_owned()  # type: ignore[attr-defined]
-            # One that has its answer may still be here, if a signal's exception came as it was given.
+            # A call with an answer may still be listed if an exception of a signal handler came when it was answered.
             or any(other.thread == thread and other.answer is None for other in list(self._calls.values()))
         )
 
     def _forget(self, number: int, call: _Call) -> None:
-        """The call is given up; what its thread was to do for others, another one does."""
-        # A signal's exception that comes as a lock is taken can leave it taken.
+        """Abandons a call, and hands the duties of its thread over to another thread."""
+        # An exception of a signal handler that comes while a lock is taken can leave it taken.
         for lock in (self._writing, self._lock):
             while lock._is_owned():  # type: ignore[attr-defined]
                 lock.release()
@@ -355,7 +366,7 @@ class Connection:
                     except Exception as error:
                         self.lose(repr(error))
                     except BaseException:
-                        # Of a callback, as `sys.exit()` in one: no reason to tell the others nothing.
+                        # Raised by a callback, such as `sys.exit()`. The other futures still need their outcomes.
                         import traceback
 
                         traceback.print_exc()
@@ -364,7 +375,7 @@ class Connection:
         self.lose("its client is gone")
 
     def _hand_over(self, leader: object) -> None:
-        """If it was this one that reads, another one does."""
+        """If ``leader`` is the current leader, makes another thread the leader."""
         with self._lock:
             if self._leader is leader:
                 self._reading_thread = 0
@@ -375,9 +386,10 @@ class Connection:
             self._close()
 
     def _wake_reader(self) -> None:
-        """If no thread reads and one should, wakes it; the lock is held.
+        """Wakes a thread to read the socket, if no thread reads and one is needed. The caller holds the lock.
 
-        Here and in what follows a signal's exception may come between any two steps: then they are done again.
+        An exception of a signal handler can interrupt this method, and the methods below, between any two steps. The
+        steps are therefore idempotent.
         """
         if self._leader is not None:
             return
@@ -395,7 +407,7 @@ class Connection:
 
     @staticmethod
     def _wake(call: _Call) -> bool:
-        """Whether its thread slept."""
+        """Wakes the thread of a call. Returns true if the thread was asleep."""
         bell = call.bell
         if bell is None:
             return False
@@ -448,7 +460,7 @@ class Connection:
     # The end.
 
     def lose(self, why: str) -> None:
-        """Ends the connection, and tells all jobs on it."""
+        """Closes the connection, and fails all jobs on it."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -461,7 +473,7 @@ class Connection:
             self._sleeping.clear()
             self._wake_reader()
         try:
-            # A thread that reads it is woken by that, and not by close().
+            # Unlike close(), this wakes a thread that is reading.
             self._socket.shutdown(2)
         except OSError:
             pass
@@ -470,25 +482,28 @@ class Connection:
             future.lose(lost(why))
 
     def _close(self) -> None:
-        """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
+        """Closes the descriptor if no thread uses it, because its number may soon refer to another file."""
         with self._writing, self._lock:
             if self._leader is None:
                 self._socket.close()
 
     def release(self) -> None:
-        """The client was dropped: the thread that reads for futures ends with the last of them. Without that thread the
-        descriptor goes with this object. The collector may call this in the midst of anything in here."""
+        """Releases the connection after its client was dropped.
+
+        The thread for futures ends after the last future. Without that thread, the descriptor is closed when this
+        object is collected. The garbage collector can call this method during any other method.
+        """
         self._is_released = True
         bell = self._thread_bell
         if bell is not None and bell.locked():
             try:
                 bell.release()
             except RuntimeError:
-                # Another thread did that just now.
+                # Another thread has just released it.
                 pass
 
     def abandon(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """Abandons the connection in a forked child, because it belongs to the parent."""
         self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
@@ -499,7 +514,7 @@ class Connection:
 
 
 def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[_socket.socket, _wire.Reader, int]:
-    """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
+    """Connects and performs the handshake. Raises ``Disconnected`` (job not executed) or ``Rejected``."""
     from . import __version__
 
     try:
@@ -513,7 +528,7 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
         try:
             link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
         except BrokenPipeError:
-            # It was refused before it said hello. Why is there to be read.
+            # The supervisor refused the connection before the hello. The reason can still be read.
             pass
         reader = _wire.Reader(link.recv, link.recv_into)
         while not reader.frames:

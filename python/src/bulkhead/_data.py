@@ -1,9 +1,10 @@
-"""Reads a pickle that may have been made to do harm: what it says is data, or it is refused.
+"""Reads pickles from untrusted workers. A pickle that contains anything but data is refused.
 
-To unpickle is to call whatever the pickle names. A worker in a sandbox may have been taken over by what it was given to
-read; so its results are not unpickled: they are read here, by the opcodes that data is written with and no other. What
-they name is never looked up, but made by a function of this module, which checks what it is given. Nothing is reached
-that was there before, and what is read can neither be nested, nor hashed, at a cost beyond its size.
+Unpickling calls whatever the pickle names. A worker in a sandbox may have been compromised by its input, so its results
+are not unpickled. They are read by this module, which accepts only the opcodes that are used for data. Names are not
+imported. Each accepted name has a function in this module that checks its arguments and builds the value. Only names of
+exceptions are looked up, in a fixed list of modules. A value cannot refer to existing objects, and nesting and hashing
+cannot cost more than its size justifies.
 """
 
 from __future__ import annotations
@@ -27,37 +28,42 @@ from typing import Any, NoReturn
 
 from . import _libraries
 
-#: How deep data is nested: to hash, print or compare what is deeper can overflow the stack.
+#: Maximum nesting of data. Hashing, printing or comparing deeper data can overflow the stack.
 DEPTH_MAX = 1000
-#: Bytes of data when all objects are counted as often as they are found: what prints or hashes it goes to all of them.
-#: Those of a pickle that is large may be so many for each of its bytes; each object counts as so many.
+#: Limit for the weight of data: a fixed number of bytes, and a number of bytes per byte of the pickle. An object is
+#: counted at each reference, because printing and hashing visit each reference. The weight of an object is a fixed
+#: amount plus the size of its content.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
-#: As what an exception of a group counts: a traceback tells of each.
+#: Weight of an exception in a group. Large, because a traceback describes each exception.
 EXCEPTION_WEIGHT = 1 << 14
-#: Objects that are counted at once before those that are found often are looked for.
+#: Maximum number of objects that are counted before repeated references are analysed.
 QUICK_MAX, QUICK_PER_BYTE = 1 << 16, 4
-#: Objects that are hashed, compared or copied while it is read.
+#: Maximum number of objects that are hashed, compared or copied during reading.
 WORK_MAX, WORK_PER_BYTE = 1 << 20, 16
-#: Bits of a number in a range or a slice.
+#: Maximum number of bits of a number in a range or a slice.
 INDEX_BITS_MAX = 128
-#: Bytes of a pickle of which ``pickle`` may hash numbers: some take a search through all others each.
+#: Maximum size of a pickle in which ``pickle`` may hash numbers. Crafted numbers make each insertion probe all others.
 HASHING_MAX = 1 << 14
-#: Keys of a larger one that may be numbers.
+#: Maximum number of keys that may be numbers in a larger pickle.
 NUMERIC_KEYS_MAX = 1000
-#: Bytes of texts that are compared in no time, and what the size of a longer one times that of the pickle may be.
+#: Size of texts up to which comparing is free, in bytes. For a longer text, maximum product of its size and the
+#: pickle's size.
 COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
-#: Bytes of the name of a time zone, and of texts in a slice.
+#: Maximum size of a time zone's name, and of texts in a slice.
 NAME_MAX = 255
-#: Seconds that keys may take, and what they may for each byte.
+#: Maximum time for inserting keys, in seconds: a fixed amount, and an amount per byte of the pickle.
 KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 5e-7
 
 
 class DataOnly(_libraries.Refused):
-    """A result is no plain data."""
+    """A result contains something other than plain data."""
 
 
 def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
-    """Returns classes whose instances are read too, by their names. Raises ``TypeError`` if one is not such a class."""
+    """Registers additional classes whose instances are accepted. Returns the classes by their names.
+
+    Raises ``TypeError`` for objects that are not classes and for exceptions that end a program or a generator.
+    """
     for kind in kinds:
         if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _may_be_raised(kind)):
             raise TypeError(f"results: {kind!r} must be a class, and no exception that ends a program or a generator")
@@ -68,15 +74,17 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
 
 
 def _name_of(module: str, name: str) -> tuple[str, str]:
-    """A class of the main module has the same name in caller and worker, also if the caller is a worker."""
+    """Returns the name of a class, with ``__main__`` for the main module, which workers call ``__mp_main__``."""
     return module.replace("__mp_main__", "__main__"), name
 
 
 def loads(
     data: bytes | bytearray, buffers: Iterable[Any] = (), allowed: Mapping[tuple[str, str], type] = MappingProxyType({})
 ) -> Any:
-    """Reads a pickle of protocol 4 or later, as ``pickle.loads`` does. Raises ``DataOnly`` for values that are neither
-    plain data nor instances of allowed classes."""
+    """Reads a pickle of protocol 4 or later, like ``pickle.loads``.
+
+    Raises ``DataOnly`` for values that are neither plain data nor instances of allowed classes.
+    """
     try:
         return _load(data, buffers, allowed)
     except pickle.UnpicklingError as error:
@@ -87,7 +95,7 @@ def loads(
         why = "it is cut off, or takes what is not there"
     except (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError) as error:
         why = f"it cannot be read: {type(error).__name__}: {error!s:.200}"
-    # Anew: the frames of the other hold what was not checked.
+    # A new exception, because the frames of the original exception contain unchecked values.
     raise DataOnly(why)
 
 
@@ -97,7 +105,7 @@ def _load(data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tupl
         value = pickle.loads(data)
     else:
         reader = _Reader(data, buffers, allowed)
-        # Decimals are made, and compared as keys: the caller's context neither decides nor tells.
+        # Decimals are created and compared as keys. The caller's decimal context must not affect this or be changed.
         with decimal.localcontext(decimal.Context(traps=[decimal.InvalidOperation])):
             value = reader.read()
         longest = reader.longest
@@ -112,29 +120,29 @@ def _refuse(what: str) -> NoReturn:
     raise DataOnly(f"{what}, which is no plain data")
 
 
-# What is left to ``pickle``.
+# Pickles that are left to ``pickle``.
 
-#: How long texts, bytes and numbers of a length of one byte are.
+#: Patterns for texts, bytes and numbers whose length is stored in one byte.
 _SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]
 _SHORT = b"|".join(
     b"(?=[%b-%b])(?:%b)" % (s[0][:4], s[-1][:4], b"|".join(s))
     for s in (_SIZES[at : at + 16] for at in range(0, 256, 16))
 )
-#: Opcodes of texts, bytes, and of numbers of at most 64 bits; of what is remembered, and of frames.
+#: Opcodes of texts, bytes and numbers of at most 64 bits, of the memo, and of frames.
 _SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
-#: Those, with dictionaries and sets; and with tuples.
+#: The simple opcodes and those of dictionaries and sets; the simple opcodes and those of tuples.
 _HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _SCALAR = (
     rb"(?:[Kh].|G.{8}|[N\x88\x89]|M..|[Jj].{4}|[C\x8c](?:" + _SHORT + rb")\x94?|\x8a(?:" + b"|".join(_SIZES[:9]) + b"))"
 )
 _KEY = rb"(?:h.|\x8c(?:" + _SHORT + rb")\x94?|j.{4})(?:\x95.{8})?"
-#: A key before a long text or bytes.
+#: A key that is followed by a long text or bytes.
 _KEY_OF_LONG = rb"%b(?=[BX\x8d\x8e\x96])" % _KEY
 _CONTAINER = rb"\}\x94?\(?|\]\x94?"
-#: What stands before all that is remembered, but texts.
+#: Opcodes before the first memoised object that is not a text.
 _FIRST = rb"(?:\x80.)?(?:\x95.{8})?\(?(?:%b){0,8}" % _SCALAR
-#: A key with its value; an empty container; a list's numbers and texts, or one; and what else there is between these.
+#: A key with its value; an empty container; the numbers and texts of a list, or one of them; opcodes between these.
 _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95.{8}){0,64}" % (
     _KEY,
     _SCALAR,
@@ -143,7 +151,7 @@ _RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95
     _SCALAR,
     _SCALAR,
 )
-#: How many bytes the length of a longer text, of bytes and of a number takes.
+#: Size in bytes of the length field of a longer text, of bytes, and of a number.
 _COUNTED: Mapping[int, int] = {
     **dict.fromkeys(b"C\x8a\x8c", 1),
     **dict.fromkeys(b"BX\x8b", 4),
@@ -153,20 +161,21 @@ _COUNTED: Mapping[int, int] = {
 
 @functools.cache
 def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    """Takes some milliseconds: only for large results."""
+    """Compiles a pattern on first use, which takes some milliseconds. Only needed for large results."""
     return re.compile(pattern, re.DOTALL)
 
 
 def _longest_if_simple(data: bytes | bytearray) -> int | None:
-    """The size of its longest text, if it makes nothing but numbers, texts, bytes and containers, and hashes texts,
-    bytes and few numbers alone: all tuples come behind what was hashed. Then ``pickle`` does nothing else with it than
-    it should, and several times faster.
+    """Returns the size of the longest text if ``pickle`` can read the data safely, and None otherwise.
 
-    Of a large one a number is no key. Between a mark and the next there stand, whatever the closing opcodes take away,
-    keys with their values, and containers alone: a number only directly above its key, which is a text or is
-    remembered, as no number is. So SETITEMS, which takes all from the mark on, hashes what stands in the place of a
-    key, and fails at the first container there, before anything is out of place. Only SETITEM could take a value for a
-    key: where it does not follow its pair it is counted.
+    ``pickle`` is several times faster. It is safe if the pickle creates only numbers, texts, bytes and containers, and
+    hashes only texts, bytes and a few numbers. Tuples must therefore come after the last hashed object.
+
+    In a large pickle a number must not be a key. Between two marks there are only keys with their values, and
+    containers, whatever the closing opcodes remove. A number occurs only directly above its key, which is a text or a
+    memoised object, and numbers are never memoised. SETITEMS takes everything from the mark on. So it hashes only
+    objects in the position of a key, and fails at the first container there before any position is shifted. Only
+    SETITEM could use a value as a key, so each SETITEM that does not follow its pair is counted.
     """
     at, end, longest, counted = 0, len(data), 0, 0
     is_hashing, is_small = True, end <= HASHING_MAX
@@ -191,10 +200,10 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
         ):
             start = at + 1 + width
             size = int.from_bytes(data[at + 1 : start], "little")
-            # A bytearray can be made longer by what follows.
+            # Later opcodes can make a bytearray longer.
             at, longest = start + size, max(longest, end if code == 0x96 else size)
             if key:
-                # It may be remembered, and be a key then.
+                # The value may be memoised, and used as a key later.
                 at += data[at : at + 1] == b"\x94"
                 if size > COMPARED_MAX and size * end > COMPARED_TIMES_BYTES_MAX:
                     return None
@@ -209,26 +218,26 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
     return None
 
 
-# What has a name.
+# Named objects.
 
 
 class _Name:
-    """A name in a pickle, or a buffer outside of the pickle; never part of the value."""
+    """A name in a pickle, or a buffer outside of the pickle. Never part of the resulting value."""
 
     __slots__ = ("make", "name")
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
-        #: A function of the reader and the arguments; a class that is allowed; the buffer.
+        #: A function of the reader and the arguments; or an allowed class; or the buffer.
         self.make = make
 
 
 def _maker(kind: Callable[..., Any], most: int, *kinds: type) -> Callable[[_Reader, tuple[Any, ...]], Any]:
-    """Returns a function that makes a value of at most so many arguments, which are of these types."""
+    """Returns a function that builds a value from at most ``most`` arguments of the given types."""
 
     def make(_reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         made = kind(*_checked(arguments, most, {*kinds}))
-        # What a date or a time is made of as bytes is not checked: replace() does that.
+        # The constructors of dates and times do not check their packed bytes, but replace() does.
         return made.replace() if isinstance(made, (datetime.date, datetime.time)) else made
 
     return make
@@ -247,7 +256,7 @@ def _make_slice(_reader: _Reader, arguments: tuple[Any, ...]) -> slice:
 def _make_counter(reader: _Reader, arguments: tuple[Any, ...]) -> collections.Counter[Any]:
     counts: collections.Counter[Any] = collections.Counter()
     for counted in _checked(arguments, 1, {dict}):
-        # Written for it alone: a few bytes more do not make another one.
+        # `pickle` writes a new dictionary for each Counter. A reused one would give many Counters for few bytes.
         if id(counted) in reader.counted:
             _refuse("a second Counter of one dictionary")
         reader.counted[id(counted)] = counted
@@ -269,7 +278,7 @@ def _make_timezone(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.tim
 
 
 def _make_decimal(reader: _Reader, arguments: tuple[Any, ...]) -> decimal.Decimal:
-    # Of a number it would take a time that grows with the square of its length.
+    # Only text is accepted, because converting an int would take time quadratic in its length.
     (digits,) = _checked(arguments, 1, {str}) or _refuse("a decimal number without digits")
     reader.work(len(digits))
     reader.large |= {decimal.Decimal}
@@ -287,7 +296,7 @@ def _maker_of_path(kind: type[pathlib.PurePath]) -> Callable[[_Reader, tuple[Any
 
 
 def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
-    """One that has its number yet to come."""
+    """Returns a UUID whose number is set later, by its state."""
     _checked(arguments, 0, set())
     made = uuid.UUID.__new__(uuid.UUID)
     reader.unfinished[id(made)] = made
@@ -297,14 +306,14 @@ def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
 def _maker_of_library(make: Callable[..., Any]) -> Callable[[_Reader, tuple[Any, ...]], Any]:
     def made(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         reader.work(len(arguments))
-        # Of names only buffers are values.
+        # The only named objects that are values are buffers.
         return make(*(a.make if type(a) is _Name and type(a.make) is memoryview else a for a in arguments))
 
     return made
 
 
 def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[Any, ...]:
-    """The arguments, at most so many, and of these types alone."""
+    """Returns the arguments after checking their number and types."""
     if len(arguments) > most or not kinds.issuperset(map(type, arguments)):
         _refuse("something made of " + ", ".join(type(argument).__name__ for argument in arguments[:8]))
     if int in kinds and any(type(a) is int and a.bit_length() > INDEX_BITS_MAX for a in arguments):
@@ -313,7 +322,7 @@ def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[A
 
 
 def _check_names(arguments: tuple[Any, ...]) -> None:
-    """Texts in what is found often are short: they are not weighed."""
+    """Refuses long texts in objects that can be referenced often and are not weighed."""
     if any(type(argument) is str and len(argument) > NAME_MAX for argument in arguments):
         _refuse("a name that is so long")
 
@@ -333,7 +342,7 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
     ("datetime", "timezone"): _make_timezone,
     ("decimal", "Decimal"): _make_decimal,
     **{
-        # In 3.13 they are found in the second.
+        # Python 3.13 uses the second module.
         (module, kind.__name__): _maker_of_path(kind)
         for module in ("pathlib", "pathlib._local")
         for kind in (pathlib.PosixPath, pathlib.PurePosixPath)
@@ -344,10 +353,10 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
 
 
 def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
-    """Returns a function that makes a built-in exception, or an exception of a library."""
+    """Returns a function that builds a built-in exception or an exception of a library; None for other names."""
     if module != "builtins" and module not in _libraries.ERROR_MODULES:
         return None
-    # Not by getattr, with which a module may import another.
+    # Not with getattr, because a module's `__getattr__` may import another module.
     kind = vars(sys.modules.get(module, object)).get(name)
     if not isinstance(kind, type) or not _may_be_raised(kind) or kind.__module__ != module:
         return None
@@ -357,13 +366,13 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
             _refuse("an error made of a range")
-        # Those copy what they are given, and a UnicodeDecodeError a bytearray.
+        # These exceptions copy their arguments; a UnicodeDecodeError copies a bytearray.
         reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _COPIED))
-        # The number of an OSError is hashed.
+        # OSError hashes its errno.
         reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
         made: Any = kind(*arguments)
         if isinstance(made, SyntaxError) and hasattr(made, "_metadata"):
-            # Of one that has it a traceback, from 3.14 on, opens the file.
+            # From Python 3.14 on, a traceback opens the file of a SyntaxError with this attribute.
             made._metadata = None
         if isinstance(made, SyntaxError) and not (
             {type(made.filename), type(made.text)} <= {str, type(None)}
@@ -374,10 +383,10 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
         ):
             _refuse("a SyntaxError at no place")
         if isinstance(made, OSError) and not {type(made.filename), type(made.filename2)} <= _FILENAMES:
-            # To free an error of an error of an error takes the stack.
+            # Freeing a long chain of nested errors would overflow the stack.
             _refuse("an OSError of something else than a file")
         if isinstance(made, (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)) and not (
-            # Its text is made of what stands there.
+            # The error's text is computed from this range.
             0 <= made.start <= made.end <= len(made.object)
         ):
             _refuse("an error of what stands nowhere")
@@ -389,8 +398,8 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
 _GROUPS: tuple[Any, ...] = tuple(filter(None, [getattr(builtins, "ExceptionGroup", None)]))
 _COPYING: tuple[Any, ...] = (SyntaxError, *_GROUPS)
 _FILENAMES = frozenset({str, bytes, int, type(None), pathlib.PosixPath, pathlib.PurePosixPath})
-#: Attributes of exceptions that are not in their dictionaries; and those of them that are taken. By others, what
-#: formats a traceback imports a module, or asks an object of the program for an attribute.
+#: Attributes of exceptions that are not in the instance's dictionary; and the subset that is accepted. With the other
+#: attributes, formatting a traceback would import a module or read attributes of the program's objects.
 _MEMBERS: Mapping[type[Exception], tuple[set[str], set[str]]] = {
     ImportError: ({"name", "path", "name_from"}, {"name", "path"}),
     NameError: ({"name"}, set()),
@@ -404,7 +413,7 @@ def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
             _refuse(f"an exception with {name[:80] if type(name) is str else type(name).__name__}")
         if name == "print_file_and_line":
-            # Up to 3.12 it would be printed as a SyntaxError, whose text is none.
+            # Up to Python 3.12, an exception with this attribute is printed like a SyntaxError, but has no valid text.
             _refuse("an error that is printed as another")
         if callable(getattr(type(error), name, None)):
             _refuse(f"an exception with another {name}")
@@ -424,7 +433,7 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
     if (
         type(number) is not int
         or not 0 <= number < 1 << 128
-        # A large number would be told in an error, digit by digit.
+        # An invalid large number would be converted to digits in the error message.
         or not (safety is None or (type(safety) is int and safety in (0, -1)))
     ):
         _refuse("a UUID of something else than a number")
@@ -434,13 +443,13 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
 
 # Nesting.
 
-#: What has other objects. Strings, numbers, dates, paths and the like have none that matter.
+#: Types of objects that contain other objects. Texts, numbers, dates and paths contain none that matter.
 _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
 
 def _may_be_raised(kind: type) -> bool:
-    """False for what ends a program, or a generator: a future of asyncio cannot have it."""
+    """Returns false for exceptions that end a program or a generator. An asyncio future cannot hold them."""
     return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
 
 
@@ -450,7 +459,7 @@ _HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-#: How long leaves are that can be long.
+#: Functions for the size of types without members that can be large.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
     **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),
@@ -458,13 +467,16 @@ _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     decimal.Decimal: sys.getsizeof,
 }
 
-#: What takes time to be compared, though its hash is kept.
+#: Types whose hash is cached, but whose comparison takes time.
 _TEXTUAL = frozenset({str, bytes, pathlib.PosixPath, pathlib.PurePosixPath})
 
 
 def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()) -> int | None:
-    """How many objects there are below, as often as they are found, and a little for each level; none for more than
-    ``most``, or if they are nested too deep. What is of the types ``large`` counts by its size."""
+    """Returns the number of objects below the roots, counted at each reference, plus a small number per level.
+
+    Returns None if there are more than ``most`` objects or if they are nested too deeply. Objects of the types in
+    ``large`` count by their size.
+    """
     count = 0
     layer = [value for value in roots if type(value) in _HAVING]
     for _ in range(DEPTH_MAX):
@@ -489,7 +501,7 @@ def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()
 
 
 def _weigh(root: Any, most: int) -> None:
-    """Refuses what is nested too deep, holds itself, or weighs more. Goes to each object once."""
+    """Refuses a value that is nested too deeply, contains itself, or weighs too much. Visits each object once."""
     known: dict[int, tuple[int, int]] = {}
     opened: set[int] = set()
     stack = [root]
@@ -526,7 +538,7 @@ def _weigh(root: Any, most: int) -> None:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """The containers that a container consists of."""
+    """Returns the iterables that together contain the members of a container."""
     kind = type(value)
     if kind in _SEQUENCES:
         return (value,)
@@ -540,32 +552,32 @@ def _parts(value: Any) -> tuple[Any, ...]:
     found = value.args, vars(value).values()
     if isinstance(value, OSError):
         return *found, (value.filename, value.filename2)
-    # What a group was made of can be a list that has changed.
+    # Included separately, because the list that a group was made from may have changed since.
     return (*found, value.exceptions) if isinstance(value, _GROUPS) else found
 
 
 def _size(value: Any) -> int:
-    """How often the time of a small number it takes to hash a large one, or to compare a text."""
+    """Returns the cost of hashing a large number or comparing a text, relative to a small number."""
     if type(value) in _TEXTUAL:
         return _LENGTHS[type(value)](value) >> 5
     size = sys.getsizeof(value)
-    # To compare a Decimal with a number takes the square.
+    # Comparing a Decimal with a number takes quadratic time.
     return size >> 5 if size < 1024 else size * size >> 10
 
 
 # Opcodes.
 
-#: Hashes of these are kept, or cost nothing; and equal ones can hardly be made for different values.
+#: Types whose hashes are cached or cheap, and for which different values with equal hashes are hard to construct.
 _QUICK_KEYS = frozenset({str, bytes, float, bool, type(None)})
-#: So are those of numbers of at most 64 bits.
+#: The quick types and numbers, which are quick if they have at most 64 bits.
 _QUICK_KEYS_WITH_NUMBERS = _QUICK_KEYS | {int}
 _NUMBER_BYTES = 8
-#: Numbers that follow each other: these are left to ``pickle``.
+#: Consecutive numbers, which ``pickle`` reads.
 _NUMBERS = re.compile(rb"(?:K.|[N\x88\x89]|M..|J.{4}|G.{8}){4,2000}", re.DOTALL)
 _FLOAT = Struct(">d")
 _INT = Struct("<i")
 _CONSTANTS: Mapping[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
-#: Bytes of the lengths of texts, of bytes and of a bytearray; and what makes these.
+#: Size of the length field of texts, bytes and bytearrays, and the function that builds them.
 _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
     **{code: (size, lambda view: str(view, "utf-8", "surrogatepass")) for code, size in ((ord("X"), 4), (0x8D, 8))},
     **{code: (size, bytes) for code, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
@@ -574,7 +586,7 @@ _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
 
 
 class _Reader:
-    """One pickle, and what it has done so far."""
+    """Reads one pickle and keeps account of the work."""
 
     def __init__(
         self, data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]
@@ -584,29 +596,29 @@ class _Reader:
         self._allowed = allowed
         self._work_left = WORK_MAX + WORK_PER_BYTE * len(data)
         self._quick_keys = _QUICK_KEYS_WITH_NUMBERS
-        #: Hashes of keys that are not quick, with what holds the keys.
+        #: Counts of hashes of keys that are not quick, by id of the container. The container is kept alive.
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        #: Types of which there are large numbers, whose hashes take time and are not kept.
+        #: Types of which there are large numbers, so that hashing takes time and hashes are not cached.
         self.large: frozenset[type] = frozenset()
         self._has_frozensets = False
-        #: The size of the longest text, bytes or number.
+        #: Size of the longest text, bytes or number.
         self.longest = 0
-        #: Objects that lack their state.
+        #: UUIDs whose state is not set yet.
         self.unfinished: dict[int, uuid.UUID] = {}
-        #: Deques that have deques.
+        #: Deques that contain deques.
         self._holders: dict[int, Any] = {}
         self._seconds_left = KEYS_SECONDS + KEYS_SECONDS_PER_BYTE * len(data)
-        #: Dictionaries that a Counter was made of.
+        #: Dictionaries that a Counter was built from.
         self.counted: dict[int, dict[Any, Any]] = {}
 
     def work(self, amount: int) -> None:
-        """It is about to do what takes time or space."""
+        """Accounts for an operation that takes time or space. Raises ``DataOnly`` if the limit is exceeded."""
         self._work_left -= amount
         if self._work_left < 0:
             raise DataOnly("to read it takes far more than its size")
 
     def read(self) -> Any:
-        """What it says."""
+        """Returns the value of the pickle."""
         data, view = self._data, memoryview(self._data)
         from_bytes, unpack_float, unpack_int = int.from_bytes, _FLOAT.unpack_from, _INT.unpack_from
         find_numbers = _NUMBERS.match
@@ -614,7 +626,8 @@ class _Reader:
         marks: list[list[Any]] = []
         stack: list[Any] = []
         at = 0
-        # Whatever is cut off leaves `at` behind the end. The commonest come first.
+        # If an object is truncated, `at` moves beyond the end, and the next access raises IndexError. Frequent opcodes
+        # come first.
         while True:
             code = data[at]
             at += 1
@@ -748,7 +761,7 @@ class _Reader:
             _refuse("a call of something else than a name")
         make = named.make
         if isinstance(make, type):
-            # The caller has allowed this class and knows how it handles arguments.
+            # The caller has allowed this class and is responsible for its handling of arguments.
             return make.__new__(make, *arguments) if is_new else make(*arguments)
         return make(self, arguments)
 
@@ -771,15 +784,15 @@ class _Reader:
             if type(target) is not collections.deque:
                 _refuse("something appended to what is no list")
             if collections.deque in set(map(type, items)):
-                # A deque in a deque in a deque: to free them takes the stack.
+                # Freeing a chain of nested deques would overflow the stack.
                 self._holders[id(target)] = target
                 if len(self._holders) > DEPTH_MAX:
                     raise DataOnly("it has too many deques of deques")
         target.extend(items)
 
     def insert(self, target: Any, items: Any, size: int) -> None:
-        """Equal keys, and some others, take a time that cannot be told: it is taken."""
-        # That of a Counter counts.
+        """Inserts items with a limit for the time, because the cost of equal hashes cannot be predicted."""
+        # Counter.update would count the items.
         update = target.update if type(target) is not collections.Counter else super(collections.Counter, target).update
         if size <= 64 and len(target) <= 256 and self.longest <= COMPARED_MAX:
             update(items)
@@ -803,7 +816,7 @@ class _Reader:
         self.insert(target, zip(keys, items[1::2], strict=True), len(keys))
 
     def _hash(self, target: Any, keys: list[Any]) -> None:
-        """These are about to be keys: to hash them takes time, and to compare those whose hashes are equal."""
+        """Accounts for hashing keys, and for comparing keys with equal hashes."""
         if self._quick_keys.issuperset(map(type, keys)):
             return
         self.work(self._count(keys))
@@ -811,8 +824,8 @@ class _Reader:
         for key, hashed in zip(keys, map(hash, keys), strict=True):
             counts[hashed] = before = counts.get(hashed, 0) + 1
             if before > 1:
-                # To compare two takes less than to count one with its texts; but of two sets each member may be
-                # compared with each.
+                # Comparing two keys takes less time than counting one key with its texts. But comparing two sets may
+                # compare each member with each other member.
                 count = self._count((key,), _TEXTUAL)
                 self.work((before - 1) * (1 + (count * count if self._has_frozensets else count) // 4))
 
@@ -837,7 +850,7 @@ class _Reader:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """Sets the state of an instance of a caller's class, as ``pickle`` does."""
+    """Sets the state of an instance of an allowed class, like ``pickle``."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return

@@ -1,7 +1,7 @@
-"""Memory files (``docs/protocol.md``): values with large buffers in one piece, and the leases of client and worker.
+"""Memory files (``docs/protocol.md``): encoding of values with large buffers, and the leases of client and worker.
 
-A value in one piece is a head, the sizes of the buffers, the pickle, and each buffer at the beginning of a page. The
-head names no places that a reader would have to believe, so that buffers cannot overlap.
+An encoded value consists of a head, the sizes of the buffers, the pickle, and the buffers, each at the start of a page.
+The head contains sizes and no offsets, so that buffers cannot overlap even if the writer is hostile.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-#: First byte of a value in one piece.
+#: First byte of an encoded value with buffers.
 PIECES = b"P"
-#: The letter, the number of buffers, the bytes of the pickle. The sizes of the buffers follow.
+#: Tag byte, number of buffers, size of the pickle. The sizes of the buffers follow.
 _HEAD = struct.Struct("<cxxxIQ")
 _NAMED = struct.Struct("<QQ")
-#: Bytes of the smallest buffer that is not copied into the pickle.
+#: Minimum size of a buffer that is kept outside of the pickle.
 BUFFER_BYTES_MIN = 64 * 1024
 _BUFFERS_MAX = _wire.FRAME_BYTES_MAX // BUFFER_BYTES_MIN
-#: Bytes of the smallest call that goes by a memory file: smaller ones gain more by being sent ahead.
+#: Minimum size of a call that uses a memory file. Smaller calls gain more from prefetching.
 LARGE_BYTES_MIN = 512 * 1024
-#: Bytes of the smallest buffer that a worker maps; smaller ones are copied sooner than mapped.
+#: Minimum size of a buffer that a worker maps. Copying a smaller buffer is faster than mapping it.
 MAPPED_BYTES_MIN = 256 * 1024
-#: Maximum number of mappings of a worker, for the running call and for kept arrays. Each has a descriptor.
+#: Maximum number of mappings of a worker, for the running call and for kept arrays. Each mapping uses a descriptor.
 _MAPPINGS_MAX = 32
-#: Bytes of the smallest copy that is worth huge pages.
+#: Minimum size of a copy that uses huge pages.
 _HUGE_BYTES_MIN = 4 << 20
-#: `MADV_POPULATE_WRITE`, since Linux 5.14.
+#: `MADV_POPULATE_WRITE`, available since Linux 5.14.
 _POPULATE_WRITE = 23
-#: Leases that a client asks for at once.
+#: Maximum number of leases that a client requests at a time.
 _ASKED_MAX = 4
-#: Seconds after a refusal before a client asks again.
+#: Seconds after a refusal before a client requests another lease.
 _ASK_AGAIN_SECONDS = 0.25
-#: Seconds without a call after which a lease may have been recalled, in a process that was stopped meanwhile.
+#: Idle time in seconds after which a lease may have been recalled unnoticed, because this process was stopped.
 _FRESH_SECONDS = 4.0
 
 
-#: A payload in the order of its bytes: a pickle alone, or a value in one piece.
+#: Consecutive parts of a payload: a pickle alone, or an encoded value with buffers.
 Pieces = list[bytes | memoryview]
 
 
 def pieces(pickled: bytes, buffers: Sequence[memoryview]) -> Pieces:
-    """A pickle with the buffers that stay outside of it."""
+    """Returns the parts of a value with buffers outside of the pickle."""
     if not buffers:
         return [pickled]
     sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
@@ -60,14 +60,16 @@ def pieces(pickled: bytes, buffers: Sequence[memoryview]) -> Pieces:
 
 
 def _write(payload: Pieces, target: mmap.mmap) -> int:
-    """Copies a payload to the beginning of a file that has room for it; how many bytes it has."""
+    """Copies a payload to the start of a file, which must be large enough. Returns the size of the payload."""
     target.seek(0)
     return sum(map(target.write, payload))
 
 
 def _places(data: memoryview) -> Iterator[slice]:
-    """The places of the pickle and of the buffers. Reads each byte of the head once, since another process may be
-    writing there. Raises ``ValueError``."""
+    """Yields the positions of the pickle and the buffers. Raises ``ValueError`` for an invalid head.
+
+    Reads each byte of the head only once, because another process may be writing to the file.
+    """
     if len(data) < _HEAD.size:
         raise ValueError("the value is cut off")
     _, count, pickled = _HEAD.unpack(bytes(data[: _HEAD.size]))
@@ -82,8 +84,10 @@ def _places(data: memoryview) -> Iterator[slice]:
 
 
 def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> list[Any]:
-    """Returns the pickle in place, and writable buffers: copies, or the results of ``buffer`` for their places. Raises
-    ``ValueError`` for an invalid head."""
+    """Returns the pickle, as a view, and writable buffers.
+
+    The buffers are copies, or the results of ``buffer`` for their positions. Raises ``ValueError`` for an invalid head.
+    """
     view = memoryview(data)
     if view[:1] != PIECES:
         return [view]
@@ -92,21 +96,21 @@ def parts(data: _wire.Buffer, buffer: Callable[[slice], Any] | None = None) -> l
 
 
 def copied(view: memoryview) -> bytearray | mmap.mmap:
-    """Makes a private copy. A large copy uses huge pages, because small pages would take longer to get than to fill."""
+    """Returns a private copy. A large copy uses huge pages, because page faults on small pages would dominate."""
     if len(view) < _HUGE_BYTES_MIN:
         return bytearray(view)
     memory = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        # This kernel has no huge pages.
+        # The kernel has no huge pages.
         pass
     memory[:] = view
     return memory
 
 
 def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, int], bytes]:
-    """The socket's ``recv``, which keeps the descriptors that come along."""
+    """Returns a function like the socket's ``recv`` that adds received descriptors to ``descriptors``."""
     space = _socket.CMSG_SPACE(8 * 4)
 
     def receive(size: int, flags: int) -> bytes:
@@ -120,7 +124,7 @@ def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, i
 
 
 class Pair:
-    """Two files of one size: this side writes to one, the other side to the other."""
+    """Two files of equal size. Each side writes to one of them."""
 
     def __init__(self, size: int, descriptors: list[int], own: int) -> None:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
@@ -135,13 +139,13 @@ class Pair:
                 os.close(descriptor)
 
     def __del__(self) -> None:
-        # Each mapping is removed with its last view.
+        # Each mapping is removed when its last view is garbage-collected.
         if hasattr(self, "other_file"):
             os.close(self.other_file)
 
 
 class Lease(Pair):
-    """Two files that the supervisor lends to this client, for one call at a time: its own has the payload."""
+    """Two files lent to this client, for one call at a time. The payload is written to the client's file."""
 
     def __init__(self, number: int, size: int, whose: bytes, descriptors: list[int]) -> None:
         super().__init__(size, descriptors, 0)
@@ -151,12 +155,12 @@ class Lease(Pair):
         self.used_at = time.monotonic()
 
     def write(self, submission: bytes, payload: Pieces) -> bytes:
-        """Writes a call into the file. Returns the metadata of its SUBMIT."""
+        """Writes a call to the file. Returns the metadata of its SUBMIT frame."""
         named = _NAMED.pack(self.number, _write(payload, self.own))
         return _wire.with_extension(submission, _wire.LEASED_BYTES, named)
 
     def read(self, named: bytes) -> list[Any]:
-        """Copies the parts of a result. Raises ``ValueError`` if the result is invalid or its lease was recalled."""
+        """Returns copies of the parts of a result. Raises ``ValueError`` if it is invalid or its lease was revoked."""
         number, size = _NAMED.unpack(named)
         if number != self.number or size > len(self.other):
             raise ValueError("the result is not in the file of its call")
@@ -168,28 +172,30 @@ class Lease(Pair):
 
 
 class Leases:
-    """The leases of one connection. The pool's lock is held in all calls."""
+    """The leases of one connection. The caller of each method holds the pool's lock."""
 
     def __init__(self, say: Callable[[Sequence[bytes]], None], descriptors: list[int]) -> None:
         self._say = say
         self._descriptors = descriptors
         self._free: list[Lease] = []
-        #: Leases that calls use, by number.
+        #: Leases used by calls, by number.
         self.used: dict[int, Lease] = {}
-        #: Bulkhead and tenant of leases that were asked for, by the number of the request.
+        #: Bulkhead and tenant of requested leases, by request number.
         self._asked: dict[int, bytes] = {}
         self._last_asked = 0
         self._refused_at = -_ASK_AGAIN_SECONDS
-        #: Whether an answer has come since one was asked for. It is looked at again and again: what waits without a
-        #: pause has a lock, and a signal's handler that comes meanwhile may submit calls, or raise.
+        #: True if the last request was answered. Callers poll it, because a blocking wait would hold a lock, and a
+        #: signal handler during the wait can submit calls or raise an exception.
         self.is_answered = True
 
     def _tell(self, kind: int, number: int) -> None:
         self._say((_wire.frame(kind, number),))
 
     def take(self, submission: bytes, size: int, most: int, has_unread: Callable[[], bool]) -> Lease | None:
-        """Returns a free lease for a call of this size. If there is no such lease, asks the supervisor for one for
-        later calls."""
+        """Returns a free lease for a call of this size, or None.
+
+        If no lease is free, requests a lease for later calls from the supervisor.
+        """
         whose, now = _wire.lessee(submission), time.monotonic()
         for lease in reversed(self._free):
             if lease.whose == whose:
@@ -210,8 +216,11 @@ class Leases:
         return None
 
     def put_back(self, lease: Lease, *, is_answered: bool = True) -> None:
-        """Ends a call's use of a lease. If the call has no answer, its worker may still be writing, so the lease is
-        given back."""
+        """Ends the use of a lease by a call.
+
+        If the call was not answered, its worker may still write to the file, so the lease is returned to the
+        supervisor.
+        """
         if self.used.get(lease.number) is not lease:
             return
         del self.used[lease.number]
@@ -222,12 +231,12 @@ class Leases:
             self._free.append(lease)
 
     def told(self, kind: int, number: int, metadata: bytes) -> None:
-        """Takes a frame of the supervisor about leases."""
+        """Handles a frame of the supervisor about leases."""
         if kind == _wire.LEASE_ENDED:
             if number in self.used:
                 self.used[number].is_recalled = True
                 return
-            # A lease that is not free was given back already.
+            # A lease that is not free was returned before.
             for lease in [lease for lease in self._free if lease.number == number]:
                 self._free.remove(lease)
                 self._tell(_wire.LEASE_RETURNED, number)
@@ -247,14 +256,14 @@ class Leases:
 
 
 class Written:
-    """A result that stands in a memory file."""
+    """A result in a memory file."""
 
     def __init__(self, lease: int, size: int) -> None:
         self.extension = _wire.extensions((_wire.LEASED_BYTES, _NAMED.pack(lease, size)))
         self.size = size
 
 
-#: Mappings of what functions have kept.
+#: Mappings of buffers that functions have kept beyond their call.
 _kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
@@ -269,30 +278,33 @@ class Loan:
         self._mappings: list[mmap.mmap] = []
 
     def parts(self) -> list[Any]:
-        """The pickle and its buffers, which the function may write to."""
+        """Returns the pickle and its buffers. The function may write to the buffers."""
         return parts(self._files.other[: self._size], self._buffer)
 
     def _buffer(self, place: slice) -> Any:
         size = place.stop - place.start
         if size >= MAPPED_BYTES_MIN and len(self._mappings) + len(_kept) < _MAPPINGS_MAX:
             try:
-                # Each page is the file's until it is written to.
+                # Copy-on-write: a page is shared with the file until it is written to.
                 mapping = mmap.mmap(self._files.other_file, size, flags=mmap.MAP_PRIVATE, offset=place.start)
                 self._mappings.append(mapping)
                 return mapping
             except OSError:
-                # `rlimits` leave no room for it. What copies finds room, or raises MemoryError.
+                # Not allowed by `rlimits`. A copy may still fit; otherwise it raises MemoryError.
                 pass
         return copied(self._files.other[place])
 
     def write(self, result: Pieces) -> Written | bytes:
-        """Writes a large result into its file if that has room."""
+        """Writes a large result to the file if it fits. Otherwise returns the result as bytes."""
         if not LARGE_BYTES_MIN <= sum(map(len, result)) <= len(self._files.own):
             return b"".join(result)
         return Written(self._lease, _write(result, self._files.own))
 
     def release(self) -> None:
-        """The call is over, and the client may write to the file. What the function has kept keeps its values."""
+        """Ends the loan, after which the client may overwrite the file. Buffers that the function kept stay unchanged.
+
+        Kept mappings are detached from the file by writing to each page.
+        """
         while self._mappings:
             mapping = self._mappings.pop()
             try:

@@ -1,4 +1,4 @@
-"""The future of a job. Apart from the client, since ``concurrent.futures`` takes long to import."""
+"""Futures of jobs. A separate module, because importing ``concurrent.futures`` takes long."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ T = TypeVar("T")
 
 
 class Condition(threading.Condition):
-    """One that a signal's exception does not leave taken: ``with`` calls its lock's own methods."""
+    """A condition that an exception in a signal handler cannot leave locked: ``with`` uses the lock's own methods."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
 
 def call_back(future: Future[Any]) -> None:
-    """Calls all done-callbacks of a future, whatever one of them raises. In the main thread what is no ``Exception``,
-    which may be of a signal's handler, is raised in the end; other threads go on, since all futures depend on them."""
+    """Calls all done-callbacks of a future, even if some callbacks raise exceptions.
+
+    In the main thread, an exception that is not an ``Exception`` is re-raised at the end, because it may come from a
+    signal handler. Other threads only log the exception, because all futures depend on these threads.
+    """
     raised: BaseException | None = None
     for callback in future._done_callbacks:  # type: ignore[attr-defined]
         try:
             callback(future)
         except BaseException as error:
             with suppress(Exception):
-                # A handler of the application's may raise.
+                # A logging handler of the application can raise an exception.
                 _states.LOGGER.exception("exception calling callback for %r", future)
             if not isinstance(error, Exception):
                 raised = error
@@ -44,14 +47,14 @@ def call_back(future: Future[Any]) -> None:
 
 
 class CancellableFuture(Future[T]):
-    """A future whose ``cancel()`` also ends what runs, unless it is done."""
+    """A future whose ``cancel()`` also ends a running job."""
 
     def __init__(self) -> None:
         super().__init__()
         self._condition: threading.Condition = Condition()
 
     def cancel(self) -> bool:
-        """Cancels it, also while it runs; False only if it has its outcome already."""
+        """Cancels the job, even if it is running. Returns false only if the job already has an outcome."""
         with self._condition:
             if self._state == _states.FINISHED:
                 return False
@@ -66,20 +69,20 @@ class CancellableFuture(Future[T]):
         return True
 
     def _is_cancelled(self) -> bool:
-        # Without the lock, since the pool's is held; and what is cancelled stays so.
+        # Without the future's lock, because the caller may hold the pool's lock. A cancelled future stays cancelled.
         return self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED)
 
     def _withdraw(self) -> None:
-        """Ends the job of this future, which was cancelled."""
+        """Ends the job of this future after its cancellation."""
         raise NotImplementedError
 
 
 class JobFuture(CancellableFuture[Reply]):
-    """A ``concurrent.futures.Future`` of a job: ``result()`` is a ``Reply``, or raises the ``JobError``.
+    """A ``concurrent.futures.Future`` whose ``result()`` returns a ``Reply`` or raises a ``JobError``.
 
-    ``cancel()`` also ends a job that runs: the worker is asked to stop, and is killed after the bulkhead's ``grace``
-    if it does not. It is False only if the future is done. ``running()`` is true as soon as the job was sent.
-    Callbacks run in the thread that reads the connection, or that cancels: they should be short.
+    ``cancel()`` also ends a running job. The worker is asked to stop, and is killed after the bulkhead's ``grace`` if
+    it does not. ``cancel()`` returns false only if the future is done. ``running()`` returns true from the moment when
+    the job is sent. Callbacks run in the thread that reads the connection or cancels the job, so they must be short.
     """
 
     def __init__(self) -> None:
@@ -88,11 +91,14 @@ class JobFuture(CancellableFuture[Reply]):
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
         self._heard: tuple[float, str] | None = None
-        #: Whether all callbacks were called.
+        #: True if all callbacks were called.
         self._is_told = False
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
-        """Has ``listener(fraction, text)`` called when the handler tells how far it is, and with the last it told."""
+        """Registers ``listener(fraction, text)`` for progress reports of the handler.
+
+        If progress has already been reported, calls the listener immediately with the last report.
+        """
         with self._condition:
             self._listeners.append(listener)
             heard = self._heard
@@ -104,17 +110,17 @@ class JobFuture(CancellableFuture[Reply]):
         if connection is not None:
             connection.cancel(self._number)
 
-    # What the connection calls.
+    # Called by the connection.
 
     def started(self, connection: Connection, number: int) -> None:
-        """The job is about to be sent."""
+        """Sets the state to running. Called before the job is sent."""
         self._connection, self._number = connection, number
         with self._condition:
             if self._state == _states.PENDING:
                 self._state = _states.RUNNING
 
     def settle(self, metadata: bytes, payload: bytes | bytearray) -> None:
-        """Its outcome has come."""
+        """Sets the result or exception from a received outcome."""
         try:
             if _wire.is_ok(metadata):
                 self._resolve(Reply(payload, metadata), None, is_repeated=True)
@@ -124,7 +130,7 @@ class JobFuture(CancellableFuture[Reply]):
             self._resolve(None, error)
 
     def progress(self, metadata: bytes) -> None:
-        """It has told how far it is."""
+        """Passes a progress report to the listeners."""
         with self._condition:
             self._heard = heard = _wire.progress(metadata)
             listeners = tuple(self._listeners)
@@ -133,23 +139,26 @@ class JobFuture(CancellableFuture[Reply]):
                 listener(*heard)
             except BaseException as error:
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                    # Perhaps of a signal's handler.
+                    # May come from a signal handler.
                     raise
                 _states.LOGGER.exception("calling a listener for %r", self)
 
     def lose(self, error: JobError) -> None:
-        """Its connection is lost."""
+        """Sets the exception after the connection was lost."""
         self._resolve(None, error)
 
     def forget(self) -> None:
-        """This process was forked from the one that had the job; no other thread is here."""
+        """Detaches the future in a forked child, which has no other threads."""
         self._connection = None
         self._condition = Condition()
         self._done_callbacks: list[Any] = []
 
     def _resolve(self, value: Any, error: BaseException | None, *, is_repeated: bool = False) -> None:
-        """Ends it, unless it was cancelled. ``is_repeated``: if it has ended already, a signal's exception came before
-        all were told."""
+        """Sets the result or exception, unless the future was cancelled.
+
+        With ``is_repeated``, a finished future notifies the remaining waiters and callbacks. This happens if an
+        exception in a signal handler interrupted the first notification.
+        """
         self._connection = None
         with self._condition:
             has_ended = self._state == _states.FINISHED

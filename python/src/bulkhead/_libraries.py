@@ -1,8 +1,8 @@
-"""Arrays, images and frames as plain fields, for results of workers that may have been taken over.
+"""Encodes arrays, images and frames as plain fields, so that results of compromised workers can be read safely.
 
-A worker sends what the functions of ``_FIELDS`` make of a value. The caller makes the value of the fields by the
-library's public constructors, after it has checked them. Nothing is imported for that: what the caller has not imported
-is refused.
+The functions in ``_FIELDS`` convert a value to fields in the worker. The caller checks the fields and builds the value
+with public constructors of the library. The caller never imports a library for this, so a value of a library that is
+not imported yet is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
-#: Modules whose exceptions are read: to make one does nothing but keep its arguments.
+#: Modules whose exceptions are accepted, because their constructors only store the arguments.
 ERROR_MODULES = frozenset(
     (
         *("_csv", "_lzma", "_pickle", "binascii", "decimal", "gzip", "json.decoder", "re", "re._constants", "sqlite3"),
@@ -25,12 +25,12 @@ ERROR_MODULES = frozenset(
         *("PIL", "PIL.Image", "numpy.exceptions", "numpy.linalg", "pandas.errors"),
     )
 )
-#: Types of numbers and texts: no objects.
+#: Array types of numbers, texts and times. Object arrays are not accepted.
 _DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _DIMENSIONS_MAX, _DIMENSION_MAX = 32, 1 << 48
-#: The longest dimension of an array without values; and the longest side of an image.
+#: Maximum dimension of an array without values, and maximum side length of an image.
 _EMPTY_MAX, _SIDE_MAX = 1 << 20, 1 << 24
-#: Modes of images, by the bits of a pixel. A row has whole bytes.
+#: Image modes by the number of bits per pixel. Rows are padded to whole bytes.
 _MODES = {
     1: "1",
     8: "L P",
@@ -41,15 +41,15 @@ _MODES = {
 _PIXEL_BITS = {mode: bits for bits, modes in _MODES.items() for mode in modes.split()}
 _PANDAS_DTYPE = re.compile(r"object|str|string|boolean|U?Int(8|16|32|64)|Float(32|64)")
 _ZONE = re.compile(r"(?!dateutil)[A-Za-z0-9_+:-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,2}")
-#: Values that may be hashed, unless all are texts: equal hashes can be made for numbers.
+#: Maximum number of hashed values that are not all texts, because numbers with equal hashes can be constructed.
 _HASHED_MAX = 4096
-#: Bytes of texts when all are counted as often as they are found, and for each byte when they are counted once.
+#: Limits for the total size of texts, in bytes: a fixed amount, plus a multiple of the size of the distinct texts.
 _TEXT_BYTES_MAX, _TEXT_TIMES_MAX = 1 << 28, 64
 _CELLS = frozenset({str, bytes, int, float, bool, type(None), date, datetime, time, timedelta, Decimal})
 
 
 class Refused(pickle.UnpicklingError):
-    """A value of a kind that is not read. The text names the value."""
+    """A value of an unsupported kind. The text names the value."""
 
 
 def _library(name: str) -> Any:
@@ -62,7 +62,7 @@ def _refuse(name: Any) -> Any:
     raise Refused(name[:200] if type(name) is str else "a value without a name")
 
 
-# In the worker.
+# Encoding in the worker.
 
 
 def _array_fields(array: Any, is_scalar: bool = False) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ def _image_fields(image: Any) -> tuple[Any, ...]:
 
 
 def _column(values: Any) -> tuple[Any, ...]:
-    """The fields of a column: its kind, and its values."""
+    """Returns the fields of a column: its kind, its values, and further details."""
     dtype = values.dtype
     if hasattr(values, "cat"):
         return "category", values.cat.codes.to_numpy(), _column(dtype.categories.to_series()), dtype.ordered
@@ -119,7 +119,7 @@ class _Pickler(pickle.Pickler):
         if kind.__module__.startswith(("numpy", "PIL.", "pandas")) and not isinstance(value, (type, BaseException)):
             for (module, name), fields in _FIELDS.items():
                 known = getattr(sys.modules.get(module), name, ())
-                # A subclass says more than its base, but for scalars and files of images.
+                # Other subclasses are refused, because the fields would lose their additional data.
                 if kind is known or (name in ("generic", "Image") and isinstance(value, known)):
                     return fields(value)
             return _refuse, (f"{kind.__module__}.{kind.__qualname__}",)
@@ -127,20 +127,20 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any, protocol: int = 5, buffer_callback: Any = None) -> bytes:
-    """Pickles a value as ``pickle.dumps`` does, with arrays, images and frames as plain fields."""
+    """Pickles a value like ``pickle.dumps``, but with arrays, images and frames as plain fields."""
     file = io.BytesIO()
     _Pickler(file, protocol, buffer_callback=buffer_callback).dump(value)
     return file.getvalue()
 
 
-# In the caller. Whatever else a wrong field raises, it is refused all the same.
+# Decoding in the caller. Any other exception caused by invalid fields also leads to a refusal.
 
 
 def _dtype(descr: Any) -> Any:
     numpy = _library("numpy")
     if type(descr) is str:
         return numpy.dtype(descr) if _DTYPE.fullmatch(descr) else _refuse(f"an array of {descr}")
-    # Each field has a name, a type, and perhaps a shape.
+    # Each field has a name, a type, and optionally a shape.
     return numpy.dtype([(str(field[0]), _dtype(field[1]), *map(_shape, field[2:])) for field in descr])
 
 
@@ -151,7 +151,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _check_bools(array: Any) -> None:
-    """A byte that is neither 0 nor 1 would be counted as more than one."""
+    """Refuses bytes other than 0 and 1 in boolean arrays, because numpy would count them as more than one."""
     for name in array.dtype.names or ():
         _check_bools(array[name])
     if array.dtype.kind == "b" and array.size and array.view("u1").max() > 1:
@@ -159,7 +159,7 @@ def _check_bools(array: Any) -> None:
 
 
 def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
-    """An array, or a scalar if there is no shape."""
+    """Returns an array, or a scalar if ``shape`` is None."""
     dtype, sizes = _dtype(descr), _shape(shape or ())
     size = len(_bytes(data))
     if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != size or (not size and max(sizes) > _EMPTY_MAX):
@@ -170,7 +170,7 @@ def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
 
 
 def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
-    """An image of ``PIL.Image.Image`` itself, whatever file it was read from."""
+    """Returns an image of the class ``PIL.Image.Image``, whatever file format it was read from."""
     library, (width, height) = _library("PIL.Image"), _shape(size)
     bytes_of_row = (width * _PIXEL_BITS[mode] + 7) // 8
     if bytes_of_row * height != len(_bytes(data)) or max(width, height) > _SIDE_MAX:
@@ -197,7 +197,7 @@ def _cells(cells: Any) -> Any:
 
 
 def _made(kind: Any, values: Any, *fields: Any) -> Any:
-    """Returns the array that holds the values of a column."""
+    """Returns an array with the values of a column."""
     pandas = _library("pandas")
     if type(values) is list:
         return pandas.array(_cells(values), dtype=kind if _PANDAS_DTYPE.fullmatch(kind) else _refuse(kind))
@@ -219,7 +219,7 @@ def _hashable(values: Any) -> Any:
 
 
 def make_frame(columns: Any, levels: Any, rows: Any, names: Any, labels: Any, label_names: Any, is_series: Any) -> Any:
-    """A frame, or a column by itself. The first columns are the levels of its index, if it is not counted from 0."""
+    """Returns a frame, or a series. The first ``levels`` columns are the index; without them, rows are numbered."""
     pandas = _library("pandas")
     made = [_made(*column) for column in columns]
     index = pandas.RangeIndex(rows) if not levels else pandas.Index(made[0])

@@ -1,4 +1,4 @@
-"""A worker's end of its link: the handshake, the journal, and writing by any thread."""
+"""A worker's end of the link to the supervisor: handshake, journal, and thread-safe writing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-# Taken before a main module that is imported by workers can replace it, as gevent does.
+# Taken before a main module that workers import can replace it, as gevent does.
 _Lock = _thread.allocate_lock
 
 LINK_VARIABLE = "BULKHEAD_LINK_FD"
@@ -24,19 +24,22 @@ _REGISTER_GLOBAL_EXPEDITED = 4
 
 
 class Refused(Exception):
-    """The supervisor did not welcome this worker; the text says why."""
+    """The supervisor refused this worker. The text contains the reason."""
 
 
 def _journal(descriptor: int) -> memoryview:
-    """Words of memory that outlives this process. Each number is written by one store: 1 is the last job begun, 2 the
-    time of the last heartbeat. The supervisor writes 3, also by one store: the last job taken back."""
+    """Maps the journal, shared memory that outlives this process, as an array of 64-bit words.
+
+    Each word is written by a single store. The worker writes word 1, the number of the last job that it began, and word
+    2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
+    """
     if os.fstat(descriptor).st_size != JOURNAL_BYTES:
         raise Refused("its journal has an odd size")
     return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
 
 class Link:
-    """The socket, and who may write to it."""
+    """The socket, with a lock for writers."""
 
     __slots__ = ("_identity", "_owner", "_writing", "socket")
 
@@ -47,11 +50,11 @@ class Link:
         self._writing = _Lock()
 
     def is_own(self) -> bool:
-        """Returns false in a process that code in the worker forked, in Python or in C."""
+        """Returns false in a process that was forked from the worker, whether in Python or in C."""
         return os.getpid() == self._owner
 
     def check(self) -> None:
-        """Ends the worker if the link's descriptor is another file now."""
+        """Ends the worker if the descriptor of the link now refers to another file."""
         try:
             if _identity(self.socket) != self._identity:
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -59,7 +62,7 @@ class Link:
             lost(error)
 
     def send(self, kind: int, number: int, metadata: bytes = _wire.EMPTY, payload: _wire.Buffer = b"") -> None:
-        """Sends a frame: when this returns, it outlives this process. A forked process sends nothing."""
+        """Sends a frame. The frame is delivered even if this process ends afterwards. Forked processes send nothing."""
         if not self.is_own():
             return
         try:
@@ -76,7 +79,7 @@ class Link:
             lost(error)
 
     def heartbeat(self) -> None:
-        """Says that this process lives, unless another thread is writing: then bytes flow, which say as much."""
+        """Sends a heartbeat, unless another thread is writing, because any data proves that this process is alive."""
         self.check()
         if self._writing.acquire(False):
             try:
@@ -93,7 +96,7 @@ def _identity(socket: _socket.socket) -> tuple[int, int]:
 
 
 def lost(error: OSError) -> NoReturn:
-    """Ends a worker that cannot use its link any more. It is silent if the supervisor is gone."""
+    """Ends a worker that lost its link. Prints a message unless the supervisor closed the link."""
     if error.errno not in (errno.EPIPE, errno.ECONNRESET):
         sentence = (
             "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that "
@@ -107,13 +110,17 @@ def lost(error: OSError) -> NoReturn:
 
 
 def _order_memory() -> bool:
-    """Has the supervisor's barriers order this process's stores before its later loads, in which a job is begun."""
+    """Registers this process for the supervisor's memory barriers (membarrier(2)).
+
+    The barriers order the store that begins a job before the load that checks for a recall. Returns false if barriers
+    are not available.
+    """
     number = _MEMBARRIER.get(os.uname().machine)
     try:
-        # Importing ctypes itself takes a tenth of a worker's start.
+        # Importing ctypes would take a tenth of a worker's start time.
         import _ctypes
 
-        # `None` names the program itself, which the type of the function does not say.
+        # `None` means the program itself. The type stub does not allow it.
         call = _ctypes.dlsym(_ctypes.dlopen(None, os.RTLD_NOW), "syscall")  # type: ignore[arg-type]
         return number is not None and _ctypes.call_function(call, (number, _REGISTER_GLOBAL_EXPEDITED, 0, 0)) == 0
     except (ImportError, AttributeError, OSError):
@@ -121,7 +128,7 @@ def _order_memory() -> bool:
 
 
 def inherited() -> _socket.socket | None:
-    """The descriptor that the supervisor left; none if a person has started this program."""
+    """Returns the link that was inherited from the supervisor, or None if the program was started by other means."""
     try:
         number = int(os.environ[LINK_VARIABLE])
         if number <= 2:
@@ -137,8 +144,10 @@ def inherited() -> _socket.socket | None:
 def shake_hands(
     link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
 ) -> tuple[_wire.WorkerWelcome, memoryview | None]:
-    """Says hello and waits for the welcome, and the words of the journal if there is one. Frames behind it stay with
-    the reader. Raises ``Refused``."""
+    """Performs the handshake. Returns the welcome, and the words of the journal if there is one.
+
+    Frames that follow the welcome stay in the reader. Raises ``Refused``.
+    """
     capabilities = _wire.WORKER_LIMITS
     if takes_ahead and _order_memory():
         capabilities |= _wire.WORKER_CLAIMS | _wire.WORKER_BEATS
@@ -159,7 +168,7 @@ def shake_hands(
                 welcome = _wire.WorkerWelcome(metadata)
                 if not is_lent:
                     return welcome, None
-                # The supervisor counts on it from here on.
+                # The supervisor relies on the journal from here on.
                 if not lent:
                     raise Refused("its journal did not come along: see `rlimits.nofile`")
                 journal = _journal(lent[-1])

@@ -1,7 +1,7 @@
-"""What workers of a private supervisor write, on its way to the caller's standard output and error.
+"""Forwards the output of a private supervisor's workers to the caller's standard output and standard error.
 
-Without a sandbox workers write into two FIFOs, so that nothing is lost and a job's output has left it before its
-result. Confined workers cannot open them: what they write comes by the supervisor, which takes 1,000 lines a second.
+Workers without a sandbox write to two FIFOs. No output is lost, and the output of a job is written before its result is
+sent. Confined workers cannot open FIFOs. Their output comes from the supervisor, which accepts 1,000 lines per second.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from . import _admin
 from ._private import PrivateSupervisor
 
-#: Seconds that results wait for a stream.
+#: Maximum number of seconds that results wait for a blocked output stream.
 CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")
 
 
 def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
-    """Writes to what ``sys.stdout`` or ``sys.stderr`` is now: a terminal, a notebook's cell, a test's capture."""
+    """Writes to the current ``sys.stdout`` or ``sys.stderr``: a terminal, a notebook cell, a test's capture."""
     stream: Any = getattr(sys, name, None)
     try:
         buffer = getattr(stream, "buffer", None)
@@ -38,68 +38,68 @@ def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
         if stream is not None:
             stream.flush()
     except BaseException:
-        # It is closed, or its reader has gone; or it is the application's own, and fails as it likes.
+        # The stream is closed, its reader is gone, or an application-defined stream failed.
         pass
 
 
 class Output:
-    """Passes the output of workers on, by a thread of its own."""
+    """Forwards the output of workers in a separate thread."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
 
     def start(self) -> None:
-        """Begins to read. The supervisor listens already."""
+        """Starts the thread. The supervisor must be listening already."""
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Returns when all is written that was here before, or the stream stands still; at once where none can tell."""
+        """Waits until all earlier output is written or the stream is blocked. By default, does not wait."""
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
-        """Waits until all is written, when the workers are gone, unless the stream stands still."""
+        """Waits until all output is written or ``seconds_max`` have passed. Called after the workers have ended."""
         if self._thread.ident is not None:
             self._thread.join(seconds_max)
 
     def finish(self) -> None:
-        """Waits until all is written, however long the stream takes, and closes the descriptors."""
+        """Waits until all output is written, without a limit, and closes the descriptors."""
         self.end(None)
         self.forget()
 
     def forget(self) -> None:
-        """Closes this process's descriptors and does nothing else, as a forked child does."""
+        """Closes the descriptors of this process without waiting. Used in forked children."""
 
     def _forward(self) -> None:
         raise NotImplementedError
 
 
 class Fifos(Output):
-    """Two FIFOs in the supervisor's folder, and the thread that reads them."""
+    """Reads the output from two FIFOs in the supervisor's folder."""
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         super().__init__()
         self.paths = [supervisor.fifo(name) for name in _NAMES]
         self._readers: dict[int, str] = {}
         self._is_over = False
-        # What is read may end within a character.
+        # Incremental decoders, because a read may end within a multi-byte character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _NAMES}
-        #: Wakes the thread, which ends if it is over.
+        #: Wakes the thread to check `_is_over`.
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
-        #: Those that are open.
+        #: All open descriptors.
         self._descriptors = [self._end]
         try:
-            # With a writer of its own no reader sees an end, and no worker waits for one.
+            # Opened for reading and writing, so that reads never see EOF and workers never wait for a reader.
             self._waiting = select.poll()
             for path, name in zip(self.paths, _NAMES, strict=True):
                 self._read(path, name)
                 supervisor.keep(path, partial(self._make_again, supervisor, path, name))
-            #: As much as one holds.
+            #: Capacity of a FIFO in bytes.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
-            # Held from reading to written.
+            # Held from reading data until the data is written.
             self._passing = threading.Lock()
-            # How often all that was ready has been passed on.
+            # Number of rounds in which all available data was forwarded.
             self._rounds = 0
             self._round = threading.Condition()
-            #: How often that was when results waited in vain.
+            #: Value of `_rounds` when `catch_up` last timed out.
             self._stuck_at = -1
         except BaseException:
             self.forget()
@@ -112,13 +112,13 @@ class Fifos(Output):
         self._waiting.register(descriptor, select.POLLIN)
 
     def _make_again(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
-        """Makes a removed FIFO again. Older workers still write to the removed one."""
+        """Creates a removed FIFO again. Older workers keep writing to the removed FIFO."""
         supervisor.fifo(os.path.basename(path))
         self._read(path, name)
         os.eventfd_write(self._end, 1)
 
     def catch_up(self) -> None:
-        # Written by the thread alone, since what the application's stream waits for may wait for a result.
+        # Only the thread writes, because the application's stream may be blocked until its reader gets a result.
         if self._is_passed_on() or self._stuck_at == self._rounds:
             return
         with self._round:
@@ -127,7 +127,7 @@ class Fifos(Output):
                 self._stuck_at = self._rounds
 
     def _is_passed_on(self) -> bool:
-        # In this order: what is read is passed on with the lock held.
+        # The order matters: data is removed from the FIFO only while the lock is held.
         return not self._waiting.poll(0) and not self._passing.locked()
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
@@ -170,7 +170,7 @@ class Fifos(Output):
 
 
 class Lines(Output):
-    """The lines that the supervisor has, as they come."""
+    """Reads the output lines from the supervisor's admin socket."""
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What is behind a BulkheadExecutor: its calls, its private supervisor, and the thread that hears of outcomes.
+"""Backend of ``BulkheadExecutor``: the calls, the private supervisor, and the thread that receives outcomes.
 
-A call waits here, not yet pickled, until one of the places of the *window* is free; then it is with the supervisor.
-One thread, started with the supervisor, takes outcomes in, settles futures, and fills the window again.
+A call waits in this process, not yet pickled, until a place in the *window* is free. Then it is sent to the supervisor.
+One thread, started with the supervisor, receives outcomes, settles futures and refills the window.
 """
 
 from __future__ import annotations
@@ -34,101 +34,111 @@ T = TypeVar("T")
 
 #: The name of the one bulkhead of the private supervisor.
 NAME = "pool"
-#: Calls that are with the supervisor beyond one for each worker: at first, while calls are quick (look-ahead needs
-#: them), and while they are not, so that most cancellations stay here.
+#: Maximum number of calls at the supervisor in addition to one per worker. The second value applies while calls are
+#: quick, because prefetching needs a backlog. The third applies while they are slow, so that most cancellations need no
+#: message.
 WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
-#: Mean run times, in µs, below which calls are quick and above which they are slow.
+#: Mean run time in µs below which calls are quick, and above which they are slow.
 QUICK_US, SLOW_US = 2_000, 20_000
-#: Bytes of payloads that are with the supervisor; a call that is larger goes when it is alone.
+#: Total size of outstanding payloads, in bytes, from which on no further call is sent to the supervisor.
 WINDOW_BYTES_MAX = 256 << 20
-#: Bytes of a call: those of a frame, less those of its metadata.
+#: Maximum size of a pickled call: the maximum size of a frame, minus that of the metadata.
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
-#: Seconds that a large call waits for a memory file before it goes by the socket.
+#: Maximum number of seconds that a large call waits for a memory file before it is sent through the socket.
 LEASE_SECONDS_MAX = 1.0
 LEASE_PAUSE_SECONDS = 0.0005
-#: Outcomes behind which no worker has the call any more: ok, and failed.
+#: Outcomes after which no worker uses the call any more: ok and failed.
 _ANSWERED = frozenset((0, 1))
 _ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
-#: Seconds between looks whether the folder was emptied, while all calls end well.
+#: Interval between checks for a removed folder while all calls succeed, in seconds.
 LOOK_SECONDS = 1.0
-#: Small calls that may wait here for company, while the supervisor has so many more than workers that none sleeps.
+#: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls; size of a call in
+#: bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
 
 class WorkerCrashed(Crashed, BrokenProcessPool):
-    """The process that ran the call died: ``outcome`` says how. The executor goes on; only this call is lost."""
+    """The worker process that ran the call died. ``outcome`` describes the death.
+
+    Only this call is lost; the executor remains usable.
+    """
 
 
 class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
-    """The call's ``timeout`` or ``deadline`` passed. Its process, and what that had started, is ended."""
+    """The ``timeout`` or ``deadline`` of the call passed. If the call was running, its process tree was killed."""
 
 
 class PoolDisconnected(Disconnected, BrokenProcessPool):
-    """The private supervisor ended with the call under way. The next call starts another one."""
+    """The private supervisor ended while the call was pending. The next call starts another supervisor."""
 
 
 class ResultUnreadable(BrokenProcessPool):
-    """The call, or what it returned or raised, could not be unpickled on the other side. Only this call is lost."""
+    """The call, its result or its exception could not be unpickled by the receiving process. Only this call is lost."""
 
 
 class ResultRefused(pickle.UnpicklingError):
-    """The call returned or raised a value that is not accepted from a confined worker: see ``results``. Only this call
-    is lost, and its process continues."""
+    """The call returned or raised a value that is not accepted from a confined worker (see ``results``).
+
+    Only this call is lost, and its worker continues.
+    """
 
 
 _ADVICE = (
     "return plain data, arrays, images or frames, name its class in results=['data', ...], or trust it by results='any'"
 )
-#: The metadata of a CANCEL of a call that has not begun.
+#: Metadata of a CANCEL that applies only if the call has not begun.
 _CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
 
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
 class PoolFuture(CancellableFuture[T]):
-    """A future whose ``cancel()`` also ends a call that runs, with its process and what that has started."""
+    """A future whose ``cancel()`` also ends a running call by killing its worker and all descendants."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
         self._pool = pool
         self._number = 0
-        # Unlike the condition itself it is not left taken by an exception of a signal's handler.
+        # `with` on this lock, unlike `with` on a standard condition, is safe if a signal handler raises an exception.
         self._lock = self._condition._lock  # type: ignore[attr-defined]
 
     def _withdraw(self) -> None:
         self._pool.cancelled(self)
 
     def running(self) -> bool:
-        """True for the oldest calls without an outcome, one for each worker."""
+        """Returns true for the oldest calls without an outcome, one per worker."""
         return self._state == RUNNING and self._pool.is_among_oldest(self._number)
 
     def result(self, timeout: float | None = None) -> T:
-        """What the call returned; raises what it raised, or ``TimeoutError`` if it has no outcome in time."""
-        # What is finished stays as it is. The state is set last.
+        """Returns the result of the call, or raises the exception that the call raised.
+
+        Raises ``TimeoutError`` if there is no outcome within ``timeout`` seconds.
+        """
+        # No lock is needed because a finished future does not change, and the state is set last.
         if self._state == FINISHED and self._exception is None:
             return self._result  # type: ignore[return-value]
         try:
             return super().result(timeout)
         except BaseException:
-            # A signal's exception that comes as the condition is taken can leave it taken.
+            # An exception in a signal handler while the condition is being locked can leave it locked.
             while self._lock._is_owned():
                 self._lock.release()
             raise
         finally:
-            # The exception holds this frame.
+            # Breaks the reference cycle: the exception refers to this frame.
             del self
 
     def _begin(self) -> bool:
-        """Makes it running, unless it was cancelled."""
+        """Sets the state to running. Returns false if the future was cancelled."""
         with self._lock:
-            # Running: what a signal's handler raised came behind this, and it is sent once more.
+            # A call is sent again in state RUNNING if an exception in a signal handler interrupted the first attempt.
             if self._state not in (PENDING, RUNNING):
                 return False
             self._state = RUNNING
             return True
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
-        """Gives it its outcome, unless it was cancelled meanwhile."""
+        """Sets the result or exception, unless the future was cancelled or is done."""
         with self._lock:
             if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED):
                 return
@@ -147,7 +157,7 @@ class PoolFuture(CancellableFuture[T]):
 
 
 class Call:
-    """A function with its arguments, and SUBMIT's metadata for it."""
+    """A function with its arguments, and the metadata of its SUBMIT frame."""
 
     __slots__ = ("bytes", "future", "has_place", "is_large", "is_ordered", "job", "lease", "metadata")
 
@@ -162,19 +172,22 @@ class Call:
     ) -> None:
         self.future = future
         self.metadata = metadata
-        #: It goes to the supervisor at once, which knows when it is its turn: by deadline, priority and tenant.
+        #: True if the call is sent immediately, because the supervisor orders it by deadline, priority and tenant.
         self.is_ordered = is_ordered
-        #: One of the window's.
+        #: True if the call occupies a place in the window.
         self.has_place = False
         self.job: tuple[Callable[..., Any], Any, Any] | None = (function, arguments, keywords)
         self.bytes = 0
-        #: True for a large call in the window. Each worker has at most one.
+        #: True for a large call in the window. There is at most one per worker.
         self.is_large = False
         self.lease: _files.Lease | None = None
 
 
 class Pool:
-    """See the module. ``launch`` starts a supervisor, and returns what brings its workers' output."""
+    """The calls and the supervisor of one executor.
+
+    ``launch`` starts a supervisor, and returns the reader of its workers' output.
+    """
 
     def __init__(
         self,
@@ -190,12 +203,12 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = pickler
-        #: Classes whose instances are accepted as results in addition to plain data; `None` accepts everything.
+        #: Classes whose instances are accepted as results in addition to plain data. `None` accepts everything.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
-        #: Why no call is taken any more.
+        #: Reason why the pool accepts no more calls, or None.
         self.broken: str | None = None
-        #: Whether a worker has done a call: what keeps others from being started may pass.
+        #: True if a worker has completed a call. A failure to start workers is then considered temporary.
         self._has_answered = False
         self.is_shut_down = False
         self._deferrable = workers + DEFERRED_BEHIND
@@ -203,11 +216,12 @@ class Pool:
         _pools.add(self)
 
     def _reset(self) -> None:
-        """The state of a pool that was never used; also that of one in a forked child."""
-        # Never taken twice. But an `RLock` knows whether this thread has it.
+        """Sets the state of an unused pool. Also used in forked children."""
+        # Never acquired recursively. An `RLock` is used because it knows its owner.
         self._lock = threading.RLock()
         self._waiting: deque[Call] = deque()
-        #: By number. Those on their way there are in `_pickling`; those that have a place are counted in `_placed`.
+        #: Calls at the supervisor, by number. `_pickling` has the calls that are about to be sent; `_placed` is the
+        #: number of calls with a place in the window.
         self._sent: dict[int, Call] = {}
         self._pickling: dict[Call, None] = {}
         self._placed = self._large = 0
@@ -218,33 +232,33 @@ class Pool:
         self._window = self.workers + WINDOW_AT_FIRST
         self._supervisor: PrivateSupervisor | None = None
         self._channel: Channel | None = None
-        #: Of the supervisor that runs, and of those that are about to end.
+        #: Sessions of the running supervisor, and of supervisors that are ending.
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
-        #: Threads that wait for the stack of a dead worker, and then end its call's future.
+        #: Threads that wait for the stack of a dead worker before they settle the future.
         self._stacks: set[threading.Thread] = set()
         self._next_look = 0.0
-        #: True if Ctrl-C ended the wait for its calls: the end of the interpreter does not wait for them again.
+        #: True if Ctrl-C interrupted a shutdown. The exit of the interpreter then does not wait for the calls again.
         self.is_given_up = False
-        #: True if only calls that have begun are finished.
+        #: True if calls that have not begun are being cancelled.
         self._is_cancelling = False
-        #: Those that a thread of the pool is about to end, by the list's ``id``.
+        #: Lists of futures that a thread of the pool is about to settle, by ``id`` of the list.
         self._ending: dict[int, list[PoolFuture[Any]]] = {}
 
     def after_fork(self) -> None:
-        """In a forked child: the supervisor and all calls are the parent's."""
+        """Resets the pool in a forked child. The supervisor and all calls belong to the parent."""
         for session in self._sessions:
             session.forget()
-        # A future of the parent's names no call of this process.
+        # Numbers continue, so that no future of the parent refers to a call of this process.
         number = self._next_number
         self._reset()
         self._next_number = number
 
-    # Calls on their way out.
+    # Sending calls.
 
     def submit(self, call: Call) -> None:
-        """Takes a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if none is taken any more."""
+        """Accepts a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if the pool accepts no more calls."""
         if self._is_in_the_midst():
             raise RuntimeError("a signal's handler cannot submit calls in the midst of another submit")
         try:
@@ -255,12 +269,13 @@ class Pool:
                 if not call.is_ordered and (self._waiting or not self._has_place()):
                     self._waiting.append(call)
                     return
-                # It is on its way to the supervisor.
+                # The call is about to be sent.
                 self._pickling[call] = None
                 if not call.is_ordered:
                     self._placed += 1
                     call.has_place = True
-            # The thread that reads, which runs callbacks, is not to wait for a supervisor that waits to be read.
+            # The receiving thread, which runs callbacks, must not block here, because the supervisor may in turn wait
+            # until its messages are read.
             may_wait = threading.current_thread() is not self._thread
             if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
                 self._fill(may_wait=may_wait)
@@ -269,7 +284,7 @@ class Pool:
             raise
 
     def _put_down(self, call: Call) -> None:
-        """It is not; the lock is held."""
+        """Undoes the preparation for sending. The caller holds the lock."""
         self._pickling.pop(call, None)
         self._free_place(call)
 
@@ -286,8 +301,11 @@ class Pool:
             call.lease = None
 
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """``submit`` has failed, be it by what a signal's handler raised, which may come behind any function call: then
-        the call goes where it would have gone, or nowhere."""
+        """Cleans up after a failed ``submit``.
+
+        The error can be an exception of a signal handler, which can occur after any function call. If the call was not
+        sent, its future fails. If it was queued for sending, another thread sends it.
+        """
         channel = self._channel
         with self._lock:
             is_on_its_way = call in self._pickling
@@ -300,14 +318,17 @@ class Pool:
         self._go_on()
 
     def _put_back(self, call: Call) -> None:
-        """``_fill`` has failed so: the call is none of this thread's, and waits again."""
+        """Cleans up after an exception of a signal handler in ``_fill``.
+
+        The call belongs to another ``submit``, so it becomes the next waiting call again.
+        """
         channel = self._channel
         is_lost = False
         with self._lock:
             is_on_its_way = call in self._pickling
             if is_on_its_way:
                 self._put_down(call)
-            # Or it was put down for a problem that its future was not told.
+            # Or the call was put down because of a problem, and its future was not settled.
             if is_on_its_way or not (call.future._number or call.future._state not in (PENDING, RUNNING)):
                 is_lost = self._channel is None or self.broken is not None
                 if not is_lost:
@@ -319,14 +340,14 @@ class Pool:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Has another thread do what this one was about to: send what waits, or end a pool that was shut down."""
+        """Delegates the remaining work to another thread: sending waiting calls, or ending a pool after shutdown."""
         if self._channel is None or not (self._waiting or self.is_shut_down):
             return
         fill = partial(self._fill, may_wait=True)
         try:
             threading.Thread(target=fill, name="bulkhead-fill", daemon=True).start()
         except RuntimeError:
-            # There is no room for one.
+            # No thread can be started.
             self._fill(may_wait=False)
 
     def _refuse_if_over(self) -> None:
@@ -342,10 +363,11 @@ class Pool:
         return has_room and self._placed < self._window and self._large < self.workers
 
     def _send(self, call: Call, *, may_wait: bool, is_own: bool = False) -> bool:
-        """Pickles a call that has a place, and sends it; False if it does not need the place any more.
+        """Pickles a call that has a place, and sends it. Returns false if the call no longer needs its place.
 
-        What cannot be pickled fails by itself. KeyboardInterrupt, or the SystemExit of a signal's handler, is raised
-        instead: it is meant for the main thread, or for the one whose ``is_own`` the call is.
+        If the call cannot be pickled, only its future fails. ``KeyboardInterrupt`` and ``SystemExit`` can come from a
+        signal handler. They are re-raised if this is the main thread or the thread that submitted the call
+        (``is_own``).
         """
         future = call.future
         payload: _files.Pieces = []
@@ -367,12 +389,12 @@ class Pool:
         try:
             data = b"".join(payload)
         except Exception as error:
-            # A MemoryError is not to end the thread on which all calls depend.
+            # A MemoryError must not end the receiving thread, on which all calls depend.
             problem, data = error, b""
         payload = []
         call.bytes = len(data)
-        # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
-        # a signal's handler may come there, and end the pool.
+        # The call may have been cancelled during pickling. Called without the pool's lock, because a thread that waits
+        # for futures holds their locks. A signal handler in that thread may end the pool, which needs the pool's lock.
         is_begun = problem is None and future._begin()
         with self._lock:
             channel = self._channel
@@ -384,7 +406,7 @@ class Pool:
                 channel = None
                 self._put_down(call)
             else:
-                # Enough is there for all workers: it leaves with the next ones, or when an outcome comes.
+                # All workers have enough calls. A deferred frame is sent with the next frames or after an outcome.
                 is_deferred = (
                     size <= DEFERRED_BYTES_MAX
                     and self._deferred < DEFERRED_MAX
@@ -394,7 +416,7 @@ class Pool:
                 number = self._next_number
                 frame = _wire.head(_wire.SUBMIT, number, metadata, len(data)), data
                 put = channel.outgoing.append
-                # No call from here on, so that no signal's exception comes between.
+                # No function calls from here on, so that no exception of a signal handler can interrupt the update.
                 del self._pickling[call]
                 self._deferred = self._deferred + 1 if is_deferred else 0
                 future._number = number
@@ -404,25 +426,25 @@ class Pool:
                 if size >= _files.LARGE_BYTES_MIN:
                     self._large += 1
                     call.is_large = True
-                # With the lock held, so that the thread that hears of those before it sends it.
+                # Queued while the lock is held, so that a cancelling thread finds the frame queued before its CANCEL.
                 put(frame)
         if channel is None and problem is not None:
             future._settle(None, problem)
-        # What the caller's objects hold on to is not held here.
+        # Drops the references to the caller's objects.
         call.job = None
         if channel is None:
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
         if future._is_cancelled():
-            # By a thread that may have been before this one on the wire.
+            # The CANCEL of the other thread may have been sent before the SUBMIT.
             self._send_cancel([number])
         elif self._is_cancelling and not self.is_among_oldest(number):
             self._cancel_unbegun([number])
         return True
 
     def _lease(self, call: Call, size: int, may_wait: bool) -> _files.Lease | None:
-        """A memory file for a large call. The first ones wait until the supervisor has made it."""
+        """Returns a memory file for a large call, or None. The first calls wait until the supervisor has made one."""
         channel = self._channel
         for is_last in (not may_wait, True):
             if channel is None:
@@ -438,7 +460,7 @@ class Pool:
         return call.lease
 
     def _fill(self, *, may_wait: bool) -> None:
-        """Sends what waits, as far as there are places; and lets the pool end if it is to."""
+        """Sends waiting calls while there are free places. Ends the connection if the pool is shut down and empty."""
         call: Call | None = None
         try:
             while True:
@@ -449,7 +471,7 @@ class Pool:
                         is_over = self._is_over()
                         break
                     call = self._waiting[0]
-                    # No call from here on, so that no signal's exception comes between.
+                    # No function calls from here on, so that no exception of a signal handler can interrupt the update.
                     self._pickling[call] = None
                     del self._waiting[0]
                     self._placed += 1
@@ -467,7 +489,7 @@ class Pool:
             self._end_channel()
 
     def cancelled(self, future: PoolFuture[Any]) -> None:
-        """A future was cancelled: its call, if it is with the supervisor, is ended there."""
+        """Tells the supervisor that a future was cancelled, if its call was sent."""
         if future._number:
             self._send_cancel([future._number])
         elif self.is_shut_down:
@@ -484,20 +506,20 @@ class Pool:
             channel.flush(may_wait=False)
 
     def _cancel_unbegun(self, numbers: Iterable[int]) -> None:
-        """Cancels calls that are with the supervisor and have not begun. Older supervisors finish all of them."""
+        """Cancels calls at the supervisor that have not begun. Older supervisors cannot do this and finish them."""
         channel = self._channel
         if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
             self._send_cancel(numbers, _CANCEL_UNBEGUN)
 
     def is_among_oldest(self, number: int) -> bool:
-        """True if no more calls than there are workers, this one included, are with the supervisor as long as it."""
+        """Returns true if the call is among the oldest calls at the supervisor, counting one per worker."""
         with self._lock:
             return number in itertools.islice(self._sent, self.workers)
 
     # Outcomes.
 
     def told(self, frames: list[_wire.Frame], output: Output) -> None:
-        """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
+        """Handles received frames: settles futures and refills the window. Output of the calls is written first."""
         settled = []
         ending: list[PoolFuture[Any]] = []
         try:
@@ -517,7 +539,7 @@ class Pool:
                 quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
                 self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
                 self._deferred = 0
-            # First what keeps the workers busy.
+            # Refill the window before anything slow, to keep the workers busy.
             self._fill(may_wait=False)
             if channel is not None:
                 channel.flush(may_wait=False)
@@ -531,11 +553,11 @@ class Pool:
                     future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
             self._ending.pop(id(ending), None)
         if self.broken is not None:
-            # Since one of these: there is nothing left to wait for.
+            # If one of the outcomes broke the pool, nothing is left to wait for.
             self._fill(may_wait=False)
 
     def _look_after_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
-        """Looks after the supervisor's folder now and then, and when a worker may have died: others need its files."""
+        """Restores the supervisor's folder, which new workers need: periodically, and if a worker may have died."""
         now = time.monotonic()
         if now > self._next_look or any(metadata[0] for _, metadata, _ in settled):
             self._next_look = now + LOOK_SECONDS
@@ -575,7 +597,10 @@ class Pool:
         return loads(bytes(pickled) if isinstance(pickled, memoryview) else pickled, buffers, self._allowed)
 
     def _has_stack_awaited(self, future: PoolFuture[Any], error: BaseException) -> bool:
-        """Has another thread give a future the error, with the stack of the dead worker that the crash report has."""
+        """Starts a thread that adds the Python stack of the crash report to the error, and then settles the future.
+
+        Returns false if there is no stack to wait for.
+        """
         supervisor = self._supervisor
         if supervisor is None or not isinstance(error, WorkerCrashed) or error.outcome.report is None:
             return False
@@ -588,7 +613,7 @@ class Pool:
         try:
             thread.start()
         except RuntimeError:
-            # There is no room for one.
+            # No thread can be started.
             with self._lock:
                 del self._ending[id(awaited)]
                 self._stacks.discard(thread)
@@ -630,7 +655,7 @@ class Pool:
                 raised = _unread("the exception", problem, f" (it was {_last_line(text)})")
             if self._is_confined and type(raised) in (PermissionError, FileNotFoundError):
                 _explain_denial(raised)
-            # Its class may refuse that its instances are changed.
+            # Assigned through the base class because a subclass can reject changes of its instances.
             BaseException.__dict__["__cause__"].__set__(raised, _remote(text))
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
@@ -641,7 +666,7 @@ class Pool:
             return error_read
         if letter == UNFIT:
             unfit = f"the initializer failed: {_last_line(text)}"
-            # What a later process says of itself, which may have been taken over, costs the call that it had.
+            # After the first answer, a later worker may be compromised, so its report fails only its own call.
             if not self._has_answered:
                 self._break(unfit)
             broken = BrokenProcessPool(self.broken or unfit)
@@ -650,7 +675,7 @@ class Pool:
         return ResultUnreadable("the worker answered with what is no result")
 
     def _break(self, why: str) -> None:
-        """No call is taken any more, and those that wait fail."""
+        """Stops accepting calls, and fails all waiting calls."""
         with self._lock:
             self.broken = (
                 self.broken or f"A process in the process pool was terminated abruptly or did not start: {why}"
@@ -658,7 +683,7 @@ class Pool:
         self._end_all(lambda future: future._settle(None, BrokenProcessPool(self.broken)))
 
     def _end_all(self, end: Callable[[PoolFuture[Any]], object]) -> None:
-        """Ends all calls that wait, also if a callback, or a signal's handler, raises in the midst."""
+        """Calls ``end`` for all waiting calls, even if a callback or a signal handler raises an exception."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         raised: BaseException | None = None
@@ -672,10 +697,10 @@ class Pool:
         if raised is not None:
             raise raised
 
-    # Beginning and end.
+    # Start and end.
 
     def _start(self) -> None:
-        """Starts the supervisor and the thread, with the lock held."""
+        """Starts the supervisor and the receiving thread. The caller holds the lock."""
         session = _Session(PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys, _pool_worker.outer_folder))
         self._sessions.append(session)
         before = self._thread
@@ -683,7 +708,7 @@ class Pool:
             session.output = output = self._launch(session.supervisor)
             session.channel = channel = connect(session.supervisor.socket)
             self._supervisor, self._channel = session.supervisor, channel
-            # Known to callbacks on it from its first moment on.
+            # Assigned before the start, because callbacks on the thread need to recognise it.
             self._thread = _Thread(partial(self._serve, session, channel, output))
             self._thread.start()
         except BaseException:
@@ -698,14 +723,14 @@ class Pool:
         try:
             channel.read(partial(self.told, output=output))
         finally:
-            # Without this thread no call would have an outcome.
+            # Without this thread no call would get an outcome.
             self.lost(session)
 
     def lost(self, session: _Session) -> None:
-        """The connection has ended: in order, or since the supervisor is gone."""
+        """Handles the end of the connection, whether by a shutdown or by the death of the supervisor."""
         with self._lock:
             if session not in self._sessions:
-                # Its start was given up, and it was ended there. There may be another one.
+                # Its start failed and cleaned up. Another session may exist already.
                 return
             self._channel = self._supervisor = None
             left = [call.future for call in self._sent.values()]
@@ -724,18 +749,20 @@ class Pool:
             try:
                 self._start_again()
             finally:
-                # Behind all that others wait for: a stream may stand still until they have it.
+                # Last, because the output stream may be blocked until its reader gets one of the outcomes above.
                 session.finish()
                 with self._lock:
                     self._sessions.remove(session)
 
     def _start_again(self) -> None:
-        """What was never sent goes to another supervisor, also of a pool that takes no more. If there can be none now,
-        it fails; a later call tries again."""
+        """Starts another supervisor for calls that were not sent, even after a shutdown.
+
+        If the start fails, these calls fail. A later call tries again.
+        """
         failed: list[PoolFuture[Any]] = []
         why = ""
         with self._lock:
-            # A call that came meanwhile may have started it.
+            # A call that was submitted meanwhile may have started a supervisor.
             if self._waiting and self._channel is None:
                 try:
                     self._start()
@@ -759,7 +786,7 @@ class Pool:
             channel.end()
 
     def shut_down(self, *, wait: bool, cancel: bool) -> None:
-        """Takes no further calls; ends the supervisor when the last one has its outcome."""
+        """Stops accepting calls, and ends the supervisor after the last outcome."""
         self.is_shut_down = True
         if self._is_in_the_midst() or self._is_looked_at():
             self._leave_to_thread(partial(self.shut_down, wait=False, cancel=cancel))
@@ -780,12 +807,12 @@ class Pool:
                 raise
 
     def _join(self) -> None:
-        """Waits for the end of the thread, and of that of a supervisor that it had to start."""
+        """Waits for the receiving thread, and for the thread of any supervisor that was started meanwhile."""
         joined, current = None, threading.current_thread()
         while True:
             with self._lock:
                 thread = self._thread
-                # Callbacks run in these, without which there is no end.
+                # Callbacks run in these threads, which cannot wait for themselves.
                 is_own = current is thread or current in self._stacks
             if thread is None or thread is joined or is_own:
                 return
@@ -793,18 +820,22 @@ class Pool:
             joined = thread
 
     def abandoned(self) -> None:
-        """The executor was dropped, by the collector of garbage between any two steps of any thread. So it is left to a
-        thread of its own."""
+        """Shuts the pool down after its executor was dropped.
+
+        The garbage collector calls this between any two steps of any thread, so the work is delegated to a new thread.
+        """
         self.is_shut_down = True
         self._leave_to_thread(self._fill_quietly)
 
     def _is_in_the_midst(self) -> bool:
-        """Whether a signal's handler, or the collector of garbage, calls this in a thread that has the lock."""
+        """Returns true if a signal handler or the garbage collector runs this in a thread that holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _is_looked_at(self) -> bool:
-        """Whether they call it in a thread that has the lock of a future without its end, as ``wait`` has: the thread
-        that is to end it would wait for this one."""
+        """Returns true if this thread holds the lock of an unfinished future, as ``wait`` does.
+
+        The thread that settles the future would then wait for this thread, so this thread must not wait for the pool.
+        """
         with self._lock:
             futures = [call.future for call in (*self._sent.values(), *self._pickling, *self._waiting)]
             futures += itertools.chain(*self._ending.values())
@@ -815,12 +846,12 @@ class Pool:
             _thread.start_new_thread(task, ())
 
     def _fill_quietly(self) -> None:
-        # At the end of the interpreter it may find half of what it needs; `_at_exit` comes then.
+        # At interpreter exit, parts of the module may be gone. `_at_exit` then ends the pool.
         with suppress(Exception):
             self._fill(may_wait=False)
 
     def terminate(self) -> None:
-        """Ends the supervisor and all workers at once; what has no outcome fails."""
+        """Ends the supervisor and kills all workers. Calls without an outcome fail."""
         self.is_shut_down = True
         self._was_killed = True
         if self._is_in_the_midst() or self._is_looked_at():
@@ -833,7 +864,7 @@ class Pool:
         self._join()
 
     def supervisor(self) -> PrivateSupervisor:
-        """The supervisor that runs now. Raises ``RuntimeError`` if none does."""
+        """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
             raise RuntimeError("the pool has no supervisor: it starts with the first call, and ends with the pool")
@@ -841,7 +872,7 @@ class Pool:
 
 
 class _Session:
-    """A supervisor from its start to its end, with the connection to it and its workers' output."""
+    """The lifetime of one supervisor, with the connection and the reader of the workers' output."""
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.supervisor = supervisor
@@ -849,7 +880,7 @@ class _Session:
         self.output: Output | None = None
 
     def stop(self, *, at_once: bool) -> None:
-        """Ends the processes; the last output is written, or its stream stands still."""
+        """Ends the processes, and waits for the remaining output unless the output stream is blocked."""
         if self.channel is not None:
             self.channel.end()
             self.channel.close()
@@ -858,13 +889,13 @@ class _Session:
             self.output.end()
 
     def finish(self) -> None:
-        """When that has returned: what is left of it."""
+        """Frees all resources after ``stop``."""
         if self.output is not None:
             self.output.finish()
         self.supervisor.forget()
 
     def forget(self) -> None:
-        """Closes this process's descriptors and does nothing else, as a forked child does."""
+        """Closes the descriptors of this process without ending the supervisor. Used in forked children."""
         if self.channel is not None:
             self.channel.close()
         if self.output is not None:
@@ -873,8 +904,11 @@ class _Session:
 
 
 class _Thread(threading.Thread):
-    """The thread of a session. Up to CPython 3.12 a thread whose ``join`` was interrupted by a signal's exception is
-    taken for one that has ended, so that who waits for it later waits no more."""
+    """The receiving thread of a session.
+
+    Up to CPython 3.12, if an exception of a signal handler interrupts ``join``, the thread is considered finished, and
+    later calls of ``join`` return immediately. This class waits for its own flag instead.
+    """
 
     def __init__(self, task: Callable[[], None]) -> None:
         super().__init__(target=task, name="bulkhead-executor", daemon=True)
@@ -883,7 +917,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         try:
-            # It does not hold the task, and with it memory files, any longer than that.
+            # Thread.run drops the task afterwards, and with it references to memory files.
             super().run()
         finally:
             with self._done:
@@ -898,7 +932,7 @@ class _Thread(threading.Thread):
 
 
 def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
-    """The parts of a result; an exception in their place if there are none."""
+    """Returns the parts of a result, or a list with an exception if they cannot be read."""
     try:
         if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES)) is not None:
             return call.lease.read(named)
@@ -916,13 +950,13 @@ def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
 
 
 def _remote(text: str) -> BaseException:
-    """A traceback of another process, as the cause of an exception."""
+    """Returns an exception that shows a traceback of another process, to be used as a cause."""
     made: BaseException = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]
     return made
 
 
 def _explain_denial(error: Any) -> None:
-    """Has an error of a confined worker say that the sandbox was its cause, if this process can read the path."""
+    """Adds to a file error of a confined worker that the sandbox was the cause, if this process can read the path."""
     try:
         is_readable = error.filename is not None and os.access(error.filename, os.R_OK)
     except (TypeError, ValueError):
@@ -941,7 +975,7 @@ _interpreter_ends = False
 
 
 def _at_exit() -> None:
-    """As the standard executors do: what was submitted is finished, and no more is taken."""
+    """Finishes all submitted calls and accepts no more, like the standard executors."""
     global _interpreter_ends
     _interpreter_ends = True
     for pool in list(_pools):

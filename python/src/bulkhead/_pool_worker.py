@@ -1,7 +1,7 @@
-"""The worker of BulkheadExecutor: prepares itself as ``multiprocessing`` does with "spawn", then serves calls.
+"""The worker of ``BulkheadExecutor``. Prepares the process like ``multiprocessing`` with "spawn", then serves calls.
 
-A job is ``(function, arguments, keywords)``, pickled. Its result is the pickle of the value, which begins with the byte
-0x80, or one of the letters below with what follows it.
+A job is a pickled tuple ``(function, arguments, keywords)``. A result is the pickled value, which begins with the byte
+0x80, or one of the letters below followed by the described content.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-#: The function raised: u32 length, the traceback as text, then the exception, pickled.
+#: The function raised an exception: u32 length, traceback as text, pickled exception.
 RAISED = b"E"
-#: The job could not be unpickled: the traceback as text.
+#: The job could not be unpickled: traceback as text.
 UNREADABLE = b"U"
-#: The initializer raised: the traceback as text. No job is ever run by this worker.
+#: The initializer raised an exception: traceback as text. The worker never runs a job.
 UNFIT = b"I"
 
-#: Variable that holds the preparation for confined workers; other workers read it from a file.
+#: Variable with the preparation of confined workers. Other workers read the preparation from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
-#: Variable of a template that imports nothing: its workers do.
+#: Variable of a template that imports nothing. Each of its workers then imports the modules.
 _BARE = "PYTHON_BULKHEAD_BARE"
-#: Picklers whose pickles ``pickle`` reads.
+#: Picklers whose output ``pickle`` can read.
 READ_BY_PICKLE = ("pickle", "cloudpickle")
 
 _LENGTH = struct.Struct("<I")
 
 
 def process_chunk(fn: Callable[..., Any], chunk: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Runs a chunk of ``map``."""
+    """Runs a chunk of calls of ``map``."""
     return [fn(*arguments) for arguments in chunk]
 
 
 class Pickler:
-    """How values travel: by pickle, or by another module's ``dumps`` and ``loads``."""
+    """Serialises values with ``pickle``, or with ``dumps`` and ``loads`` of another module."""
 
     def __init__(self, module: str, *, is_data_only: bool = False) -> None:
         self.module = module
@@ -52,7 +52,7 @@ class Pickler:
         self.loads: Callable[..., Any] = pickle.loads if self.is_read_by_pickle else codec.loads
 
     def dump(self, value: Any) -> _files.Pieces:
-        """A value, with large buffers outside of the pickle if ``pickle`` reads it."""
+        """Serialises a value. Large buffers are kept outside of the pickle if ``pickle`` reads it."""
         if not self.is_read_by_pickle:
             return [self.dumps(value)]
         buffers: list[memoryview] = []
@@ -68,15 +68,15 @@ class Pickler:
         return _files.pieces(self.dumps(value, protocol=5, buffer_callback=is_within), buffers)
 
     def load(self, parts: list[Any]) -> Any:
-        """Loads a dumped value."""
+        """Deserialises a value."""
         if not self.is_read_by_pickle:
-            # Not all `loads` take a view.
+            # Not every `loads` accepts a memoryview.
             return self.loads(bytes(parts[0]) if isinstance(parts[0], memoryview) else parts[0])
         return self.loads(parts[0], buffers=parts[1:]) if len(parts) > 1 else self.loads(parts[0])
 
 
 class _Descriptor:
-    """A pipe, or a file, of the process that pickles this."""
+    """A pipe or file of the process that created this object."""
 
     def __init__(self, descriptor: int) -> None:
         import fcntl
@@ -85,23 +85,25 @@ class _Descriptor:
         self._flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
 
     def detach(self) -> int:
-        """Opens it in this process."""
+        """Opens the file in this process."""
         return os.open(self._path, self._flags | os.O_CLOEXEC)
 
 
 class _Spawning:
-    """Takes the place of a process that ``multiprocessing`` spawns: its primitives can be pickled meanwhile."""
+    """Stands in for a process that ``multiprocessing`` spawns, so that its primitives can be pickled."""
 
     DupFd = _Descriptor
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """The number of the descriptor, which stays open as long as the caller has the primitive."""
+        """Returns the descriptor unchanged. It stays open while the caller holds the primitive."""
         return descriptor
 
 
 def dumps_with_primitives(value: Any) -> bytes:
-    """Pickles a value that may have locks, queues and shared memory of ``multiprocessing`` in it, for workers that can
-    reach this process."""
+    """Pickles a value that may contain locks, queues and shared memory of ``multiprocessing``.
+
+    The receiving workers must have access to files of this process.
+    """
     from multiprocessing import context, reduction
 
     before = context.get_spawning_popen()
@@ -113,7 +115,7 @@ def dumps_with_primitives(value: Any) -> bytes:
 
 
 def explained(error: BaseException) -> BaseException:
-    """An error of pickling with what to do about it."""
+    """Returns a pickling error with a hint at the remedy, or the original error if there is no hint."""
     text = str(error)
     if "through inheritance" in text:
         hint = "use multiprocessing.Manager(), or give it to workers by `initargs` if they have no sandbox"
@@ -129,15 +131,15 @@ def explained(error: BaseException) -> BaseException:
 
 
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
-    """An exception as a result; if it cannot be pickled, the reason in its place."""
+    """Serialises an exception as a result. If it cannot be pickled, the pickling error takes its place."""
     try:
         import traceback
 
-        # The frame of `_run` is none of the caller's.
+        # Omits the frame of `_run`.
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     except BaseException:
-        # It has what none should have, such as a SyntaxError a text that is a number.
+        # The exception has invalid attributes, such as a SyntaxError with a number as its text.
         text = f"{type(error).__name__}, whose traceback cannot be made\n"
     told = text.encode(errors="backslashreplace")
     head = RAISED + _LENGTH.pack(len(told)) + told
@@ -151,14 +153,14 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
 
 
 def _traceback() -> bytes:
-    """The traceback of the exception that is being handled."""
+    """Returns the traceback of the exception that is being handled."""
     import traceback
 
     return traceback.format_exc().encode(errors="backslashreplace")
 
 
 def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Written:
-    """Unpickles a call, runs it, pickles what it returns or raises."""
+    """Unpickles and runs a call. Returns the pickled result or exception."""
     loan = payload if isinstance(payload, _files.Loan) else None
     try:
         function, arguments, keywords = pickler.load(_files.parts(payload) if loan is None else loan.parts())
@@ -166,9 +168,9 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
         return UNREADABLE + _traceback()
     try:
         value = function(*arguments, **keywords)
-        # Before its result.
+        # Output must be written before the result is sent.
         _template.flush()
-        # What a result holds on to goes with it, and not with the next call.
+        # Drops the references, so that their objects are freed with this call and not during the next one.
         del function, arguments, keywords
         result = pickler.dump(value)
         return b"".join(result) if loan is None else loan.write(result)
@@ -176,12 +178,12 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
         try:
             return _raised(error, pickler)
         finally:
-            # A traceback and its frames hold each other. A class may refuse that its instances are changed.
+            # Breaks the cycle of traceback and frames. A subclass can reject changes of its instances.
             BaseException.with_traceback(error, None)
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
-    """Makes this interpreter like the caller's: environment, paths, folder, authkey, and its main module."""
+    """Makes this interpreter like the caller's: environment, paths, working directory, authkey, main module."""
     own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
     os.environ.update(preparation["environment"])
     os.environ.update(own)
@@ -189,7 +191,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
     from multiprocessing import process, spawn
 
     current = process.current_process()
-    # What starts processes while it is imported is told so, as with "spawn": a script needs its guard.
+    # Code that starts processes during its import gets the same error as with "spawn": a script needs its guard.
     current._inheriting = True  # type: ignore[attr-defined]
     try:
         spawn.prepare(preparation["multiprocessing"])
@@ -198,7 +200,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
 
 
 class _Worker:
-    """What ``serve`` is given: ``init`` prepares the process, and the instance is the handler."""
+    """Passed to ``serve``: ``init`` prepares the process, and the instance is the handler."""
 
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
@@ -206,7 +208,7 @@ class _Worker:
         self._calls: Callable[[Any, Any], bytes | _files.Written] = partial(_run, self._pickler)
 
     def init(self) -> None:
-        """Before the first call. With a template that is all it does, and ``after_fork`` the rest."""
+        """Prepares the process before the first call. In a template, ``after_fork`` does the rest."""
         self._join_output()
         if not _template.is_wanted():
             self._import()
@@ -217,7 +219,7 @@ class _Worker:
             if names:
                 import warnings
 
-                # As the standard forkserver, which forks in spite of threads, this works; but slower.
+                # Like the standard forkserver, which forks in spite of threads, this works, but it is slower.
                 warnings.warn(
                     f"the main module or `preload` leave the thread {', '.join(names[:8])} running, so that "
                     "each worker imports them itself instead of being forked with them: start threads in functions",
@@ -227,10 +229,10 @@ class _Worker:
                 _template.start_again(_BARE)
 
     def after_fork(self) -> None:
-        """In a worker that was forked of a template."""
+        """Prepares a worker that was forked from a template."""
         self._join_output()
         os.umask(self._preparation["umask"])
-        # Nothing for programs, and pools, that calls start.
+        # Removed so that programs and pools started by calls do not inherit it.
         if os.environ.pop(_BARE, None) is not None:
             self._import()
         self._initialize()
@@ -243,8 +245,10 @@ class _Worker:
         self._pickler = Pickler(preparation["pickler"], is_data_only=preparation["is_data_only"])
 
     def _join_output(self) -> None:
-        """Writes to the caller's FIFOs, if there are any, from here on; what a death says stays with the supervisor,
-        for its report."""
+        """Redirects the output to the caller's FIFOs, if there are any.
+
+        Crash messages still go to the supervisor, for the crash report.
+        """
         paths = self._preparation["output"]
         if not paths:
             return
@@ -260,7 +264,7 @@ class _Worker:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def _initialize(self) -> None:
-        # It may be large, and is nothing for programs that calls start.
+        # It may be large, and programs started by calls do not need it.
         os.environ.pop(PREPARATION_VARIABLE, None)
         self._calls = partial(_run, self._pickler)
         try:
@@ -268,7 +272,7 @@ class _Worker:
             if initializer is not None:
                 initializer(*arguments)
         except BaseException:
-            # Told to the first call, which ends the pool: at once, and with the traceback.
+            # Returned as the result of the first call, which ends the pool immediately and with the traceback.
             told = UNFIT + _traceback()
             self._calls = lambda _payload, _context: told
 
@@ -276,20 +280,22 @@ class _Worker:
         try:
             return self._calls(payload, context)
         finally:
-            # The call's own frame is gone, and with it what the function has not kept.
+            # The frame of the call is gone, so that only objects that the function kept are still alive.
             if isinstance(payload, _files.Loan):
                 payload.release()
 
 
 #: True in a worker of an executor.
 is_worker = False
-#: The folder of the pool whose worker this process is, if workers can reach such a folder.
+#: Folder of the pool that this process is a worker of, if workers can access the folder.
 outer_folder: str | None = None
 
 
 def main(path: str) -> None:
-    """Serves the calls of the executor that wrote the file at ``path``; does not return. Without a path the same is
-    in a variable."""
+    """Serves the calls of an executor; does not return.
+
+    ``path`` is the file with the preparation. If ``path`` is empty, the preparation is in an environment variable.
+    """
     global is_worker, outer_folder
     is_worker = True
     if path:

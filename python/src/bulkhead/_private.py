@@ -1,7 +1,7 @@
-"""A supervisor of this process's own: its folder, its program, its process and its end.
+"""A private supervisor: its folder, program, process and shutdown.
 
-It ends with this process, however that ends: the supervisor holds a pidfd of it (``--while-open``), stops at once when
-that says so, and removes the folder (``--own-folder``). Nothing here knows about jobs.
+The supervisor ends with this process in all cases. It holds a pidfd of this process (``--while-open``), stops when the
+pidfd reports the exit, and removes the folder (``--own-folder``). This module knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from typing import Any
 
 from .errors import SupervisorNotFound
 
-#: What a service manager tells the caller, and which it alone answers.
+#: Variables of a service manager that are meant only for this process. Supervisor and workers do not get them.
 OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
-#: Bytes of a Unix socket's path, less its closing NUL.
+#: Maximum length of a Unix socket's path in bytes, without the terminating NUL.
 SOCKET_PATH_BYTES_MAX = 107
-#: The longest name that is put into the folder.
+#: Longest name of a socket or lock in the folder.
 LONGEST_NAME = "admin.sock.lock"
-#: Seconds in which a supervisor has to listen.
+#: Maximum number of seconds until the supervisor listens.
 START_SECONDS_MAX = 30.0
-#: Seconds that workers without jobs have to exit by themselves.
+#: Maximum number of seconds for workers without jobs to exit by themselves.
 STOP_SECONDS_MAX = 10.0
 
-#: Seconds that a crashed call waits for its report.
+#: Maximum number of seconds that a crashed call waits for its crash report.
 REPORT_SECONDS_MAX = 0.5
-#: Total size of the variables that workers get before their interpreters start. The preparation has the others,
-#: because arguments and environment together are limited to 96 KiB.
+#: Maximum total size of the variables that workers get before their interpreters start. The preparation contains the
+#: remaining variables, because arguments and environment together are limited to 96 KiB.
 PASSED_BYTES_MAX = 24 * 1024
-#: Characters that stand for bytes of no text, which the configuration cannot hold.
+#: Surrogate characters, which stand for undecodable bytes and cannot occur in the configuration.
 _UNDECODED = re.compile("[\ud800-\udfff]")
 
 
 class SupervisorFailed(RuntimeError):
-    """The supervisor's program could not be run, or refused what it was asked; the text is its own."""
+    """The supervisor could not be started, or rejected its options. The text is the supervisor's message."""
 
 
 def find_supervisor() -> str:
-    """The path of ``bulkhead-supervisor``: of ``$BULKHEAD_SUPERVISOR``, the wheel, or ``PATH``.
+    """Returns the path of ``bulkhead-supervisor``, from ``$BULKHEAD_SUPERVISOR``, the wheel or ``PATH``.
 
-    Raises ``SupervisorNotFound`` with what to install.
+    Raises ``SupervisorNotFound`` with instructions for the installation.
     """
     named = os.environ.get("BULKHEAD_SUPERVISOR")
     if named:
@@ -74,8 +74,11 @@ def find_supervisor() -> str:
 
 
 def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that a worker has before its interpreter starts: all of it, unless it is very large.
-    The search paths of the loader and of Python come first, then the shortest variables."""
+    """Returns the part of an environment that a worker gets before its interpreter starts.
+
+    This is the whole environment unless it is very large. The search paths of the loader and of Python have priority,
+    followed by the shortest variables.
+    """
     passed: dict[str, str] = {}
     room = PASSED_BYTES_MAX
     for name, value in sorted(
@@ -91,7 +94,7 @@ def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` on top of ``base``: tables key by key, all else replaced; None takes a key away."""
+    """Returns ``base`` updated with ``over``. Tables are merged recursively; None removes a key."""
     result = dict(base)
     for key, value in over.items():
         if value is None:
@@ -105,11 +108,11 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(value: Any) -> str:
-    """A value of the configuration as TOML, tables inline."""
+    """Returns a configuration value in TOML, with inline tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # A TOML basic string is a JSON string, but for DEL.
+        # A JSON string is a valid TOML basic string except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (int, float)):
         return repr(value)
@@ -130,7 +133,7 @@ def _document(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _make_folder(outer: str | None) -> str:
-    """A folder for this process alone, whose sockets have paths that are short enough."""
+    """Creates a private folder with a path that is short enough for Unix sockets."""
     tried: list[str] = []
     prefix = f"bulkhead-{os.getpid()}-" if outer else "bulkhead-"
     parents = (outer, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm")
@@ -146,17 +149,20 @@ def _make_folder(outer: str | None) -> str:
 
 
 class PrivateSupervisor:
-    """A supervisor that this process starts and that ends with it.
+    """A supervisor that this process starts and that ends with this process.
 
-    Its folder is there when it is made, so that files can be put into it before it starts. A process that was forked
-    from this one leaves it alone.
+    The constructor creates the folder, so that files can be added before the start. Forked children leave the
+    supervisor alone.
     """
 
     def __init__(
         self, name: str, bulkhead: Mapping[str, Any], supervisor: Mapping[str, Any], outer: str | None = None
     ) -> None:
-        """Makes the supervisor's folder. ``outer`` is the folder of the pool whose worker this process is. The new
-        folder is made inside, so that the pool removes it if this process is killed."""
+        """Creates the supervisor's folder.
+
+        ``outer`` is the folder of the pool that this process is a worker of, if any. The new folder is created inside
+        ``outer``, so that the pool removes it if this process is killed.
+        """
         self.name = name
         self.folder = _make_folder(outer)
         self.socket = os.path.join(self.folder, "jobs.sock")
@@ -165,14 +171,14 @@ class PrivateSupervisor:
         self._supervisor = {**supervisor, "socket": self.socket, "admin": self.admin}
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        #: Files in the folder that new workers need, each with the function that makes it.
+        #: Files in the folder that new workers need, with the functions that create them.
         self._kept: dict[str, Callable[[], object]] = {}
         self._descriptor = -1
         try:
             # systemd-tmpfiles removes old files from /tmp, but skips a folder with this lock.
             self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-            # In memory: the folder, and what is in it, goes with the supervisor.
+            # The log is in memory because the supervisor removes the folder when it ends.
             self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         except BaseException:
             self._unlock()
@@ -185,16 +191,16 @@ class PrivateSupervisor:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """In a forked child: the supervisor is the parent's, and so is what it says."""
+        """Closes the log and the lock of the folder, for example in a forked child."""
         self._log.close()
         self._unlock()
 
     def keep(self, path: str, make: Callable[[], object]) -> None:
-        """Has ``restore`` make a file again that new workers need."""
+        """Registers a function that creates a file again if the folder was emptied."""
         self._kept[path] = make
 
     def look_after_folder(self) -> None:
-        """Makes kept files again if the folder was emptied; removes files that pools of dead workers left behind."""
+        """Restores registered files if the folder was emptied, and removes folders of pools in dead workers."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
                 pid = name.removeprefix("bulkhead-").partition("-")[0]
@@ -207,7 +213,7 @@ class PrivateSupervisor:
                     make()
 
     def write(self, name: str, content: bytes) -> str:
-        """Puts a file into the folder, for this user alone."""
+        """Writes a file in the folder that only this user can read. Returns the path."""
         path = os.path.join(self.folder, name)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
@@ -215,19 +221,20 @@ class PrivateSupervisor:
         return path
 
     def fifo(self, name: str) -> str:
-        """Makes a FIFO in the folder."""
+        """Creates a FIFO in the folder. Returns the path."""
         path = os.path.join(self.folder, name)
         os.mkfifo(path, 0o600)
         return path
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
-        """Gives workers further variables. Those of the configuration have precedence."""
+        """Adds environment variables for the workers. Variables from the configuration have precedence."""
         self._bulkhead["env"] = {**variables, **self._bulkhead.get("env", {})}
 
     def start(self, command: list[str]) -> None:
-        """Starts the program with workers that run ``command``. It listens when this returns, but may not be ready.
+        """Starts the supervisor with workers that run ``command``.
 
-        Raises ``SupervisorNotFound``, or ``SupervisorFailed`` with what it said.
+        Returns when the supervisor listens; workers may not be ready yet. Raises ``SupervisorNotFound``, or
+        ``SupervisorFailed`` with the supervisor's message.
         """
         try:
             program = find_supervisor()
@@ -235,12 +242,11 @@ class PrivateSupervisor:
             document = _document({"supervisor": self._supervisor, f"bulkhead.{to_toml(self.name)}": keys})
             config = self.write("workers.toml", document.encode())
             caller = os.pidfd_open(self._owner)
-            # The duplicate is needed because gevent forks by `os.fork`, where `forget` closes the log before the child
-            # uses it.
+            # A duplicate, because gevent forks with `os.fork`, where `forget` closes the log before the child uses it.
             log = os.dup(self._log.fileno())
             try:
                 ends = ["--while-open", str(caller), "--own-folder", self.folder]
-                # Known from its first moment on, since a signal's exception may come while it waits for the exec.
+                # Assigned before the start, because an exception of a signal handler can interrupt the wait for exec.
                 self._process = subprocess.Popen.__new__(subprocess.Popen)
                 self._process.__init__(  # type: ignore[misc]
                     [program, "--config", config, "--log-level", "error", "--log-output", "off", *ends],
@@ -249,7 +255,7 @@ class PrivateSupervisor:
                     stderr=log,
                     pass_fds=[caller],
                     env={name: value for name, value in os.environ.items() if name not in OF_A_SERVICE},
-                    # Ctrl-C is for this process: the supervisor ends with it, in order.
+                    # Ctrl-C must only reach this process, which then ends the supervisor in order.
                     start_new_session=True,
                 )
             finally:
@@ -273,21 +279,24 @@ class PrivateSupervisor:
             pause = min(pause * 1.5, 0.02)
 
     def log(self) -> str:
-        """The end of what the supervisor said to its standard error."""
+        """Returns the last 4 KiB of the supervisor's standard error."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), 4096, max(size - 4096, 0)).decode(errors="replace").strip()
 
     @property
     def pid(self) -> int | None:
-        """The supervisor's process, while it is one."""
+        """Process id of the supervisor, or None before the start."""
         return None if self._process is None else self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Returns true if the supervisor is running."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ends it, its workers and its folder; ``at_once`` leaves jobs in flight no time. May be called again."""
+        """Ends the supervisor and its workers, and removes the folder. Can be called repeatedly.
+
+        With ``at_once``, jobs in flight get no time to finish.
+        """
         if os.getpid() != self._owner:
             return
         process = self._process
@@ -299,14 +308,16 @@ class PrivateSupervisor:
                 process.kill()
             else:
                 process.send_signal(signal.SIGTERM)
-            # A second signal ends all at once. Two that come together would count as one.
+            # A second SIGTERM ends everything immediately. Two signals sent together would be merged into one.
             if not _has_ended(process, 0.01 if at_once else STOP_SECONDS_MAX):
                 at_once = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def stack_of(self, report: str) -> str:
-        """Returns the Python stack from a crash report, which is written shortly after the outcome; empty if there is
-        no stack."""
+        """Returns the Python stack from a crash report, or an empty string if the report has no stack.
+
+        Waits for the report, which is written shortly after the outcome.
+        """
         from ._admin import AdminError
 
         give_up = time.monotonic() + REPORT_SECONDS_MAX
@@ -323,18 +334,21 @@ class PrivateSupervisor:
         return ""
 
     def get(self, path: str) -> Any:
-        """What the admin socket answers, as JSON."""
+        """Returns the parsed JSON response of the admin socket."""
         from ._admin import get
 
         return get(self.admin, path)
 
 
 def _has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for the end of a process, without the pauses of ``Popen.wait``, which last up to 50 ms."""
+    """Waits for a process to end. Avoids the polling of ``Popen.wait``, which pauses up to 50 ms at a time.
+
+    Returns true if the process has ended.
+    """
     try:
         watched = os.pidfd_open(process.pid)
     except OSError:
-        # Another thread has waited for it, or there is no descriptor.
+        # Another thread has reaped the process, or no descriptor is available.
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
     else:

@@ -1,9 +1,9 @@
-"""What a worker that a template has forked puts itself under in a sandbox: rules of Landlock of its own, on top of the
-template's, so that it and the others are out of each other's reach.
+"""Landlock rules that isolate workers of a template from each other in a sandbox.
 
-Rules only ever take away: these give again what the template has, but of its temporary folder one folder for this
-worker alone. They also scope: no signals to, no abstract sockets of, and no tracing of the others. What the template
-has is told by the keeper, in a file that is standard input (``shared/src/program_rules.rs``).
+Each forked worker restricts itself further, because Landlock can only remove rights. The rules grant what the template
+has, except that of the template's temporary folder only one subfolder is granted. They also set scopes: a worker cannot
+send signals to other workers, connect to their abstract sockets, or trace them. The keeper passes the template's rules
+in a file as standard input (``shared/src/program_rules.rs``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
 _READ_DIR = 1 << 3
-#: Rights that there are for single files: to execute, write, read, truncate, and ioctl(2).
+#: Landlock rights that apply to single files: execute, write, read, truncate, ioctl(2).
 _OF_FILES = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 _TOLD_BYTES_MAX = 64 << 20
 _DEPTH_MAX = 256
-#: Entries of a folder that are removed in one go.
+#: Maximum number of entries that are removed per step.
 ENTRIES_AT_ONCE = 256
 
 _PLACE = os.O_PATH | os.O_CLOEXEC
@@ -32,23 +32,23 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Temporary:
-    """The template's temporary folder, in which each worker has one."""
+    """The template's temporary folder, which contains a folder for each worker."""
 
     def __init__(self, path: bytes, access: int) -> None:
         self.path = path
         self.access = access
         self.folder = os.open(path, _PLACE | os.O_DIRECTORY)
-        #: Whether nothing else that is given leads to it.
+        #: True if no granted path leads to the folder.
         self.is_hidden = False
 
     def make(self, name: bytes) -> int:
-        """Makes a folder in it."""
+        """Creates a worker's folder. Returns a descriptor."""
         _open_up(self.folder)
         os.mkdir(name, 0o700, dir_fd=self.folder)
         return os.open(name, _FOLDER | os.O_PATH, dir_fd=self.folder)
 
     def is_listable(self) -> bool:
-        """Whether this process can list it."""
+        """Returns true if this process can list the folder."""
         try:
             os.close(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.folder))
         except PermissionError:
@@ -56,7 +56,10 @@ class Temporary:
         return True
 
     def remove(self, name: bytes) -> bool:
-        """Removes a folder in it, with up to ``ENTRIES_AT_ONCE`` entries; whether nothing is left to do."""
+        """Removes up to ``ENTRIES_AT_ONCE`` entries of a worker's folder, and the folder if it becomes empty.
+
+        Returns true if nothing is left to do.
+        """
         _open_up(self.folder)
         try:
             os.rmdir(name, dir_fd=self.folder)
@@ -73,7 +76,7 @@ class Temporary:
                 return False
             os.rmdir(name, dir_fd=self.folder)
         except OSError:
-            # What cannot be removed goes with the template's own folder.
+            # Entries that cannot be removed disappear with the template's folder.
             pass
         finally:
             os.close(folder)
@@ -81,7 +84,7 @@ class Temporary:
 
 
 def _open_up(folder: int) -> None:
-    """Workers have the template's user, and may have shut it."""
+    """Restores the owner's rights. A worker can remove them, because it has the same user as the template."""
     if os.fstat(folder).st_mode & 0o700 != 0o700:
         try:
             os.chmod(f"/proc/self/fd/{folder}", 0o700)
@@ -90,7 +93,7 @@ def _open_up(folder: int) -> None:
 
 
 def _opened(name: bytes, parent: int) -> int:
-    """A folder to list and to change, whatever its mode was."""
+    """Opens a folder for listing and changes, even if its mode forbids this."""
     place = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
     try:
         _open_up(place)
@@ -100,18 +103,18 @@ def _opened(name: bytes, parent: int) -> int:
 
 
 def _entries(folder: int) -> Iterator[tuple[bytes, bool]]:
-    """The names of a folder's entries, and which are folders."""
+    """Yields up to ``ENTRIES_AT_ONCE`` names of a folder's entries, and true for each entry that is a folder."""
     with os.scandir(folder) as entries:
         first = islice(entries, ENTRIES_AT_ONCE)
         yield from [(os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in first]
 
 
 class _TooMany(Exception):
-    """There are more entries than are removed in one go."""
+    """The folder has more entries than are removed per step."""
 
 
 def _folders(folder: int, budget: Iterator[int]) -> Iterator[bytes]:
-    """Removes a folder's files, and gives the names of the folders in it. Raises ``_TooMany`` at the budget's end."""
+    """Removes the files of a folder, and yields the names of its subfolders. Raises ``_TooMany`` after the budget."""
     for name, is_folder in _entries(folder):
         if next(budget, None) is None:
             raise _TooMany
@@ -122,8 +125,10 @@ def _folders(folder: int, budget: Iterator[int]) -> Iterator[bytes]:
 
 
 def _emptied(top: int, entries_max: int) -> bool:
-    """Empties a folder, however deep it is and whatever the modes in it are; False if it has more entries. What is in a
-    folder in it is brought up first, so that there are two levels at any time."""
+    """Empties a folder of any depth and with any modes. Returns false if there are more than ``entries_max`` entries.
+
+    Before a subfolder is removed, its own subfolders are moved to the top, so that only two levels are ever open.
+    """
     budget = iter(range(entries_max))
     try:
         while next(_entries(top), None) is not None:
@@ -137,7 +142,7 @@ def _emptied(top: int, entries_max: int) -> bool:
                 try:
                     os.rmdir(name, dir_fd=top)
                 except OSError:
-                    # In the next round.
+                    # Retried in the next round.
                     pass
     except _TooMany:
         return False
@@ -145,13 +150,13 @@ def _emptied(top: int, entries_max: int) -> bool:
 
 
 def _bring_up(inner: bytes, folder: int, top: int) -> None:
-    """Moves a folder to the top, by a random name: one that could be guessed may be taken, and nothing moves."""
+    """Moves a folder to the top under a random name, because a worker could occupy a predictable name."""
     free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
         try:
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
         except PermissionError:
-            # To move a folder takes the right to write to it, since that is where its parent is noted.
+            # Moving a folder requires the right to write to it, because the folder contains the entry "..".
             os.close(_opened(inner, folder))
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
     except FileNotFoundError:
@@ -159,7 +164,7 @@ def _bring_up(inner: bytes, folder: int, top: int) -> None:
 
 
 class Rules:
-    """What the template has, ready to be given to workers."""
+    """The rights of the template, prepared for its workers."""
 
     def __init__(
         self,
@@ -178,7 +183,7 @@ class Rules:
             try:
                 place = os.open(path, _PLACE)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
-                # It may be gone since.
+                # The path may have disappeared meanwhile.
                 continue
             self._given.append((place, access))
         self.temporary = None if temporary is None else Temporary(*temporary)
@@ -186,11 +191,11 @@ class Rules:
             self.temporary.is_hidden = not self._leads_to(self.temporary.folder)
 
     def leave_temporary_files_open(self) -> bool:
-        """Whether workers reach each other's temporary files, since what is given has a folder above."""
+        """Returns true if workers can access each other's temporary files, because a parent folder is granted."""
         return bool(self._handled) and self.temporary is not None and not self.temporary.is_hidden
 
     def _leads_to(self, folder: int) -> bool:
-        """Whether a folder lies in what is given to be listed."""
+        """Returns true if a folder is below a granted folder that can be listed."""
         listed = {_identity(place) for place, access in self._given if access & _READ_DIR}
         here, last = os.dup(folder), None
         try:
@@ -209,7 +214,7 @@ class Rules:
         return True
 
     def prepare(self) -> None:
-        """Makes the rules of the next worker, but for its temporary folder, and drops those of the last one."""
+        """Creates the rules for the next worker, except for its temporary folder. Drops the previous rules."""
         if self._ruleset >= 0:
             os.close(self._ruleset)
         self._ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)
@@ -217,8 +222,10 @@ class Rules:
             self._give(place, access)
 
     def put_in_force(self, folder: int | None) -> None:
-        """Puts this process under them, for ever, and all that it starts. It reaches this temporary folder, and no
-        other from then on."""
+        """Applies the rules irrevocably to this process and to all processes that it starts.
+
+        Afterwards ``folder`` is the only accessible temporary folder.
+        """
         temporary = self.temporary
         if folder is not None and temporary is not None:
             self._give(folder, temporary.access)
@@ -226,14 +233,14 @@ class Rules:
         self._call(_RESTRICT_SELF, self._ruleset, 0)
         os.close(self._ruleset)
         if temporary is not None and temporary.is_hidden and temporary.is_listable():
-            # Said to be in force, and are not.
+            # The kernel accepted the rules, but they have no effect.
             raise OSError(131, "landlock")  # ENOTRECOVERABLE
 
     def _give(self, place: int, access: int) -> None:
         try:
             self._call(_ADD_RULE, self._ruleset, _PATH_BENEATH, struct.pack("<Qi", access, place), 0)
         except OSError as error:
-            if error.errno != 22 or not access & ~_OF_FILES:  # EINVAL: rights of folders, and it is none.
+            if error.errno != 22 or not access & ~_OF_FILES:  # EINVAL: rights of folders, granted for a file.
                 raise
             self._give(place, access & _OF_FILES)
 
@@ -244,8 +251,10 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def told(call: Callable[..., int]) -> Rules | None:
-    """What the keeper left on standard input; None without a sandbox. ``call`` makes a system call, or raises
-    OSError."""
+    """Reads the rules that the keeper passed on standard input. Returns None without a sandbox.
+
+    ``call`` makes a system call, or raises OSError.
+    """
     if not stat.S_ISREG(os.fstat(0).st_mode):
         return None
     data = b""

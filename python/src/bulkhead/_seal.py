@@ -1,4 +1,4 @@
-"""The seal: a filter of system calls that a strictly confined worker puts in force before its first job."""
+"""Installs the seccomp filter ("seal") of a strictly confined worker before its first job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ _INSTRUCTION_BYTES = 8
 
 
 class SealFailed(Exception):
-    """The seal is not in force, so that the worker must not run jobs."""
+    """The filter could not be installed. The worker must not run jobs."""
 
 
 def put_in_force(instructions: bytes) -> None:
-    """Applies the filter to all threads of this process and those to come; other processes of its user cannot read its
-    memory from here on. Raises ``SealFailed``."""
+    """Applies a seccomp filter to all current and future threads of this process.
+
+    Also makes the process non-dumpable, so that other processes of the user cannot read its memory. Raises
+    ``SealFailed``.
+    """
     try:
         import ctypes
     except ImportError as error:
@@ -36,7 +39,7 @@ def put_in_force(instructions: bytes) -> None:
 
     program = Program(count, instructions)
     libc = ctypes.CDLL(None, use_errno=True)
-    # prctl(2) first: it may be among what is given up.
+    # prctl(2) first, because the filter may forbid it.
     if libc.prctl(ctypes.c_int(_PR_SET_DUMPABLE), *[ctypes.c_ulong(0)] * 4) != 0:
         raise SealFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
     result = libc.syscall(

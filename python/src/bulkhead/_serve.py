@@ -1,10 +1,10 @@
-"""How a worker's jobs find its threads.
+"""The job loop of a worker: distributes jobs over threads.
 
-The main thread runs handlers; others help when more jobs may run at once. Idle handler threads wait for the link in
-one epoll instance, the *watcher* in another, both with ``EPOLLEXCLUSIVE``, the handlers' first: the kernel wakes the
-watcher only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take less than
-``QUICK_SECONDS`` that would cost more than the jobs. So the watcher leaves the link alone then, and looks every
-``TICK_SECONDS`` whether a job is stuck.
+The main thread runs handlers; further threads help if several jobs may run concurrently. Idle handler threads wait for
+the link in one epoll instance, and a *watcher* thread in another. Both use ``EPOLLEXCLUSIVE``, and the handlers'
+instance is registered first. The kernel therefore wakes the watcher only while all handlers are busy, which is when
+cancellations must be noticed. Between jobs shorter than ``QUICK_SECONDS`` these wake-ups would cost more than the jobs.
+The watcher then ignores the link, and checks every ``TICK_SECONDS`` for a stuck job.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
     from .worker import Handler
 
-# Taken before a main module that is imported by workers can replace them, as gevent does.
+# Taken before a main module that workers import can replace them, as gevent does.
 _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
 
-#: Threads that run handlers at once.
+#: Maximum number of handler threads.
 THREADS_MAX = 4096
-#: Handlers that take less on average are quick.
+#: Handlers with a shorter mean run time are quick.
 QUICK_SECONDS = 0.0005
-#: How often the watcher looks while quick jobs run.
+#: Interval of the watcher's checks while quick jobs run, in seconds.
 TICK_SECONDS = 0.01
-#: How often the link is read between quick jobs.
+#: Minimum interval between reads of the link while jobs are pending, in seconds.
 LOOK_SECONDS = 0.001
-#: How long a job counts as having taken when it was found stuck.
+#: Run time that is assumed for a job that was found stuck, and the maximum that counts for the mean, in seconds.
 STUCK_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
 
 
 class Server:
-    """A worker: its link, its jobs, and its threads."""
+    """A worker with its link, jobs and threads."""
 
     def __init__(
         self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False, takes_files: bool = False
     ) -> None:
-        #: Whether nothing can come while a job runs that it would hear of: there is no watcher then.
+        #: True if the worker runs a single job and ignores messages during the job. No watcher thread is needed then.
         self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
-        #: Received descriptors, until a frame assigns them; and lent memory files, by lease.
+        #: Received descriptors that no frame has claimed yet, and lent memory files by lease.
         self._descriptors: list[int] = []
         self._lent: dict[int, _files.Pair] = {}
         receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv
@@ -72,7 +72,7 @@ class Server:
         self._loop: Any = None
         self._reading = _Lock()
         self._telling = _Lock()
-        # Guards all of the following.
+        # Guards the attributes below.
         self._lock = _Lock()
         self._pending: deque[Context] = deque()
         self._live: dict[int, Context] = {}
@@ -85,7 +85,7 @@ class Server:
         self._is_searching = False
         self._is_draining = False
         self._is_over = False
-        # How long a handler takes, smoothed; threads may overwrite each other's.
+        # Mean run time of handlers, exponentially smoothed. Lost updates between threads are acceptable.
         self._typical = STUCK_SECONDS
         self._looked_at = 0.0
         self._make_epolls()
@@ -94,7 +94,7 @@ class Server:
         link = self._link.socket.fileno()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # In this order: see above.
+        # The order of registration matters: see the module's docstring.
         self._handlers = _epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._handlers.register(self._wake, select.EPOLLIN | select.EPOLLEXCLUSIVE)
@@ -106,14 +106,14 @@ class Server:
         self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._watcher.register(self._signals, select.EPOLLIN)
 
-    # Starting.
+    # Start.
 
     def say_status(self, text: str) -> None:
-        """Tells operators what this worker is doing."""
+        """Reports a status text to operators."""
         self._link.send(_wire.STATUS, 0, _wire.text(text, _wire.MESSAGE_BYTES_MAX) + _wire.EMPTY)
 
     def extend_start(self, seconds: float) -> None:
-        """Asks for more time to start."""
+        """Requests more time to start."""
         more = _wire.LIMIT.pack(min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF))
         self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
 
@@ -122,13 +122,13 @@ class Server:
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
-            # What was prepared has closed it.
+            # The prepared code has closed the stream.
             pass
         self.say_status(text)
         os._exit(1)
 
     def run(self, prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> None:
-        """Prepares, and serves until the supervisor wants no more."""
+        """Prepares the worker, and serves jobs until the supervisor drains it."""
         os.register_at_fork(after_in_child=self._leave_child)
         try:
             self._handler, self._operations, self.state = prepare()
@@ -141,7 +141,7 @@ class Server:
             self._end_if_child(error)
             print_traceback(error)
             self.give_up(f"initialisation failed: {told(error)}")
-        # Threads and loop come before the seal, which forbids to make a loop's sockets.
+        # Threads and the event loop are created before the seal, which forbids the sockets of an event loop.
         if any(map(_is_async, handlers)):
             self._event_loop()
         self._listen_to_signals()
@@ -160,7 +160,7 @@ class Server:
         if self._words is not None:
             self._words[2] = time.monotonic_ns()
         self._link.send(_wire.READY, 0)
-        # What came with the welcome has been read, so that the link says nothing of it.
+        # Frames that arrived with the welcome are already in the reader, so the link does not become readable.
         self._take_in()
         self._run_handlers(is_main=True)
 
@@ -171,12 +171,12 @@ class Server:
             except OSError:
                 pass
 
-        # The C-level handler writes at once, the one in Python when the main thread comes to it.
+        # The C-level handler writes to the pipe immediately. The Python handler may run later.
         signal.signal(signal.SIGTERM, stop)
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
 
     def _leave_child(self) -> None:
-        """A handler has forked: the child is no worker, and its signals are its own. So are the children's children."""
+        """Detaches a child process that a handler has forked. Also runs in descendants of the child."""
         if self._link.socket.fileno() < 0:
             return
         signal.set_wakeup_fd(-1)
@@ -189,8 +189,10 @@ class Server:
             os.close(descriptor)
 
     def _end_if_child(self, error: BaseException | None) -> None:
-        """Ends a process that a handler forked and that came back, as ``SystemExit`` says if that was raised: it must
-        not speak for the worker."""
+        """Ends a process that a handler has forked and that returned from the handler.
+
+        The process must not answer for the worker. Its exit status is that of ``SystemExit``, if raised.
+        """
         if self._link.is_own():
             return
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
@@ -200,7 +202,7 @@ class Server:
         os._exit(1)
 
     def _event_loop(self) -> Any:
-        """The loop of all async handlers."""
+        """Returns the event loop of all async handlers, and starts it if necessary."""
         with self._telling:
             if self._loop is None:
                 import asyncio
@@ -214,7 +216,7 @@ class Server:
             try:
                 self._loop.run_forever()
             except BaseException as error:
-                # SystemExit, of a task or a callback that a handler has made.
+                # SystemExit raised by a task or callback of a handler.
                 print_traceback(error)
 
     # Handler threads.
@@ -250,7 +252,7 @@ class Server:
                     self._take_in()
 
     def _wait_alone(self) -> list[tuple[int, int]]:
-        """Waits for the link without a watcher, and does what that would."""
+        """Waits for the link and takes over the duties of the missing watcher."""
         interval = self.welcome.heartbeat_ms / 1e3 or None
         while not (events := self._handlers.poll(interval)):
             self._link.heartbeat()
@@ -259,11 +261,11 @@ class Server:
         return events
 
     def _may_begin(self) -> bool:
-        """Whether a job waits, and fewer run than may; the lock is held."""
+        """Returns true if a job is pending and the limit allows another running job. The caller holds the lock."""
         return bool(self._pending) and self._running < self._limit
 
     def _next(self, done: Context | None, is_main: bool) -> Context | None:
-        """The next job behind one that is answered. Another thread is on its way to those behind it."""
+        """Ends the answered job ``done``, and returns the next job to run. Wakes another thread for further jobs."""
         now = time.monotonic()
         if self._pending and now - self._looked_at > LOOK_SECONDS:
             self._take_in()
@@ -279,9 +281,9 @@ class Server:
                 job = self._pending.popleft()
                 if words is not None:
                     words[1] = job._arrival
-                    # The supervisor stores its number and then loads ours.
+                    # The supervisor writes its word and then reads ours, so one of the two sides sees the conflict.
                     if job._arrival <= words[3]:
-                        # Sent under the lock: before what came behind it is answered.
+                        # Sent under the lock, so that it precedes the answers to later jobs.
                         self._unlist(job)
                         arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
                         self._link.send(_wire.RETURNED, job.number, arrival)
@@ -297,7 +299,7 @@ class Server:
         return None
 
     def _drop_taken(self) -> None:
-        """Forgets jobs that the supervisor has taken back, and shows it that others can begin; the lock is held."""
+        """Removes recalled jobs, and sends a heartbeat if there were any. The caller holds the lock."""
         words, pending = self._words, self._pending
         if words is None or not pending or pending[0]._arrival > words[3]:
             return
@@ -306,22 +308,22 @@ class Server:
         self._link.send(_wire.HEARTBEAT, 0)
 
     def _unlist(self, job: Context) -> None:
-        """Forgets a job, unless it came again under its number; the lock is held."""
+        """Removes a job, unless another job with its number has arrived. The caller holds the lock."""
         if self._live.get(job.number) is job:
             del self._live[job.number]
 
     def _end(self, job: Context) -> None:
-        """The job is answered; the lock is held."""
+        """Updates the state after a job was answered. The caller holds the lock."""
         self._unlist(job)
         self._running -= 1
 
     def _finish(self) -> None:
-        """Nothing is left to do: all handler threads end. The lock is held."""
+        """Ends all handler threads, because no work is left. The caller holds the lock."""
         self._is_over = True
         os.eventfd_write(self._wake, 1)
 
     def _call_help(self) -> None:
-        """Has another thread look for jobs, if there may be one; the lock is held."""
+        """Wakes or starts another handler thread, if the limit allows it. The caller holds the lock."""
         if self._idle:
             if not self._is_searching:
                 self._is_searching = True
@@ -331,11 +333,11 @@ class Server:
             try:
                 threading.Thread(target=self._run_handlers, name="bulkhead-handler", daemon=True).start()
             except RuntimeError:
-                # Without a further thread the jobs run one after the other, and their deadlines hold.
+                # The jobs then run one after the other, and their deadlines still hold.
                 self._threads -= 1
 
     def _run_job(self, job: Context) -> bool:
-        """Runs a handler and sends its answer. False: it goes on in the event loop."""
+        """Runs a handler and sends the answer. Returns false if the job continues in the event loop."""
         began = time.monotonic()
         payload, job._payload = job._payload, b""
         try:
@@ -366,7 +368,7 @@ class Server:
             try:
                 result = _as_bytes(result)
             except BaseException as error:
-                # Whatever a class of the handler's own raises, it is the job's failure and not the worker's.
+                # An exception raised by a user-defined class is a failure of the job, not of the worker.
                 self._fail(job, error)
                 return
         assert isinstance(result, (bytes, memoryview, _files.Written))
@@ -388,7 +390,7 @@ class Server:
                 metadata = _wire.failed(error.code, error.message, bool(error.retryable), error.fault)
                 payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
             except Exception as problem:
-                # Its attributes were changed to what they may not be.
+                # The attributes of the error were changed to invalid values.
                 metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {told(problem)}", False, "")
         else:
             print_traceback(error)
@@ -399,7 +401,7 @@ class Server:
     # Progress.
 
     def say_progress(self, job: Context, fraction: float, text: str) -> None:
-        """Sends it now, or keeps it."""
+        """Sends a progress report now or, if the last one was sent recently, stores it."""
         if not self._link.is_own():
             return
         with self._telling:
@@ -417,7 +419,7 @@ class Server:
             self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
 
     def _settle(self, job: Context) -> None:
-        """The last word of a job that is about to be answered."""
+        """Sends the last progress report of a job, and prevents later ones."""
         with self._telling:
             self._tell(job)
             job._said = False
@@ -439,12 +441,12 @@ class Server:
             try:
                 return await awaitable, None
             except (SystemExit, KeyboardInterrupt) as error:
-                # A task that ends so ends its loop, and with it all others.
+                # Otherwise the exception would end the loop, and with it all other tasks.
                 return None, error
 
         task = job._task = self._loop.create_task(run())
         if job.cancelled:
-            # Meanwhile. Behind its first step, as one that comes from here on is.
+            # The job was cancelled meanwhile. `call_soon` cancels after the first step, like a later cancellation.
             self._loop.call_soon(task.cancel)
         task.add_done_callback(lambda _: self._end_async(job, task))
 
@@ -474,7 +476,7 @@ class Server:
     # The link.
 
     def _take_in(self) -> None:
-        """Reads all there is, and queues the jobs among it."""
+        """Reads all available frames and queues the jobs."""
         with self._reading:
             self._looked_at = time.monotonic()
             try:
@@ -485,12 +487,12 @@ class Server:
             except OSError as error:
                 _link.lost(error)
             except (EOFError, _wire.Unreadable):
-                # The supervisor is gone, or mad: nothing that this process does is of use any more.
+                # The supervisor is gone or violates the protocol, so this process is of no use any more.
                 os._exit(1)
             frames = self._reader.frames
             if frames:
                 with self._lock:
-                    # What comes can be among them, and then is another.
+                    # Recalled jobs are removed first, because the frames can contain the same job again.
                     self._drop_taken()
                     while frames:
                         self._take(*frames.popleft())
@@ -514,7 +516,7 @@ class Server:
             try:
                 self._lent[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)
             except (OSError, ValueError) as error:
-                # Without them payloads come as bytes.
+                # Payloads are then sent as bytes.
                 print(f"memory files cannot be used: {error}", file=sys.stderr)
             else:
                 self._link.send(_wire.FILES_TAKEN, number)
@@ -557,7 +559,7 @@ class Server:
                     self._attend()
             if not is_on_link and not events:
                 if seen == self._begun:
-                    # Idle, or stuck: then the link is read at once.
+                    # Idle or stuck. In both cases the watcher must react to the link again.
                     if self._running:
                         self._typical = STUCK_SECONDS
                     self._watcher.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
@@ -573,14 +575,14 @@ class Server:
                 next_beat = time.monotonic() + interval
 
     def _attend(self) -> None:
-        """Reads the link on behalf of handlers that are busy."""
+        """Reads the link while all handlers are busy."""
         self._take_in()
         with self._lock:
             if self._may_begin():
                 self._call_help()
 
     def _settle_progress(self) -> None:
-        """Sends what jobs have said and not told, because they had said something else just before."""
+        """Sends progress reports that were stored because an earlier report was sent recently."""
         with self._lock:
             telling = [job for job in self._live.values() if job._said]
         for job in telling:
@@ -599,22 +601,22 @@ def _was_cancelled() -> HandlerError:
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
-    """What a handler has returned, as it is sent. Raises ``TypeError`` for what has no bytes, or whatever it raises."""
+    """Returns a handler's result as bytes. Raises ``TypeError`` for other types, or any error of the object itself."""
     if result is None:
         return b""
     if isinstance(result, str):
-        # A class of the handler's own may make something else of it.
+        # Not `result.encode()`, which a subclass may override.
         return str.encode(result)
     try:
         view = memoryview(result)  # type: ignore[arg-type]
-        # Of one item without bytes there are none to be had by a cast.
+        # An empty view cannot always be cast.
         return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
     except TypeError:
         raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
 
 
 def print_traceback(error: BaseException) -> None:
-    """To standard error, whatever the exception does when it is printed."""
+    """Prints a traceback to standard error, even if the exception itself cannot be printed."""
     import traceback
 
     try:
@@ -623,12 +625,12 @@ def print_traceback(error: BaseException) -> None:
         try:
             print(f"{type(error).__qualname__} was raised, which cannot be printed", file=sys.stderr)
         except Exception:
-            # A handler has closed it.
+            # A handler has closed the stream.
             pass
 
 
 def told(error: BaseException) -> str:
-    """An exception in a sentence."""
+    """Returns a one-line description of an exception."""
     try:
         text = str(error)
     except BaseException:
@@ -638,9 +640,9 @@ def told(error: BaseException) -> str:
 
 
 def _is_async(handler: Any) -> bool:
-    """Whether calling it makes a coroutine, as far as its code says."""
+    """Returns true if calling the handler creates a coroutine, as far as its code object shows."""
     for _ in range(8):
-        # A partial, a decorated function, a method, an instance with __call__.
+        # Unwraps partials and decorated functions.
         inner = getattr(handler, "func", None) or getattr(handler, "__wrapped__", None)
         if inner is None:
             break

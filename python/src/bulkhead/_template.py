@@ -1,9 +1,9 @@
-"""A template (``start.mode = "fork"``): this process initialises once, runs no job, and forks the bulkhead's workers.
+"""A template (``start.mode = "fork"``): initialises once, runs no jobs, and forks the bulkhead's workers.
 
-What it says to the keeper, and hears, is in ``shared/src/template_protocol.rs``: whole messages on a SOCK_SEQPACKET
-socket. Workers are forked as siblings, so that they are the keeper's children, which ``os.fork`` cannot do: CPython's
-own preparations for a fork stand around the system call. In a sandbox each worker steps apart from the others
-(``_rules.py``), and its seal takes the right to fork like its template from it.
+The protocol between template and keeper is defined in ``shared/src/template_protocol.rs``: messages on a SOCK_SEQPACKET
+socket. Workers are forked as siblings, so that the keeper is their parent. ``os.fork`` cannot do this, so the system
+call is made directly, between CPython's hooks for forks. In a sandbox, each worker isolates itself from the others
+(``_rules.py``). The worker's seal then removes the right to fork in this way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 TEMPLATE_VARIABLE = "BULKHEAD_TEMPLATE"
-#: Libraries that start threads when they are imported do not, unless these say otherwise.
+#: Variables that limit the threads of numerical libraries. Set to 1 by default, so that imports start no threads.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 _ORDER_BYTES_MAX = 512
@@ -36,24 +36,27 @@ _TEXT_BYTES_MAX = 512
 _DESCRIPTORS = 3
 _CLONE_PARENT, _SIGCHLD, _SIGKILL = 0x8000, 17, 9
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-#: Variables that name the temporary folder, unless ``env`` sets them.
+#: Variables with the path of the temporary folder, unless ``env`` sets them.
 _OF_FOLDER = (b"TMPDIR", b"HOME")
-#: Of clone(2).
+#: System call numbers of clone(2).
 _CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
 
 
 class _Unfit(Exception):
-    """This process cannot be a template; the text says why."""
+    """This process cannot be a template. The text is the reason."""
 
 
 def is_wanted() -> bool:
-    """Whether this process is to be a template."""
+    """Returns true if this process was started as a template."""
     return TEMPLATE_VARIABLE in os.environ
 
 
 def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
-    """Prepares, and forks a worker for each order. Returns only in workers: what ``prepare`` did; the template's
-    socket has become the worker's link."""
+    """Prepares the template, and forks a worker for each order of the keeper.
+
+    Returns only in workers, with the result of ``prepare``. The descriptor of the template's socket is then the link of
+    the worker.
+    """
     try:
         system = _System()
         rules = _sandbox(system)
@@ -67,7 +70,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         print_traceback(error)
         text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {told(error)}"
         end(socket, text)
-    # What is there stays: children that do not touch it share it.
+    # Excludes existing objects from garbage collection, so that workers do not write to shared pages.
     gc.collect()
     gc.freeze()
     try:
@@ -78,7 +81,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
-            # What is not written would be written twice.
+            # Otherwise both processes would write the buffered output.
             flush()
             pid = system.fork()
             if pid == 0:
@@ -95,12 +98,12 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     except _Unfit as error:
         end(socket, str(error))
     except OSError:
-        # The keeper is gone, and this process goes with it.
+        # The keeper is gone, so this process must end.
         os._exit(1)
 
 
 def _sandbox(system: _System) -> Rules | None:
-    """What the keeper tells of the sandbox, if there is one."""
+    """Reads the sandbox rules from the keeper, if there are any."""
     if not stat.S_ISREG(os.fstat(0).st_mode):
         return None
     from . import _rules
@@ -111,7 +114,7 @@ def _sandbox(system: _System) -> Rules | None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if rules is not None:
-        # Others of this user are not to read this memory, or take these descriptors.
+        # Prevents other processes of this user from reading this process's memory and taking its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.leave_temporary_files_open():
             print(
@@ -121,17 +124,17 @@ def _sandbox(system: _System) -> Rules | None:
 
 
 class Starting:
-    """What ``init`` may say of itself in a template."""
+    """Status messages that ``init`` can send from a template."""
 
     def __init__(self, socket: _socket.socket) -> None:
         self._socket = socket
 
     def say_status(self, text: str) -> None:
-        """Tells operators what this template is doing."""
+        """Reports a status text to operators."""
         self._socket.send(b"S" + text.encode(errors="replace")[:_TEXT_BYTES_MAX].decode(errors="ignore").encode())
 
     def extend_start(self, seconds: float) -> None:
-        """Asks for more time to start."""
+        """Requests more time to start."""
         self._socket.send(b"M" + struct.pack("<I", min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF)))
 
 
@@ -146,17 +149,17 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
 
 
 def flush() -> None:
-    """Writes out what standard output and error still hold, if they can be written to."""
+    """Flushes standard output and standard error, and ignores errors."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except Exception:
-            # It was closed or replaced.
+            # The stream was closed or replaced.
             pass
 
 
 class _System:
-    """The system calls that Python has no words for."""
+    """System calls that Python does not offer."""
 
     def __init__(self) -> None:
         import platform
@@ -167,7 +170,7 @@ class _System:
             raise _Unfit('`start.mode = "fork"` takes an interpreter with ctypes: leave it out') from None
         if sys.implementation.name != "cpython" or platform.machine() not in _CLONE:
             raise _Unfit('`start.mode = "fork"` takes CPython on x86-64, aarch64 or riscv64: leave it out')
-        # With the interpreter's lock held, as os.fork() does.
+        # PyDLL keeps the GIL during the call, as os.fork() does.
         library: Any = ctypes.PyDLL(None, use_errno=True)
         library.syscall.restype = ctypes.c_long
         self._library = library
@@ -178,7 +181,7 @@ class _System:
         self._arguments += [ctypes.c_long(0)] * 4
 
     def fork(self) -> int:
-        """Forks a child of this process's parent: its number, 0 in the child, or less: the error."""
+        """Forks a sibling of this process. Returns the pid, 0 in the new process, or a negative errno."""
         self._interpreter.PyOS_BeforeFork()
         pid = int(self._library.syscall(*self._arguments))
         if pid == 0:
@@ -189,23 +192,23 @@ class _System:
         return pid if pid > 0 else -error
 
     def call(self, number: int, *arguments: int | bytes) -> int:
-        """A system call; raises OSError."""
+        """Makes a system call. Raises OSError."""
         result = int(self._library.syscall(*(self._long(a) if isinstance(a, int) else a for a in (number, *arguments))))
         if result < 0:
             raise OSError(self._errno(), f"system call {number}")
         return result
 
     def control(self, option: int, value: int) -> None:
-        """prctl(2)."""
+        """Calls prctl(2)."""
         if self._library.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(self._errno(), "prctl")
 
     def reseed(self) -> None:
-        """What draws random numbers in this process has a state of its own from here on."""
+        """Reseeds the random number generators of this process."""
         low, high = struct.unpack("<Ii", os.urandom(8))
         self._library.srand(low)
         self._library.srand48(high)
-        # The module `random` has seen to itself, at the fork.
+        # The `random` module reseeds itself after a fork.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             numpy_random.seed()
@@ -216,8 +219,7 @@ _given_rules: list[int] = []
 
 
 def start_again(variable: str) -> NoReturn:
-    """Replaces this process by a fresh interpreter with this environment variable, which has initialised nothing
-    yet."""
+    """Restarts this process in a fresh interpreter, with the environment variable set."""
     from ._link import LINK_VARIABLE
 
     for descriptor in _given_rules:
@@ -231,7 +233,7 @@ def start_again(variable: str) -> NoReturn:
 
 def threads() -> list[str]:
     """Returns the names of all threads except the main one."""
-    # With the folder itself and its own folders, its links are two more than threads.
+    # The link count of the folder is the number of threads plus 2 (for the folder itself and its parent).
     if os.stat("/proc/self/task").st_nlink == 3:
         return []
     names = []
@@ -255,8 +257,10 @@ def _check_threads() -> None:
 
 
 def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
-    """Waits for an order to fork: the worker's name, what makes its folder's one that cannot be guessed, and its link,
-    standard output and error. Removes folders meanwhile."""
+    """Waits for an order to fork, and meanwhile removes folders of dead workers.
+
+    Returns the worker's number, the secret part of its folder's name, and its descriptors: link, stdout, stderr.
+    """
     descriptors: list[int] = []
     receive = _files.receiver(socket, descriptors)
     while True:
@@ -281,7 +285,7 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
             os.close(descriptors.pop())
 
 
-#: Names of folders that are to be removed.
+#: Names of folders to remove.
 _doomed: deque[bytes] = deque()
 
 
@@ -290,7 +294,7 @@ def _folder_name(worker: int, secret: bytes) -> bytes:
 
 
 class _Newcomer:
-    """What makes a forked process a worker like others."""
+    """Turns a forked process into a worker."""
 
     def __init__(self, socket: _socket.socket, system: _System, rules: Rules | None) -> None:
         self._socket = socket
@@ -299,7 +303,7 @@ class _Newcomer:
         self._parent, self._template = os.getppid(), os.getpid()
 
     def become_worker(self, worker: int, secret: bytes, descriptors: list[int]) -> None:
-        """In the forked process: does all, or says what failed and ends."""
+        """Performs all steps in the forked process. If a step fails, reports the step and ends the process."""
         step = "session"
         try:
             os.setsid()
@@ -324,7 +328,7 @@ class _Newcomer:
                 self._step_apart(self._rules, name, folder)
             step = "keeper"
             self._socket.send(b"B" + struct.pack("<Q", worker))
-            # The environment says that the link is where the socket was.
+            # The environment variable contains the number of the socket's descriptor, which the link replaces.
             number = self._socket.detach()
             os.dup2(link, number, inheritable=False)
             for descriptor in descriptors:
@@ -339,14 +343,14 @@ class _Newcomer:
             os._exit(1)
 
     def _step_apart(self, rules: Rules, name: bytes, folder: int | None) -> None:
-        """Puts this process under rules that nothing else is under."""
+        """Isolates this process from the template and from other workers."""
         rules.put_in_force(folder)
         try:
             os.kill(self._template, 0)
         except PermissionError:
             pass
         else:
-            raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template is one that it must not reach.
+            raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template must not be reachable.
         if rules.temporary is not None:
             path = rules.temporary.path
             for variable in _OF_FOLDER:

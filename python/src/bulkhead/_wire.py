@@ -1,6 +1,6 @@
-"""The protocol's bytes (``docs/protocol.md``): every code and structure is named here, once.
+"""The binary protocol (``docs/protocol.md``). Defines every code and structure once.
 
-It knows frames and fields, and one socket to read from; it decides nothing.
+This module encodes and decodes frames and reads them from a socket. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Payload = bytes | bytearray
-    #: Kind, number, metadata, payload.
+    #: Kind, number, metadata and payload.
     Frame = tuple[int, int, bytes, Payload]
-    #: What may be sent: all that has bytes in one piece.
+    #: Contiguous bytes-like objects that can be sent.
     Buffer = bytes | bytearray | memoryview
 
-#: What says that a connection is of no more use. Any other ``OSError`` is not the socket's, but a signal handler's.
+#: Errors after which a connection is unusable. Any other ``OSError`` comes from a signal handler, not from the socket.
 ENDS = frozenset(
     (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN, errno.ENOBUFS, errno.ENOMEM)
 )
@@ -31,7 +31,7 @@ MAGIC = 0x444145484B4C5542
 CLIENT, WORKER = 1, 2
 CRITICAL = 1
 
-# Kinds.
+# Frame kinds.
 HELLO, CLIENT_WELCOME, REFUSED, WORKER_WELCOME = 1, 2, 3, 4
 SUBMIT, CANCEL, LEASE, LEASE_TAKEN, LEASE_RETURNED = 16, 17, 18, 19, 20
 OUTCOME, PROGRESS, LEASED, LEASE_ENDED, LEASE_REFUSED = 32, 33, 34, 35, 36
@@ -43,7 +43,7 @@ KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 52),
 
 # Extensions.
 TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
-#: Extension of CANCEL: cancel only if the job has not begun.
+#: Extension of CANCEL: cancel the job only if it has not begun.
 UNBEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
@@ -59,11 +59,11 @@ METADATA_BYTES_MAX = 0xFFFF
 OPERATION_BYTES_MAX = TENANT_BYTES_MAX = 256
 CODE_BYTES_MAX = 128
 MESSAGE_BYTES_MAX = 8 * 1024
-#: A larger payload is sent and received by itself, without a copy.
+#: Maximum size of a payload that is joined with its frame. Larger payloads are sent and received without a copy.
 INLINE_BYTES_MAX = 64 * 1024
 READ_BYTES = 64 * 1024
 
-#: No time is longer than this on the wire (in seconds): a year.
+#: Maximum duration on the wire: one year, in seconds.
 SECONDS_MAX = 86_400 * 365
 
 PRIORITIES = {"best-effort": 0, "normal": 1, "critical": 2}
@@ -93,20 +93,20 @@ _OUTCOME = struct.Struct("<5BIQQQIBQBi")
 _PROGRESS = struct.Struct("<fQ")
 NUMBER = _LENGTH
 LIMIT = struct.Struct("<I")
-#: An empty structure and no extensions.
+#: Encoding of an empty structure without extensions.
 EMPTY = bytes(8)
 
 
-#: Raised for fields that are missing; `Malformed` for what makes no sense.
+#: Raised for missing fields. Invalid values raise `Malformed`.
 Unreadable = struct.error
 
 
 class Malformed(ConnectionError):
-    """The other side sent what is not the protocol, or a version that this one does not speak."""
+    """The peer violated the protocol, or uses an unsupported version."""
 
 
 def text(value: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
-    """A text field, cut to so many bytes between characters."""
+    """Encodes a text field, truncated to at most ``bytes_max`` bytes at a character boundary."""
     data = value.encode("utf-8", "replace")
     if len(data) > bytes_max:
         data = data[:bytes_max].decode("utf-8", "ignore").encode()
@@ -114,18 +114,18 @@ def text(value: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
 
 
 def extensions(*given: tuple[int, bytes]) -> bytes:
-    """The list that stands behind each structure."""
+    """Encodes the list of extensions that follows each structure."""
     return _LENGTH.pack(len(given)) + b"".join(_EXTENSION.pack(tag, len(data)) + data for tag, data in given)
 
 
 def frame(kind: int, number: int, metadata: bytes = EMPTY, payload: Buffer = b"") -> bytes:
-    """A whole frame."""
+    """Encodes a frame."""
     size = len(metadata)
     return b"".join((HEADER.pack(size + len(payload), kind, 0, size, number), metadata, payload))
 
 
 def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
-    """A frame without its payload, which is sent behind it. Raises ``ValueError`` if no frame is so long."""
+    """Encodes a frame without its payload, which the caller sends next. Raises ``ValueError`` if it is too long."""
     size = len(metadata)
     if size + payload_bytes > FRAME_BYTES_MAX:
         raise ValueError(f"a payload of {payload_bytes} bytes is more than a frame holds ({FRAME_BYTES_MAX - size})")
@@ -133,7 +133,7 @@ def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
 
 
 def read_text(data: bytes, at: int) -> tuple[str, int]:
-    """A text field, and where it ends."""
+    """Decodes a text field. Returns the text and the position after it."""
     start = at + 8
     (size,) = _LENGTH.unpack_from(data, at)
     end = start + size
@@ -143,7 +143,7 @@ def read_text(data: bytes, at: int) -> tuple[str, int]:
 
 
 def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
-    """The extensions behind a structure."""
+    """Decodes the extensions that follow a structure."""
     (count,) = _LENGTH.unpack_from(data, at)
     at += 8
     found: dict[int, bytes] = {}
@@ -160,7 +160,7 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
 
 
 def hello(role: int, capabilities: int, version: str, name: str = "bulkhead-py") -> bytes:
-    """The frame that opens a connection."""
+    """Encodes the HELLO frame, the first frame of a connection."""
     fixed = _HELLO.pack(VERSION, VERSION, role, FRAME_BYTES_MAX, capabilities)
     return frame(HELLO, MAGIC, fixed + text(name) + text(version) + EMPTY)
 
@@ -176,7 +176,7 @@ def submission(
     traceparent: str | None = None,
     run_limit: float | None = None,
 ) -> bytes:
-    """The metadata of SUBMIT. Raises ``ValueError`` for what cannot be meant; the supervisor judges the rest."""
+    """Encodes the metadata of SUBMIT. Raises ``ValueError`` for invalid values; the supervisor checks the rest."""
     for name, value, bytes_max in (
         ("bulkhead", bulkhead, 1024),
         ("operation", operation, OPERATION_BYTES_MAX),
@@ -202,27 +202,27 @@ def submission(
 
 
 def _texts_end(data: bytes, at: int, count: int) -> int:
-    """The end of so many text fields."""
+    """Returns the position after ``count`` text fields."""
     for _ in range(count):
         at += 8 + int(_LENGTH.unpack_from(data, at)[0])
     return at
 
 
 def lessee(metadata: bytes) -> bytes:
-    """The bulkhead and the tenant of a SUBMIT, as LEASE has them."""
+    """Returns the encoded bulkhead and tenant of a SUBMIT, as LEASE contains them."""
     bulkhead = _texts_end(metadata, 0, 1)
     return metadata[:bulkhead] + metadata[_texts_end(metadata, bulkhead, 1) : _texts_end(metadata, bulkhead, 2)]
 
 
 def with_extension(metadata: bytes, tag: int, data: bytes) -> bytes:
-    """The metadata of a SUBMIT with one more extension."""
+    """Returns the metadata of a SUBMIT with an additional extension."""
     at = _texts_end(metadata, 0, 3) + _SUBMIT_TAIL.size
     (count,) = _LENGTH.unpack_from(metadata, at)
     return metadata[:at] + _LENGTH.pack(count + 1) + metadata[at + 8 :] + _EXTENSION.pack(tag, len(data)) + data
 
 
 def outcome_extensions(metadata: bytes) -> dict[int, bytes]:
-    """The extensions of an OUTCOME."""
+    """Decodes the extensions of an OUTCOME."""
     return read_extensions(metadata, _texts_end(metadata, _OUTCOME.size, 3))
 
 
@@ -233,17 +233,17 @@ def _micros(name: str, seconds: float) -> int:
 
 
 def is_ok(metadata: bytes) -> bool:
-    """Whether an OUTCOME says that its payload is the result."""
+    """Returns true if the outcome is ``ok``, so that the payload is the result."""
     return metadata[0] == 0
 
 
 def ran_us(metadata: bytes) -> int:
-    """How long a worker had the job of an OUTCOME, in µs."""
+    """Returns the time that the job spent in a worker, in µs, from an OUTCOME."""
     return int(_LENGTH.unpack_from(metadata, 17)[0])
 
 
 def outcome(metadata: bytes) -> Outcome:
-    """Reads an OUTCOME."""
+    """Decodes an OUTCOME."""
     try:
         fields = _OUTCOME.unpack_from(metadata)
         bulkhead, at = read_text(metadata, _OUTCOME.size)
@@ -286,7 +286,7 @@ def outcome(metadata: bytes) -> Outcome:
 
 
 def error(metadata: bytes, payload: Payload) -> JobError:
-    """The exception for an OUTCOME that is not ``ok``."""
+    """Returns the exception for an OUTCOME other than ``ok``."""
     told = outcome(metadata)
     kind = ERROR_OF_OUTCOME.get(told.outcome)
     if kind is None:
@@ -298,28 +298,28 @@ def error(metadata: bytes, payload: Payload) -> JobError:
 
 
 def progress(metadata: bytes) -> tuple[float, str]:
-    """Reads a PROGRESS: from 0 to 1, and a few words."""
+    """Decodes a PROGRESS: a fraction from 0 to 1, and a short text."""
     fraction, _ = _PROGRESS.unpack_from(metadata)
     return fraction, read_text(metadata, 4)[0]
 
 
 def progressed(fraction: float, words: str) -> bytes:
-    """The metadata of PROGRESSED."""
+    """Encodes the metadata of PROGRESSED."""
     return struct.pack("<f", min(max(fraction, 0.0), 1.0)) + text(words, MESSAGE_BYTES_MAX) + EMPTY
 
 
 def failed(code: str, message: str, retryable: bool, fault: str) -> bytes:
-    """The metadata of FAILED."""
+    """Encodes the metadata of FAILED."""
     told = text(code, CODE_BYTES_MAX) + text(message, MESSAGE_BYTES_MAX)
     return told + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
 
 
-#: Two texts without a byte.
+#: Encoding of two empty text fields.
 _NO_TEXTS = bytes(16)
 
 
 def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
-    """Reads a JOB: operation, tenant, µs that remain, traceparent, the memory file with the payload."""
+    """Decodes a JOB: operation, tenant, remaining time in µs, traceparent, memory file of the payload."""
     if metadata.startswith(_NO_TEXTS):
         operation, tenant, at = "", "", len(_NO_TEXTS)
     else:
@@ -335,12 +335,12 @@ def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
 
 
 def client_welcome(metadata: bytes) -> int:
-    """Reads a CLIENT_WELCOME: the supervisor's capabilities."""
+    """Decodes a CLIENT_WELCOME. Returns the supervisor's capabilities."""
     return int(_CLIENT_WELCOME.unpack_from(metadata)[2])
 
 
 class WorkerWelcome:
-    """The fields of a WORKER_WELCOME that a worker uses."""
+    """Fields of a WORKER_WELCOME that a worker uses."""
 
     def __init__(self, metadata: bytes) -> None:
         fields = _WORKER_WELCOME.unpack_from(metadata)
@@ -350,17 +350,17 @@ class WorkerWelcome:
 
 
 def refused(metadata: bytes) -> tuple[str, str]:
-    """Reads a REFUSED: the reason, and a sentence."""
+    """Decodes a REFUSED: the reason, and a sentence for people."""
     code = metadata[0]
     reason = REJECTED[code - 1] if 0 < code <= len(REJECTED) else f"unknown reason {code}"
     return reason, read_text(metadata, 1)[0]
 
 
 class Reader:
-    """Cuts what a socket gives into frames. Large payloads are received where they stay.
+    """Splits received data into frames. Large payloads are received directly into their final buffers.
 
-    An exception in the midst, be it of a signal's handler, loses nothing: each step is one call that is done or not,
-    and may be done again. Frames may be put into ``frames`` twice then.
+    An exception at any point, such as one from a signal handler, loses no data. Each step is a single call that has
+    either happened or not, and can be repeated. After such an exception, a frame can occur twice in ``frames``.
     """
 
     __slots__ = ("_flags", "_receive", "_receive_into", "_state", "frames")
@@ -374,22 +374,22 @@ class Reader:
         self._receive = receive
         self._receive_into = receive_into
         self._flags = flags
-        # What was received and is no whole frame yet; and a large payload, with the counts of its bytes so far.
+        # Received chunks without a complete frame; and a large payload, with the sizes of its parts received so far.
         self._state: tuple[list[bytes], tuple[Frame, memoryview, list[int]] | None] = [], None
-        #: Those that are whole, to be taken out by the user.
+        #: Complete frames. The user of the reader removes them.
         self.frames: deque[Frame] = deque()
 
     def read(self) -> bool:
-        """Receives once, and puts what is whole into ``frames``; whether more may be there.
+        """Receives once, and appends complete frames to ``frames``. Returns true if more data may be available.
 
-        Raises ``EOFError`` when the other side has closed, ``BlockingIOError`` and other ``OSError`` as they come,
-        ``Malformed``.
+        Raises ``EOFError`` if the peer has closed the connection, ``BlockingIOError`` and other ``OSError`` from the
+        socket, and ``Malformed``.
         """
         chunks, large = self._state
         if large is not None:
             return self._read_large(*large)
         before = len(chunks)
-        # What map() receives is in the list before any signal's handler runs.
+        # map() stores the received chunk in the list before any signal handler can run.
         chunks.extend(map(self._receive, (READ_BYTES,), (self._flags,)))
         received = chunks[before]
         if not received:
@@ -398,7 +398,7 @@ class Reader:
         return len(received) == READ_BYTES
 
     def take(self, chunk: bytes) -> None:
-        """What was received otherwise."""
+        """Adds data that was received by other means."""
         chunks, _ = self._state
         chunks.append(chunk)
         self._cut(chunks)

@@ -1,4 +1,4 @@
-"""How jobs end: ``Outcome``, and the exceptions for all but ``ok``."""
+"""Job outcomes: ``Outcome``, and an exception for each outcome except ``ok``."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _HTTP_STATUS_OF_REASON = {
 
 
 class Outcome:
-    """What became of a job. It cannot be changed; all times are seconds.
+    """Immutable result of a job. All times are in seconds.
 
     ===============  =================================================================================================
     ``outcome``      ``ok``, ``failed``, ``rejected``, ``deadline_exceeded``, ``crashed`` or ``cancelled``
-    ``reason``       why: ``queue_full``, ``running``, ``signal``, ...; the handler's code if it failed; else empty
-    ``message``      a sentence for people, possibly empty
+    ``reason``       cause: ``queue_full``, ``running``, ``signal``, ...; the handler's code if it failed; else empty
+    ``message``      human-readable description, possibly empty
     ``executed``     whether the handler began: ``no``, ``yes`` or ``unknown``
-    ``retryable``    whether the same job may be sent again and end otherwise
-    ``retry_after``  how long to wait before that, if the supervisor said
+    ``retryable``    true if a retry is safe and may have another outcome
+    ``retry_after``  time to wait before a retry, if the supervisor gave one
     ``fault``        ``caller`` or ``dependency`` if the job failed, else empty
-    ``attempts``     how often a worker was given the job
-    ``queued``       how long it waited for a permit
-    ``ran``          how long a worker had it
+    ``attempts``     number of times that the job was dispatched to a worker
+    ``queued``       time that the job waited for a permit
+    ``ran``          time that the job spent in a worker
     ``deadline``     the time limit that applied, end to end
-    ``run_limit``    the longest run of each attempt, if there was such a limit
-    ``worker_pid``   the process that ran it last, if one did
-    ``status``       the exit code or signal of a crash, if known; of ``ok`` and ``failed`` the program's exit status
-    ``bulkhead``     the bulkhead that served it, or was asked to
-    ``job``          the job's number in log, events and crash reports, if it was taken
-    ``traceparent``  the job's own span, if it has one
-    ``report``       the id of the crash report if the job crashed: ``bulkhead crashes ID`` shows it
+    ``run_limit``    maximum run time of each attempt, if there was a limit
+    ``worker_pid``   process that ran the job last, if any
+    ``status``       exit code or signal of a crash, if known; for ``ok`` and ``failed`` the program's exit status
+    ``bulkhead``     bulkhead that served the job, or to which it was submitted
+    ``job``          number of an accepted job in the log, in events and in crash reports
+    ``traceparent``  span of the job, if there is one
+    ``report``       id of the crash report if the job crashed: ``bulkhead crashes ID`` shows the report
     ===============  =================================================================================================
     """
 
@@ -106,17 +106,17 @@ class Outcome:
 
     @property
     def http_status(self) -> int:
-        """The HTTP status that says the same: 429 and 503 go with ``Retry-After``."""
+        """Equivalent HTTP status. Send ``Retry-After`` with 429 and 503."""
         if self.outcome == "rejected":
             return _HTTP_STATUS_OF_REASON.get(self.reason, 503)
         return _HTTP_STATUS[self.outcome]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, by name."""
+        """Returns all fields as a dictionary."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
-        """One line for people: ``crashed (signal): killed by SIGSEGV``."""
+        """Returns a one-line description, such as ``crashed (signal): killed by SIGSEGV``."""
         reason = f" ({self.reason})" if self.reason else ""
         message = f": {self.message}" if self.message else ""
         return f"{self.outcome}{reason}{message}"
@@ -145,9 +145,10 @@ def _outcome_of(fields: dict[str, Any]) -> Outcome:
 
 
 class JobError(Exception):
-    """A job that did not end ``ok``. The text says what happened and what to do.
+    """A job ended with an outcome other than ``ok``. The text describes the problem and the remedy.
 
-    ``payload`` holds the bytes that a handler added to its failure, or the first 64 KiB of a program's standard output.
+    ``payload`` contains the bytes that a handler added to its failure, or the first 64 KiB of a program's standard
+    output.
     """
 
     outcome: Outcome
@@ -155,7 +156,7 @@ class JobError(Exception):
 
     def __init__(self, outcome: Outcome | str, payload: bytes | bytearray = b"") -> None:
         if isinstance(outcome, str):
-            # `args` has only this text: serialisers such as Celery's rebuild the exception from `args`.
+            # `args` contains only this text. Serialisers such as Celery's rebuild the exception from `args`.
             text, outcome = outcome, _outcome_by_text(type(self), outcome)
         else:
             text = _sentence(outcome)
@@ -173,42 +174,48 @@ class JobError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same job may be sent again and end otherwise."""
+        """True if a retry is safe and may have another outcome."""
         return self.outcome.retryable
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds to wait before that, if the supervisor said."""
+        """Seconds to wait before a retry, or ``None`` if the supervisor gave no time."""
         return self.outcome.retry_after
 
     @property
     def http_status(self) -> int:
-        """The HTTP status that says the same."""
+        """Equivalent HTTP status."""
         return self.outcome.http_status
 
 
 class Failed(JobError):
-    """The handler said that it cannot: ``outcome.reason`` is its code, ``outcome.message`` its words."""
+    """The handler reported a failure. ``outcome.reason`` is the handler's code, ``outcome.message`` the description."""
 
 
 class Rejected(JobError):
-    """The job was not taken, and did not run: ``outcome.reason`` says why, ``retry_after`` when to come again."""
+    """The job was rejected and did not run. ``outcome.reason`` is the cause; ``retry_after`` is the time to wait."""
 
 
 class Crashed(JobError):
-    """The worker died with the job in its hands. Whether the job ran is unknown."""
+    """The worker died while it had the job. It is unknown whether the job ran."""
 
 
 class Cancelled(JobError):
-    """The job was cancelled, by this client or since it went away."""
+    """The job was cancelled by the client, or because the client disconnected."""
 
 
 class DeadlineExceeded(JobError, TimeoutError):
-    """The job's deadline or run limit passed. Where it ran (``executed``), its process ends if it does not yield."""
+    """The deadline or run limit of the job passed.
+
+    If the job was running (see ``executed``), its worker process is killed unless the job stops by itself.
+    """
 
 
 class Disconnected(JobError, ConnectionError):
-    """The supervisor is not there, or went away: ``executed`` is ``no`` if the job was not sent, else ``unknown``."""
+    """The supervisor is not reachable, or the connection was lost.
+
+    ``executed`` is ``no`` if the job was not sent, else ``unknown``.
+    """
 
     def __init__(self, message: str, executed: str = "no") -> None:
         outcome = Outcome("disconnected", "", message, executed=executed, retryable=executed == "no")
@@ -225,7 +232,7 @@ class Disconnected(JobError, ConnectionError):
 
 
 class SupervisorNotFound(FileNotFoundError):
-    """The program ``bulkhead-supervisor`` is not installed; the text says what to do."""
+    """The program ``bulkhead-supervisor`` is not installed. The text describes the remedy."""
 
 
 def _outcome_by_text(kind: type[JobError], text: str) -> Outcome:

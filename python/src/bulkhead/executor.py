@@ -1,7 +1,8 @@
-"""``BulkheadExecutor``: a ``ProcessPoolExecutor`` that survives what its calls do.
+"""``BulkheadExecutor``: a ``ProcessPoolExecutor`` that survives misbehaving calls.
 
-A call that segfaults, exits, hangs, eats the memory or cannot be pickled costs itself and no other; a timeout and a
-``cancel()`` end what runs, with all that it has started; the end of this process, however it comes, ends the workers.
+If a call segfaults, exits, hangs, exhausts its memory or cannot be pickled, only that call fails. A timeout or
+``cancel()`` kills the running call and all processes that it started. When this process ends for any reason, the
+workers end too.
 """
 
 from __future__ import annotations
@@ -51,36 +52,42 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Most workers that are kept ready beside those that run calls.
+#: Maximum number of spare workers.
 SPARES_MAX = 64
-#: Most processes of one pool.
+#: Maximum number of worker processes per pool.
 WORKERS_MAX = 1024
 _PROFILES = ("none", "default", "strict")
-#: Sizes of the configuration.
+#: Size strings of the configuration.
 _SIZE = re.compile(r"\s*(\d+\s*B?|\d+(\.\d{1,9})?\s*[KMGT]i?B)\s*", re.ASCII | re.IGNORECASE)
-#: Variables that a sandbox sets.
+#: Variables that the sandbox sets.
 _OF_SANDBOX = ("TMPDIR", "HOME")
-#: Variables of a template. Without this one, `import pyarrow` (also by pandas) starts a thread of jemalloc.
+#: Variables of a template. Without this variable, `import pyarrow` (also via pandas) starts a jemalloc thread.
 _OF_TEMPLATE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-#: Bytes of what confined workers are given by a variable; others read a file.
+#: Maximum size of the preparation of confined workers, which is passed in a variable. Other workers read a file.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
 
 class _Calls(Executor):
-    """What takes calls: the executor, and each of its ``with_options``."""
+    """Base of the objects that accept calls: the executor, and the executors returned by ``with_options``."""
 
     _pool: Pool
     _metadata: bytes
-    #: Whether the supervisor decides when it is a call's turn.
+    #: True if the supervisor decides the order of the calls.
     _is_ordered = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
+        """Schedules ``fn(*args, **kwargs)`` to run in a worker process, and returns a future.
 
-        The future raises what ``fn`` raises, ``WorkerCrashed`` (a ``BrokenProcessPool``) if its process died,
-        ``CallTimeout`` (a ``TimeoutError``) if its ``timeout`` or ``deadline`` passed, ``ResultUnreadable`` if call or
-        result could not be unpickled. ``cancel()`` ends it also when it runs. Raises ``RuntimeError`` after
-        ``shutdown``, ``BrokenProcessPool`` after an initializer that failed, ``SupervisorNotFound``.
+        The future raises the exception that ``fn`` raised, or one of the following:
+
+        - ``WorkerCrashed`` (a ``BrokenProcessPool``) if the worker died;
+        - ``CallTimeout`` (a ``TimeoutError``) if ``timeout`` or ``deadline`` passed;
+        - ``ResultUnreadable`` if the call or its result could not be unpickled.
+
+        ``future.cancel()`` also ends a running call.
+
+        Raises ``RuntimeError`` after ``shutdown``, ``BrokenProcessPool`` if the initializer has failed, and
+        ``SupervisorNotFound`` if the supervisor is not installed.
         """
         pool = self._pool
         future: PoolFuture[T] = PoolFuture(pool)
@@ -95,11 +102,12 @@ class _Calls(Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> Iterator[T]:
-        """Like ``map(fn, *iterables)``, with the calls in worker processes.
+        """Returns an iterator equivalent to ``map(fn, *iterables)``, with the calls made in worker processes.
 
-        ``timeout`` (seconds) is for the whole, from here. ``chunksize`` calls make one job. With ``buffersize`` so many
-        jobs are submitted ahead of the iterator; without, all at once. A call that raises, and an iterator that is
-        closed, cancel all that is left, also what runs.
+        ``timeout`` is the number of seconds, counted from now, after which a missing result raises ``TimeoutError``.
+        ``chunksize`` is the number of calls that are sent as one job. ``buffersize`` is the maximum number of submitted
+        jobs whose results have not been consumed; by default all jobs are submitted at once. All remaining calls,
+        including running calls, are cancelled if a call raises an exception or if the iterator is closed.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -112,34 +120,49 @@ class _Calls(Executor):
         function: Callable[..., Any] = fn
         if chunksize > 1:
             function, calls = partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize))
-        # A generator that has ended asks no more: `zip` would take one more of the longer iterables each time.
+        # A generator never calls an exhausted `zip` again, which would consume another item of the longer iterables.
         submitted = (future for future in itertools.starmap(partial(self.submit, function), calls))
         results = _in_order(deque(itertools.islice(submitted, buffersize)), submitted, give_up)
         return _chained(results) if chunksize > 1 else results
 
 
 class BulkheadExecutor(_Calls):
-    """Runs calls in ``max_workers`` processes under a supervisor of its own, which starts with the first call.
+    """Runs calls in worker processes under a private supervisor, which starts with the first call.
 
-    The parameters of ``ProcessPoolExecutor`` mean what they mean there. With an ``mp_context`` of "spawn", which is the
-    default, each worker is an interpreter of its own; with "forkserver" workers are forked
-    from one that has imported the main module and ``preload``: then a start takes a millisecond or two, and
-    ``max_tasks_per_child=1`` some 2 ms a call.
+    ``max_workers``, ``initializer``, ``initargs`` and ``max_tasks_per_child`` have the same meaning as for
+    ``ProcessPoolExecutor``. With the default ``mp_context``, "spawn", each worker starts a new interpreter. With
+    "forkserver", workers are forked from one interpreter that has imported the main module and ``preload``. A start
+    then takes one to two milliseconds, and a call with ``max_tasks_per_child=1`` takes about 2 ms.
 
-    ``timeout``      seconds that a call may run; then its process and what it started are killed
-    ``memory``       bytes, or a size such as ``"512MiB"``, of data that a worker may have; beyond it: ``MemoryError``
-    ``sandbox``      ``"none"``, ``"default"``, ``"strict"`` or a table of keys, see docs/confinement.md
-    ``pickler``      ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or a module with dumps and loads
-    ``results``      ``"any"``: what a call returns or raises is unpickled here, which may run code, as in all such
-                     pools; ``"data"``: only plain data, arrays, images, frames and built-in exceptions are read;
-                     ``["data", MyError]``: also instances of these classes. ``"data"`` is the default in a sandbox, so
-                     that a worker that was taken over cannot take over this process ``preload`` modules that are
-                     imported before the first call, under "forkserver" once for all workers ``env`` variables of the
-                     workers, on top of this process's own ``config`` keys of ``[bulkhead.NAME]``
-                     (docs/configuration.md), over what is said here; its ``"supervisor"`` has keys of ``[supervisor]``
+    Additional parameters:
 
-    After a fork the child's copy is as new: it starts a supervisor of its own. When this process ends, calls that were
-    submitted are finished first, as with the standard executors; when it is killed, the workers are too.
+    ``timeout``
+        Maximum run time of a call, in seconds. When it has passed, the worker and the processes that it started are
+        killed.
+    ``memory``
+        Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. An allocation beyond the
+        limit raises ``MemoryError``.
+    ``sandbox``
+        ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement.md).
+    ``pickler``
+        ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or the name of a module with ``dumps`` and
+        ``loads``.
+    ``results``
+        Values and exceptions that are accepted from workers. ``"any"`` unpickles them in this process, which can run
+        code, as in all process pools. ``"data"`` accepts only plain data, arrays, images, frames and built-in
+        exceptions. ``["data", MyError]`` also accepts instances of the listed classes. With a sandbox the default is
+        ``"data"``, so that a compromised worker cannot compromise this process.
+    ``preload``
+        Names of modules to import before the first call. With "forkserver" they are imported once for all workers.
+    ``env``
+        Environment variables of the workers, in addition to the variables of this process.
+    ``config``
+        Keys of ``[bulkhead.NAME]`` (docs/configuration.md), which override the other parameters. The entry
+        ``"supervisor"`` contains keys of ``[supervisor]``.
+
+    In a forked child, the executor behaves as if it were new and starts another supervisor. When the interpreter exits,
+    submitted calls are finished first, as with the standard executors. When this process is killed, the workers are
+    killed too.
     """
 
     def __init__(
@@ -208,7 +231,7 @@ class BulkheadExecutor(_Calls):
         bulkhead = merged(_keys(max_workers, max_tasks_per_child, memory, profile, is_confined, is_forked), given)
         supervisor = {**_SUPERVISOR_KEYS, **supervisor}
         self._pool = Pool(max_workers, bulkhead, supervisor, launch.pickler, allowed, launch.start)
-        # One that is dropped ends as by shutdown(wait=False).
+        # An executor that is garbage-collected ends as after shutdown(wait=False).
         weakref.finalize(self, self._pool.abandoned).atexit = False
 
     def with_options(
@@ -220,13 +243,16 @@ class BulkheadExecutor(_Calls):
         tenant: str = "",
         idempotent: bool = False,
     ) -> _Calls:
-        """An executor whose calls go to the same workers with these options.
+        """Returns an executor that runs calls in the same workers with other options.
 
-        ``timeout``: seconds that a call may run, instead of the executor's own. ``deadline``: seconds from its
-        submission to its outcome, the wait included. ``priority``: ``"best-effort"``, ``"normal"``, ``"critical"``.
-        ``tenant``: those for whom it is done; tenants take turns. ``idempotent``: a call whose process died is run
-        again, up to three times. Calls with a deadline, priority or tenant are with the supervisor at once, which
-        holds at most 4 GiB of them; all others wait here until it wants them.
+        ``timeout`` is the maximum run time of a call in seconds; it overrides the timeout of this executor.
+        ``deadline`` is the maximum number of seconds between the submission and the outcome, including the wait.
+        ``priority`` is ``"best-effort"``, ``"normal"`` or ``"critical"``. ``tenant`` names the customer or user whose
+        call it is; tenants share the workers fairly. An ``idempotent`` call is run again, up to three times, if its
+        worker dies.
+
+        Calls with a deadline, priority or tenant are sent to the supervisor immediately. The supervisor holds at most
+        4 GiB of these calls. All other calls wait in this process until the supervisor can take them.
         """
         if timeout is None:
             timeout = self._timeout
@@ -234,34 +260,41 @@ class BulkheadExecutor(_Calls):
         return _Configured(self, metadata, is_ordered=bool(deadline or tenant or priority != "normal"))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no further calls. Submitted calls are finished; with ``cancel_futures``, calls that have not begun and
-        are not ``running()`` are cancelled instead. With ``wait`` all processes are gone at the end."""
+        """Stops accepting calls. Submitted calls are finished.
+
+        With ``cancel_futures``, calls are cancelled unless they have begun or are ``running()``. With ``wait``, returns
+        after all processes have ended.
+        """
         self._pool.shut_down(wait=wait, cancel=cancel_futures)
 
     def terminate_workers(self) -> None:
-        """Ends the supervisor and all workers at once. Futures without an outcome raise ``BrokenProcessPool``."""
+        """Ends the supervisor and kills all workers. Pending futures raise ``BrokenProcessPool``."""
         self._pool.terminate()
 
     def kill_workers(self) -> None:
-        """The same as ``terminate_workers``: workers are killed in any case."""
+        """Equivalent to ``terminate_workers``, which also kills the workers."""
         self._pool.terminate()
 
     def status(self) -> dict[str, Any]:
-        """The pool as the supervisor sees it: workers, what runs and waits, how calls ended (docs/operations.md).
+        """Returns the supervisor's view of the pool: workers, running and waiting calls, outcomes (docs/operations.md).
 
-        Raises ``RuntimeError`` before the first call and after the last."""
+        Raises ``RuntimeError`` if no supervisor is running: before the first call, and after shutdown.
+        """
         status: dict[str, Any] = self._pool.supervisor().get(f"/v1/bulkheads/{NAME}")
         return status
 
     def crashes(self) -> list[dict[str, Any]]:
-        """Reports of workers that died, the oldest first: how, and what they had said. Raises as ``status``."""
+        """Returns the crash reports of dead workers, oldest first, with the cause and the last output.
+
+        Raises ``RuntimeError`` if no supervisor is running.
+        """
         supervisor = self._pool.supervisor()
         listed = supervisor.get("/v1/crashes")["crashes"]
         return [supervisor.get(f"/v1/crashes/{crash['id']}") for crash in listed]
 
 
 class _Configured(_Calls):
-    """An executor's ``with_options``. Its end does not end the executor."""
+    """Executor returned by ``with_options``. Shutting it down has no effect on the original executor."""
 
     def __init__(self, executor: BulkheadExecutor, metadata: bytes, *, is_ordered: bool) -> None:
         self._executor = executor
@@ -270,12 +303,12 @@ class _Configured(_Calls):
         self._is_ordered = is_ordered
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Does nothing: the executor is shut down where it was made."""
+        """Does nothing. Only the original executor can be shut down."""
 
 
-#: Large results must pass; reports hold no payloads, which could be as large.
+#: Large results must fit. Crash reports contain no payloads because these could be equally large.
 _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloads": False, "drain_timeout": "5s"}
-#: Two files of 128 MiB for each of sixteen workers.
+#: Room for two files of 128 MiB for each of 16 workers.
 _SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
@@ -287,7 +320,7 @@ def _keys(
     is_confined: bool,
     is_forked: bool,
 ) -> dict[str, Any]:
-    """The keys of the bulkhead, as the parameters of the executor say."""
+    """Returns the keys of the bulkhead for the parameters of the executor."""
     start: dict[str, Any] = {"handshake": "1m", "ready": "1h"}
     keys: dict[str, Any] = {
         "processes": workers,
@@ -295,7 +328,7 @@ def _keys(
         "max_queue": 1_000_000,
         "deadline": "365d",
         "grace": "0s",
-        # An initializer takes what it takes.
+        # An initializer can take a long time.
         "start": start,
         "retry": {"attempts": 3, "budget": 1.0},
         "cwd": os.getcwd(),
@@ -310,7 +343,7 @@ def _keys(
         named = {os.path.abspath(path) for path in [*given, *profile.get("write", [])]}
         profile["read"] = given + [path for path in _readable_paths() if path not in named]
     if is_forked:
-        # What takes over when a worker has done its last call.
+        # Spares take over from workers that have reached `max_tasks_per_child`.
         start |= {"mode": "fork", "spares": 0 if tasks is None else min(2 * workers, SPARES_MAX)}
     return keys
 
@@ -325,19 +358,21 @@ def _submission(timeout: float | None, deadline: float | None = None, **options:
 
 
 class _Launch(NamedTuple):
-    """Starts supervisors for an executor, and holds what their workers begin with: not the executor, which may be
-    dropped while one is started."""
+    """Starts the supervisors of an executor, and stores the workers' initial state.
+
+    Holds no reference to the executor, so that the executor can be dropped during a start.
+    """
 
     is_confined: bool
     is_forked: bool
     environment: dict[str, str]
     initializer: tuple[Callable[..., object] | None, tuple[Any, ...]]
     pickler: Pickler
-    #: For the preparation as they are.
+    #: Entries that are copied unchanged into the preparation.
     settings: dict[str, Any]
 
     def variables(self) -> dict[str, str]:
-        """The environment of workers."""
+        """Returns the environment of the workers."""
         left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self.is_confined else ()))
         own = {name: value for name, value in os.environ.items() if name not in left_out}
         return {**(_OF_TEMPLATE if self.is_forked else {}), **own, **self.environment}
@@ -346,11 +381,11 @@ class _Launch(NamedTuple):
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
         main["authkey"] = bytes(main["authkey"])
         if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
-            # There is no file to read it from.
+            # The main module was read from standard input, so there is no file that a worker could import.
             del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,
-            # Without the variables that workers have from their start.
+            # Omits the variables that the workers already have at their start.
             "environment": {name: value for name, value in self.variables().items() if name not in passed},
             "umask": _umask(),
             "initializer": self._pickled_initializer(),
@@ -369,7 +404,7 @@ class _Launch(NamedTuple):
             raise _pool_worker.explained(error) from None
 
     def start(self, supervisor: PrivateSupervisor) -> Output:
-        """Starts this supervisor; what is returned brings its workers' output."""
+        """Starts a supervisor. Returns the reader of its workers' output."""
         _refuse_in_frozen_worker()
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
@@ -393,7 +428,7 @@ class _Launch(NamedTuple):
                 f"from bulkhead._pool_worker import main; main({argument!r})"
             )
             if getattr(sys, "frozen", False):
-                # `multiprocessing.freeze_support()` recognises code to run by this beginning.
+                # `multiprocessing.freeze_support()` recognises the code by this prefix.
                 code = f"from multiprocessing.forkserver import main; {code}"
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-c", code])
@@ -406,8 +441,11 @@ class _Launch(NamedTuple):
 
 
 def _refuse_in_frozen_worker() -> None:
-    """Ends a worker of a frozen program that has not come to ``freeze_support()``: it would start itself without end.
-    The supervisor passes the reason on to the first worker's caller."""
+    """Ends a worker of a frozen program that has not called ``freeze_support()``.
+
+    Such a worker would start further copies of itself endlessly. The supervisor reports the reason to the caller of the
+    first worker.
+    """
     if getattr(sys, "frozen", False) and not _pool_worker.is_worker:
         from . import __version__, _link, _serve, _template
 
@@ -423,7 +461,10 @@ def _refuse_in_frozen_worker() -> None:
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
-    """A preparation for workers that cannot open files of this user's own: in a variable of their environment."""
+    """Passes a preparation in an environment variable, because confined workers cannot open private files of the user.
+
+    Returns the (empty) argument for the worker.
+    """
     import base64
     import zlib
 
@@ -435,7 +476,7 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
 
 
 def _umask() -> int:
-    """The umask of this process. ``os.umask`` would have to change it, which other threads would notice."""
+    """Returns the umask of this process without changing it. ``os.umask`` would affect other threads temporarily."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
@@ -446,7 +487,7 @@ def _processors() -> int:
 
 
 def _check_keys(memory: int | str | None, sandbox: str | Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
-    """Raises ``TypeError`` or ``ValueError`` for options that the supervisor would refuse, with the first call."""
+    """Raises ``TypeError`` or ``ValueError`` for options that the supervisor would reject at the first call."""
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, str))):
         raise TypeError(f"memory must be a number of bytes or a size such as '512MiB', not {type(memory).__name__}")
     if isinstance(memory, int) and memory <= 0:
@@ -475,7 +516,7 @@ def _check_keys(memory: int | str | None, sandbox: str | Mapping[str, Any], conf
 
 
 def _readable_paths() -> list[str]:
-    """What a confined interpreter reads beside the system's own files."""
+    """Returns the paths that a confined interpreter reads in addition to system files."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     paths += [os.path.abspath(path) for path in sys.path]
     paths += _editable_paths()
@@ -483,8 +524,11 @@ def _readable_paths() -> list[str]:
 
 
 def _editable_paths() -> Iterator[str]:
-    """Yields folders of packages outside of ``sys.path``: packages that are symbolic links, or were installed by
-    ``pip install -e`` (a finder of setuptools has these in a table)."""
+    """Yields folders of packages outside ``sys.path``.
+
+    These packages are symbolic links, or were installed with ``pip install -e``. A setuptools finder lists the
+    installed packages in a table.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):
             yield from getattr(module, "MAPPING", {}).values()
@@ -499,7 +543,7 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
 
 
 def _in_order(futures: deque[Future[Any]], submitted: Iterator[Future[Any]], give_up: float | None) -> Iterator[Any]:
-    """The results in the order of the calls; no result is held once it was given out."""
+    """Yields the results in the order of the calls, and drops its reference to each yielded result."""
     try:
         while futures:
             futures.extend(itertools.islice(submitted, 1))

@@ -8,9 +8,9 @@
 
     serve(thumbnail)
 
-Handlers get the payload (``bytes``, ``bytearray`` if it is large) and a ``Context``, and return ``bytes``, ``str`` or
-None. What they raise is told to the client, ``HandlerError`` with a code of theirs. A handler that crashes or hangs
-takes its process along and no other; its client is told so.
+A handler receives the payload (``bytes``, or ``bytearray`` if it is large) and a ``Context``, and returns ``bytes``,
+``str`` or None. If it raises an exception, the client gets the outcome ``failed``. ``HandlerError`` sets the code.
+A handler that crashes or hangs ends only its own process, and its client gets the outcome.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "HandlerError", "extend_start", "handler", "initializer", "serve", "status"]
 
-#: Seconds between two words of progress that are sent.
+#: Minimum number of seconds between two progress reports that are sent.
 PROGRESS_SECONDS = 0.1
-#: The exit code of a program that was started by hand.
+#: Exit code of a program that was not started by a supervisor.
 USAGE = 2
 
 
 class HandlerError(Exception):
-    """What a handler raises when it cannot do its job.
+    """Raised by a handler to report a failure.
 
-    ``code`` is a short word for programs, ``message`` a sentence for people; ``retryable`` says that the same job may
-    succeed later; ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong, which does not speak
-    against the bulkhead. ``payload``, up to 64 KiB, reaches the client as ``JobError.payload``.
+    ``code`` is a short machine-readable name, and ``message`` a sentence for people. ``retryable`` is true if the job
+    may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures with the
+    fault ``"caller"`` do not count against the bulkhead. ``payload``, up to 64 KiB, reaches the client as
+    ``JobError.payload``.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class HandlerError(Exception):
 
 
 class Context:
-    """A job, as its handler sees it."""
+    """A running job, passed to its handler."""
 
     __slots__ = (
         *("_arrival", "_deadline", "_payload", "_said", "_server", "_task", "_told_at"),
         *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
-    #: What the client wants done, and the tenant; empty if it did not say.
+    #: Operation and tenant that the client requested; empty if the client gave none.
     operation: str
     tenant: str
-    #: The job's number; log, events and crash reports write it in hexadecimal digits.
+    #: Number of the job. The log, events and crash reports show it in hexadecimal digits.
     number: int
-    #: The W3C traceparent of the job's span, if there is one.
+    #: W3C traceparent of the job's span, or None.
     traceparent: str | None
-    #: Whether no client waits any more. A handler that looks now and then, and returns, is spared from being killed; an
-    #: async handler is cancelled.
+    #: True if no client waits for the job any more. A handler that checks this and returns early avoids being killed.
+    #: Async handlers are cancelled.
     cancelled: bool
 
     def __init__(
@@ -108,7 +109,7 @@ class Context:
         self._arrival = arrival
         self._deadline = deadline
         self._payload = payload
-        # What was said of the progress and not sent; False once the job is answered.
+        # Progress report that was not sent yet; False after the job was answered.
         self._said: tuple[float, str] | bool | None = None
         self._told_at = 0.0
         self._task: Any = None
@@ -120,17 +121,20 @@ class Context:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the client is told that it took too long; 0 if that has passed."""
+        """Seconds until the job's deadline, or 0 if it has passed."""
         return max(0.0, self._deadline - time.monotonic())
 
     @property
     def state(self) -> Any:
-        """What ``init`` returned."""
+        """Value that ``init`` returned."""
         return self._server.state
 
     def progress(self, fraction: float, text: str = "") -> None:
-        """Tells the client how far the job is, from 0 to 1, and a few words. However often it is called, the client
-        hears ten times a second at most, and the last word before the result."""
+        """Reports progress to the client, as a fraction from 0 to 1 and a short text.
+
+        Can be called at any rate. The client gets at most ten reports per second, and the last report before the
+        result.
+        """
         if not isinstance(text, str):
             raise TypeError(f"text must be str, not {type(text).__name__}")
         self._server.say_progress(self, float(fraction), text)
@@ -144,8 +148,11 @@ _initializer: list[Callable[[], Any]] = []
 
 
 def handler(operation: str | Callable[..., Any] | None = None) -> Any:
-    """Registers a function for ``python3 -m bulkhead serve MODULE``: ``@handler("decode")`` for one operation,
-    ``@handler`` for all that have none of their own."""
+    """Registers a function for ``python3 -m bulkhead serve MODULE``.
+
+    ``@handler("decode")`` registers the function for one operation. ``@handler`` registers it for all operations that
+    have no separate handler.
+    """
     if callable(operation):
         _handlers[None] = operation
         return operation
@@ -158,23 +165,23 @@ def handler(operation: str | Callable[..., Any] | None = None) -> Any:
 
 
 def initializer(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Registers the ``init`` of a module for ``python3 -m bulkhead serve``."""
+    """Registers the ``init`` function of a module for ``python3 -m bulkhead serve``."""
     _initializer[:] = [function]
     return function
 
 
-#: What hears of a start: this worker, or this template.
+#: Receivers of status texts and requests for time during a start: this worker, or this template.
 _serving: list[Server | Starting] = []
 
 
 def status(text: str) -> None:
-    """From ``init``: tells operators what the worker is doing."""
+    """Reports to operators what the worker is doing. Call it from ``init``."""
     for server in _serving:
         server.say_status(text)
 
 
 def extend_start(seconds: float) -> None:
-    """From ``init``: asks for so much time from now, at most ``start.ready`` each time."""
+    """Requests time to start, in seconds from now; at most ``start.ready`` each time. Call it from ``init``."""
     for server in _serving:
         server.extend_start(seconds)
 
@@ -186,20 +193,20 @@ def serve(
     init: Callable[[], Any] | None = None,
     after_fork: Callable[[], object] | None = None,
 ) -> NoReturn:
-    """Serves jobs until the supervisor ends the worker; call it in the main thread.
+    """Serves jobs until the supervisor ends the worker. Must be called in the main thread; does not return.
 
-    ``operations`` has a handler for each operation, ``handler`` takes all others. ``init`` runs once before the first
-    job, in the main thread; what it returns is ``ctx.state``. If it raises, the worker does not start, and clients are
-    told why. With ``max_in_flight`` over 1 handlers run in threads beside the main one; async handlers share one event
-    loop, which is a thread of its own.
+    ``operations`` maps operations to handlers, and ``handler`` serves all other operations. ``init`` runs once before
+    the first job, in the main thread, and its return value becomes ``ctx.state``. If ``init`` raises an exception, the
+    worker does not start, and clients get the reason. If ``max_in_flight`` is more than 1, handlers also run in
+    additional threads. Async handlers share one event loop, which has a separate thread.
 
-    With ``start.mode = "fork"`` ``init`` runs once in a template, which must be left with one thread; ``after_fork``
-    runs in each worker that is forked of it: there open and start what they must not share. ``random`` and
-    ``numpy.random`` are seeded anew before it; libraries of linear algebra start no threads in the template, unless
-    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS say otherwise.
+    With ``start.mode = "fork"``, ``init`` runs once in a template and must not leave any threads running.
+    ``after_fork`` runs in each worker that is forked from the template, and opens resources that workers must not
+    share. ``random`` and ``numpy.random`` are reseeded before ``after_fork``. Numerical libraries start no threads in
+    the template unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS allow more than one.
 
-    Exits with status 0 when the supervisor asks for it (DRAIN, SIGTERM), 1 if it cannot start, 2 if the program was
-    not started by a supervisor. When the supervisor is gone the process ends at once.
+    The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if no supervisor started the
+    program. If the supervisor is gone, the process ends immediately.
     """
     given = dict(operations or {})
 
@@ -212,7 +219,7 @@ def serve(
 
 
 def serve_module(name: str, entry: str | None = None) -> NoReturn:
-    """What ``python3 -m bulkhead serve`` does: imports a module and serves its handlers."""
+    """Implements ``python3 -m bulkhead serve``: imports a module and serves its handlers."""
 
     def prepare() -> tuple[Handler | None, Mapping[str, Handler], Any]:
         import importlib
@@ -234,10 +241,10 @@ def run(
     is_for_one_job: bool = False,
     takes_files: bool = False,
 ) -> NoReturn:
-    """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest.
+    """Performs the handshake, prepares, serves and exits. In a template, only ``prepare`` runs before the fork.
 
-    A worker for one job does not see cancellations, and needs no thread that watches the link. With ``takes_files``,
-    the handler gets payloads in memory files as a ``Loan``.
+    A worker for one job does not notice cancellations and needs no watcher thread. With ``takes_files``, the handler
+    gets payloads in memory files as a ``Loan``.
     """
     from . import __version__, _link
 
@@ -274,8 +281,8 @@ def run(
 
 
 def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -> Callable[[], T]:
-    """Returns in workers that this template forks, with what is left for each to prepare."""
-    # For all workers at once.
+    """Runs ``prepare`` in the template. Returns, in each forked worker, a function for the remaining preparation."""
+    # Imported here once for all workers.
     from . import _link, _serve, _template  # noqa: F401
 
     socket = _link.inherited()
@@ -294,7 +301,7 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
 
 
 def _leave() -> NoReturn:
-    """Ends a forked worker. The interpreter is not taken down: that would touch, and copy, all memory it shares."""
+    """Ends a forked worker. Does not finalise the interpreter, because this would write to all shared pages."""
     import atexit
 
     from . import _template

@@ -1,4 +1,4 @@
-"""The programs of Bulkhead, and where they lie."""
+"""The programs of Bulkhead, and functions to find and run them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["path"]
 
 
 def path(program: str = "bulkhead-supervisor") -> str:
-    """The path of a program of this distribution: ``bulkhead-supervisor``, ``bulkhead-worker`` or ``bulkhead``.
+    """Returns the path of a program: ``bulkhead-supervisor``, ``bulkhead-worker`` or ``bulkhead``.
 
-    Raises ``FileNotFoundError`` for another name, or for a distribution that was built without it.
+    Raises ``FileNotFoundError`` for other names, and if this distribution was built without the program.
     """
     found = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", os.path.basename(program))
     if not os.path.isfile(found):
@@ -26,10 +26,10 @@ def _run(program: str) -> NoReturn:
 
 
 def run_bulkhead() -> NoReturn:
-    """Becomes the command ``bulkhead``."""
+    """Replaces this process with the command ``bulkhead``."""
     _run("bulkhead")
 
 
 def run_supervisor() -> NoReturn:
-    """Becomes ``bulkhead-supervisor``."""
+    """Replaces this process with ``bulkhead-supervisor``."""
     _run("bulkhead-supervisor")
