@@ -674,7 +674,7 @@ def test_a_supervisor_that_is_not_there(tmp_path: os.PathLike[str]) -> None:
     error = error_of(Client(os.path.join(tmp_path, "jobs.sock")), "plain")
     assert type(error) is bulkhead.Disconnected
     assert isinstance(error, ConnectionError)
-    assert (error.executed, error.retryable, error.http_status) == ("no", True, 503)
+    assert (error.executed, error.retryable, error.outcome.http_status) == ("no", True, 503)
     assert "jobs.sock" in str(error)
 
 
@@ -691,7 +691,7 @@ def test_a_supervisor_that_dies_and_comes_back() -> None:
         thread.join(LONG)
         for error in (future.exception(LONG), queued.exception(LONG), errors[0]):
             assert isinstance(error, bulkhead.Disconnected)
-            assert (error.executed, error.retryable, error.http_status) == ("unknown", False, 502)
+            assert (error.executed, error.retryable, error.outcome.http_status) == ("unknown", False, 502)
         wait_for("its workers are gone", lambda: not any(map(is_running, workers)))
         assert error_of(client, "plain").executed == "no"
         own.start()

@@ -109,6 +109,8 @@ class Outcome:
         """Equivalent HTTP status. Send ``Retry-After`` with 429 and 503."""
         if self.outcome == "rejected":
             return _HTTP_STATUS_OF_REASON.get(self.reason, 503)
+        if self.outcome == "disconnected":
+            return 503 if self.retryable else 502
         return _HTTP_STATUS[self.outcome]
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,11 +226,6 @@ class Disconnected(JobError, ConnectionError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.outcome.message, self.outcome.executed)
-
-    @property
-    def http_status(self) -> int:
-        """502 if the job may have run, else 503."""
-        return 503 if self.retryable else 502
 
 
 class SupervisorNotFound(FileNotFoundError):
