@@ -40,8 +40,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // A file system mounted inside belongs to someone else: the mount stays, and therefore the folder
-        // too.
+        // A file system mounted inside belongs to someone else. The mount stays, and so does the folder.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed

@@ -58,8 +58,8 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it, or until `lifeline` is closed. Changes the whole process: makes
-/// it a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// Runs a supervisor until a signal stops it, or stops it at once when `lifeline` reaches its end. Changes
+/// the whole process: makes it a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before any other thread has been started.
 pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {

@@ -18,9 +18,9 @@ pub struct Advice<S: Default = Setting> {
     pub watched_ms: u64,
     /// Number of observed jobs.
     pub jobs: u64,
-    /// True if the observation is long enough to rely on. Otherwise the advice is provisional.
+    /// True if the observation is sufficient to rely on. Otherwise the advice is provisional.
     pub enough: bool,
-    /// The reason why the observation is too short.
+    /// The reason why the observation is not sufficient.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Observations that the advice is based on.

@@ -1,5 +1,5 @@
-//! The state of a bulkhead at one moment. The data plane fills it in, which is cheap, and another thread
-//! serializes it.
+//! The state of a bulkhead at one moment. The data plane fills in the values, which is cheap, and another
+//! thread serializes them.
 
 use std::collections::BTreeMap;
 

@@ -467,8 +467,8 @@ impl Settling<'_> {
         }
     }
 
-    /// Requires the layers that separate forked workers, which share a user and may share a pid namespace,
-    /// and that keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
+    /// Requires the layers that separate forked workers, which share a user and a pid namespace, and that
+    /// keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
     /// required, because its first process ends the descendants of a worker.
     fn want_forked_apart(&mut self, profile: Profile, terms: &Terms) {
         if profile == Profile::None || self.refused.is_some() {

@@ -14,8 +14,8 @@ const DESCRIPTORS_PER_LEASE: u64 = 4;
 /// Divisor of the limit that gives the maximum number of leases, and also of loans in transit.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// Divisor of the limit that gives the maximum number of closed connections kept open for a loan that the
-/// receiver has not read.
+/// Divisor of the limit that gives the maximum number of closed connections that still hold a loan, because
+/// the receiver has not read it.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
 /// Returns the maximum number of memory file leases for a limit of open files.
