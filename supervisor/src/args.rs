@@ -76,7 +76,7 @@ pub enum LogOutput {
 pub enum LogFormat {
     /// Text for people.
     Text,
-    /// One JSON object per line.
+    /// A JSON object per line.
     Json,
 }
 

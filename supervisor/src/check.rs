@@ -1,8 +1,7 @@
-//! `--check --start`: starts one worker of each bulkhead like the supervisor would, through a template if the
-//! bulkhead uses one, and reports each failure with its cause.
+//! `--check --start`: starts a worker of each bulkhead like the supervisor would, and reports each failure
+//! with the cause. A bulkhead with a template also starts the template.
 //!
-//! Takes neither the sockets nor their locks, so the check can run next to a supervisor with the same
-//! configuration.
+//! Takes no sockets and no locks, so the check can run next to a supervisor with the same configuration.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -31,7 +30,7 @@ use crate::supervisor::{RunError, system};
 /// Maximum time for the keeper to carry out an order.
 const ORDER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Maximum time for a worker to exit after it closed its link.
+/// Maximum time for a worker to exit after closing the link.
 const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
@@ -103,7 +102,7 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// The keeper and the workers and templates that it was ordered to start.
+/// The keeper, and the workers and templates ordered so far.
 struct Trials {
     keeper: Keeper,
     /// Number of orders so far, which is also the number of the latest worker or template.
@@ -188,7 +187,7 @@ impl Trials {
                 keeper.fork((worker, number), link, stdout, stderr)
             })
         });
-        // End the template before reading the worker's output to its end, because the template may hold the
+        // End the template before reading the rest of the worker's output, because the template may hold the
         // pipes open too.
         let exit = self.end(number, Duration::ZERO)?;
         Tried { ordered: template, ready, exit }.told(&what)?;
@@ -210,7 +209,7 @@ impl Trials {
         let observed =
             self.spawned(number).map_err(|why| format!("failed to start {}: {why}", program.describe()))?;
         let ready = shake_hands(link, program, bulkhead);
-        // A worker that closed its link is about to exit: wait for its exit status. Any other worker is
+        // A worker that closed the link is about to exit, so wait for the exit status. Any other worker is
         // killed.
         let patience =
             if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
@@ -320,7 +319,7 @@ fn quoted(said: &str) -> String {
     if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
 }
 
-/// Reads the worker's output to its end, so that the worker never blocks on the pipe. Returns the first
+/// Reads all output of the worker, so that the worker never blocks on the pipe. Returns the first
 /// [`OUTPUT_BYTES_MAX`] bytes.
 fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {

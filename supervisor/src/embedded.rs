@@ -1,5 +1,5 @@
-//! A supervisor inside an application's process. It leaves the process alone: no signal handlers, no changed
-//! limits, no child processes, no environment variables, and no socket paths.
+//! A supervisor inside an application's process. Leaves the rest of the process unchanged: installs no signal
+//! handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ pub use local::LocalSupervisor;
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
 /// Runs the keeper if this process was started as a keeper, and does not return in that case. An application
-/// that uses [`KeeperProgram::ThisProgram`] must call this function first in `main`, before it starts other
+/// that uses [`KeeperProgram::ThisProgram`] must call this function first in `main`, before starting other
 /// threads.
 ///
 /// ```no_run
@@ -50,7 +50,7 @@ fn is_asked_to_be_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
-/// The program that an embedded supervisor executes as its keeper.
+/// The program to execute as the keeper of an embedded supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KeeperProgram {
     /// The application itself. Its `main` must call [`keeper_main_if_asked`] first.
@@ -131,7 +131,7 @@ impl Builder {
             let ready = match self.prepare(&keeper) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    // The receiver exists: it blocks until this message arrives.
+                    // Never fails, because the receiver waits for this message.
                     let _ = sender.send(Err(error));
                     return Ok(());
                 }
@@ -217,7 +217,7 @@ fn connector(commander: &Commander) -> Connector {
 
 /// A supervisor in this process that runs on separate threads.
 ///
-/// Dropping it stops the supervisor like [`Supervisor::shutdown`], and blocks for up to `drain_timeout`.
+/// Dropping the value stops the supervisor like [`Supervisor::shutdown`], and blocks for up to `drain_timeout`.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -284,7 +284,7 @@ impl Supervisor {
         Client::in_process(connector(&self.commander))
     }
 
-    /// Creates a blocking client with a separate connection. Fails if its thread cannot be started.
+    /// Creates a blocking client with a separate connection. Fails if the client's thread cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
         blocking::Client::in_process(connector(&self.commander))
     }
@@ -300,8 +300,8 @@ impl Supervisor {
     /// including the descendants of workers. Blocks the caller, so do not call it on a thread of an async
     /// runtime that must not block.
     ///
-    /// Returns an error if the supervisor has already ended, with the reason, or if it did not end cleanly. A
-    /// forked child also gets an error: the child has only a copy of the supervisor, and stops nothing.
+    /// Returns an error with the reason if the supervisor has already ended, or does not end cleanly. A
+    /// forked child also gets an error, because the child has only a copy of the supervisor.
     pub fn shutdown(mut self) -> Result<(), RunError> {
         check_owner(self.owner)?;
         self.stop();

@@ -15,8 +15,8 @@ const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 /// Minimum for `RLIMIT_FSIZE`: enough for the log and for a crash report with its payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Unblocks all signals and catches SIGXFSZ, so that exceeding the file size limit is a write error. Call it
-/// before other threads exist, because they inherit the signal mask.
+/// Unblocks all signals and catches SIGXFSZ, so that exceeding the file size limit is a write error. Must be
+/// called before other threads exist, because threads inherit the signal mask.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
     // A caught SIGXFSZ does not end the process: the write fails with EFBIG. Workers do not inherit the
@@ -25,8 +25,8 @@ pub(crate) fn reset_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Minimum for `RLIMIT_NOFILE`. Workers need it to start: setting up a sandbox briefly opens about a hundred
-/// files.
+/// Minimum for `RLIMIT_NOFILE`. Workers do not start with fewer, because the setup of a sandbox briefly opens
+/// about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
 /// Rejects a hard limit of open files with which the supervisor would report readiness but serve no job.

@@ -1,4 +1,4 @@
-//! The private folder of `--own-folder`. The supervisor removes the folder when it ends, because the program
+//! The private folder of `--own-folder`. The supervisor removes the folder at its end, because the program
 //! that created the folder may have been killed before.
 
 use std::os::fd::OwnedFd;
@@ -19,8 +19,8 @@ pub struct OwnFolder {
 }
 
 impl OwnFolder {
-    /// Opens the folder. Rejects a folder that other users can access, because it was not created for this
-    /// purpose.
+    /// Opens the folder. Rejects a folder that other users can access, because such a folder was not created
+    /// for this purpose.
     pub fn open(path: &Path) -> Result<Self, String> {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();

@@ -229,8 +229,8 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     Ok((socket, token))
 }
 
-/// Warns if the folder of the jobs socket keeps out users that `[[access]]` admits. An existing folder keeps
-/// its mode.
+/// Warns if the folder of the jobs socket keeps out users that `[[access]]` admits. The supervisor does not
+/// change the mode of an existing folder.
 fn warn_of_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Not a test: the test below runs it in a child process, as a supervisor whose data plane panics.
+    /// Not a test, but the child process of the test below: a supervisor whose data plane panics.
     #[test]
     fn helper() {
         if std::env::var_os(MARK).is_none() {

@@ -1,4 +1,4 @@
-//! An application with an embedded supervisor. This single program is the application, its worker, and the
+//! An application with an embedded supervisor. This single program is the application, the worker, and the
 //! keeper that starts, confines and ends the worker.
 
 use std::error::Error;

@@ -1,7 +1,7 @@
 //! A real SQL engine behind a bulkhead: SQLite runs arbitrary SQL of tenants. Each tenant has a separate
 //! in-memory database.
 //!
-//! - By default the worker does not watch the query. A runaway query ends at its deadline, together with the
+//! - By default the worker does not watch the query. A runaway query ends at the deadline, together with the
 //!   process.
 //! - The operation `polite` stops the query when no client waits for the result, and the process survives.
 //! - A query that uses too much memory ends at SQLite's own limit.
@@ -22,7 +22,7 @@ const SHOP: &str = include_str!("../../data/shop.sql");
 /// Maximum number of cached databases. Above this number the worker drops all of them.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum heap size of SQLite per process, in bytes. It must be well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
 /// Number of SQLite instructions between two checks for cancellation.
@@ -40,7 +40,7 @@ fn prepare() -> rusqlite::Result<Databases> {
     Ok(Databases::default())
 }
 
-/// Runs the query until it ends or no client waits for its rows.
+/// Runs the query to the end, or until no client waits for the rows.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -48,7 +48,7 @@ fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     })
 }
 
-/// Runs the query until it ends.
+/// Runs the query to the end.
 fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     answer(job, ctx, |database| database.progress_handler(0, None::<fn() -> bool>))
 }

@@ -14,13 +14,13 @@ use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 /// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. Doubled whenever it expires in the queue, because such a job proves
+/// Deadline of jobs that never end. Doubled after each expiry in the queue, because such a job proves
 /// nothing.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A job with its expected outcomes.
+/// A job with the expected outcomes.
 struct Case {
     bulkhead: &'static str,
     operation: &'static str,
@@ -85,7 +85,7 @@ fn tour() -> Result<()> {
 struct Supervisor(Child);
 
 impl Supervisor {
-    /// Stops the supervisor and waits for its end.
+    /// Stops the supervisor and waits until the process has ended.
     fn stop(&mut self) -> Result<()> {
         let pid = i32::try_from(self.0.id())?;
         kill_process(Pid::from_raw(pid).ok_or("the supervisor has no number")?, Signal::TERM)?;
@@ -103,7 +103,7 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        // Its keeper then kills all other processes.
+        // The keeper then kills all other processes.
         if let Ok(None) = self.0.try_wait() {
             let _ = self.0.kill();
             let _ = self.0.wait();
@@ -111,7 +111,7 @@ impl Drop for Supervisor {
     }
 }
 
-/// Returns the supervisor, its keeper, the workers, and their descendants.
+/// Returns the supervisor, the keeper, the workers, and all descendants.
 fn processes() -> Result<Vec<u32>> {
     Ok(descendants_of(std::process::id())?)
 }
@@ -130,7 +130,7 @@ fn nothing_left() -> Result<()> {
     }
 }
 
-/// Builds the programs in the profile of this program, and returns their folder.
+/// Builds the programs in the profile of this program, and returns the output folder.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
@@ -231,8 +231,8 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
-    // Both sequences run at the same time. Hostile jobs run one after the other, because a job behind a
-    // hanging one would expire in the queue.
+    // Both sequences run at the same time. Hostile jobs run sequentially, because a job behind a hanging job
+    // would expire in the queue.
     let sequence = async {
         let mut done = Vec::new();
         for case in hostile {

@@ -30,11 +30,11 @@ const ROUNDS_MAX: usize = 16;
 /// [`super::Builder::start_local`].
 ///
 /// The data plane only makes progress inside [`LocalSupervisor::run_until`]. Otherwise all its timers stand
-/// still: no deadline expires, and no worker is started, served or killed. If the data plane resumes more
-/// than half a second late, it emits the event `held_up`, and does not treat workers as unresponsive. The
-/// keeper is independent of this: it ends the workers when the application ends.
+/// still: no deadline expires, and no worker is started, served or killed. A data plane that resumes more
+/// than half a second late emits the event `held_up`, and does not treat workers as unresponsive. The keeper
+/// does not depend on the data plane, and ends the workers when the application ends.
 ///
-/// Dropping it without [`LocalSupervisor::shutdown`] ends all workers at once, which takes a few
+/// Dropping the supervisor without [`LocalSupervisor::shutdown`] ends all workers at once, which takes a few
 /// milliseconds.
 ///
 /// ```no_run
@@ -79,7 +79,7 @@ impl LocalSupervisor {
     }
 
     /// Creates a client with a separate connection, which is shared by the clones of the client. Must be
-    /// called within a tokio runtime, preferably one on this thread. Jobs are only served inside
+    /// called within a tokio runtime, preferably on this thread. Jobs are only served inside
     /// [`LocalSupervisor::run_until`]. Once the supervisor has ended, jobs end as `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
@@ -95,7 +95,7 @@ impl LocalSupervisor {
     /// Runs the supervisor until `future` completes, and yields to other tasks of the runtime in between.
     ///
     /// Cancel safe: the returned future can be dropped and `run_until` called again. `future` is polled
-    /// first. If it is ready at once, the supervisor does no work. If the supervisor has been stopped,
+    /// first. If `future` is ready at once, the supervisor does no work. If the supervisor has been stopped,
     /// `future` is awaited alone. If the supervisor fails, `future` is dropped and the error has the reason.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         self.check()?;

@@ -1,15 +1,15 @@
-//! Combines several futures into one. Each part is polled only if its own waker was called. If one part wakes
-//! another during a poll, the second part is polled in the same pass, without going through the runtime.
+//! Combines several futures into one. A part is polled only after a call of its waker. If one part wakes
+//! another during a poll, the other part is polled in the same pass, without going through the runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// The combined future, shared by the wakers of its parts.
+/// The combined future, shared by the wakers of all parts.
 #[derive(Default)]
 pub(super) struct Whole {
-    /// True while the combined future is polled. It then checks every part again before it returns.
+    /// True while the combined future is polled. Every poll checks all parts again before returning.
     is_polled: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
