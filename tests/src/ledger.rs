@@ -104,7 +104,7 @@ impl Bulkhead {
 pub struct Plan {
     /// Duration of the load.
     pub lasts: Duration,
-    /// Seed of the random choices. Their timing still depends on the machine.
+    /// Seed of the random choices. The timing still depends on the machine.
     pub seed: u64,
     /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that
     /// was sent SIGKILL can run for a moment next to its successor. Without hangs the limit is never

@@ -151,7 +151,8 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
-    /// Starts a supervisor in this folder without waiting, through a wrapper that executes it, such as `env`.
+    /// Starts a supervisor in this folder without waiting, through a wrapper that executes the supervisor,
+    /// such as `env`.
     pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let mut command = Command::new(wrapper[0]);
         command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));

@@ -6,8 +6,8 @@ use std::ops::Range;
 const BUCKETS_AT_ONCE: usize = 8;
 
 /// A weighted histogram that keeps the `KEPT_BITS` most significant bits of each value. A quantile exceeds
-/// the exact value by less than 1 / 2^(`KEPT_BITS` − 1). Buckets are allocated only from the smallest to the
-/// largest value.
+/// the exact value by less than 1 / 2^(`KEPT_BITS` − 1) of the value. Buckets are allocated only from the
+/// smallest to the largest value.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram<const KEPT_BITS: u32 = 5> {
     /// Index of the first allocated bucket.

@@ -147,7 +147,7 @@ pub enum Command {
     Client {
         /// The data plane's end of the connection.
         socket: UnixStream,
-        /// Permit of the bounded number of such connections. Released when the data plane has closed the
+        /// Permit that limits the number of such connections. Released when the data plane has closed the
         /// connection.
         place: OwnedSemaphorePermit,
         /// User id that the client acts for.
@@ -162,7 +162,7 @@ pub enum Command {
     Refused {
         /// The client and the reason.
         refusal: Refusal,
-        /// Permit of the bounded number of pending reports.
+        /// Permit that limits the number of pending reports.
         _place: OwnedSemaphorePermit,
     },
     /// Apply another version of the configuration.
@@ -387,7 +387,7 @@ pub enum Notice {
     Crash {
         /// The crash report.
         report: Box<CrashReport>,
-        /// Permit of the bounded number of reports that wait to be stored.
+        /// Permit that limits the number of reports that wait to be stored.
         place: OwnedSemaphorePermit,
     },
 }

@@ -1,5 +1,5 @@
-//! Translates the keys of `sandbox` into orders for the keeper. Resolved once per bulkhead, before its first
-//! worker starts.
+//! Translates the keys of `sandbox` into orders for the keeper. This happens once per bulkhead, before the
+//! first worker starts.
 //!
 //! A layer that this machine does not support and that is not in `best_effort` keeps the bulkhead's workers
 //! from starting. The reason is reported as a sentence. No layer is left out silently.

@@ -77,7 +77,7 @@ fn main() -> ExitCode {
 }
 
 /// Answers with the process ids of the template and of the worker. After `forks_max` forks the template sets
-/// a process limit that lets further forks fail.
+/// a process limit that makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -578,8 +578,8 @@ fn hoard() -> ExitCode {
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
 
 /// Answers every job at once, with these exceptions. For the operation `lie` it answers the next job instead.
-/// At `ignore` it begins the job, and at the first `ignore all` not even that. After either it no longer
-/// reads, answers or sends heartbeats.
+/// At `ignore` it begins the job, and at the first `ignore all` not even that. After either operation the
+/// worker no longer reads, answers or sends heartbeats.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);

@@ -273,8 +273,8 @@ fn give_a_file_away(_: &Targets) -> Tried {
 }
 
 /// Fills the temporary folder with entries that are hard to remove, or whose removal could hit other files:
-/// links to other folders, an inaccessible folder, many files, and more levels than a process has descriptors
-/// or a path has bytes.
+/// links to other folders, an inaccessible folder, many files, and more levels than the limits of descriptors
+/// and of path lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
