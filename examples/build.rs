@@ -1,5 +1,5 @@
-//! Compiles the C library of the thumbnail example, and puts it beside the workspace's programs, where
-//! `workers.toml` finds it: `target/PROFILE/libthumbnail.so`.
+//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`, which is the path in
+//! `workers.toml`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

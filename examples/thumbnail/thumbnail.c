@@ -1,11 +1,11 @@
 /*
  * thumbnail.c - makes thumbnails with stb_image, as a library for bulkhead.
  *
- * The payload is a picture in any format stb_image reads (PNG, JPEG, GIF, BMP,
- * PNM, ...), the result a PNG of at most 128 x 128 pixels.
+ * The payload is a picture in any format that stb_image reads (PNG, JPEG, GIF,
+ * BMP, PNM, ...). The result is a PNG of at most 128 x 128 pixels.
  *
- * This is the code one would write in a service that trusts its decoder: nothing
- * here guards against the memory bugs of stb_image 2.06. The bulkhead does.
+ * A service that trusts its decoder would use this code unchanged: nothing here
+ * guards against the memory bugs of stb_image 2.06. The bulkhead contains them.
  */
 #include <bulkhead.h>
 
@@ -68,8 +68,8 @@ static void png_chunk(const bulkhead_job *job, const bulkhead_host *host,
     host->result(job, tail, sizeof tail);
 }
 
-/* Writes the pixels as a PNG whose data is stored, not compressed: a thumbnail
- * fits in the one block that needs (65,535 bytes). */
+/* Writes the pixels as a PNG with uncompressed data. A thumbnail fits in a
+ * single stored block (at most 65,535 bytes). */
 static void write_png(const bulkhead_job *job, const bulkhead_host *host,
                       const uint8_t *pixels, int width, int height)
 {

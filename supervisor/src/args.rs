@@ -9,61 +9,61 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(name = "bulkhead-supervisor", version)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
-    /// The configuration: which bulkheads there are and what they may do
+    /// The configuration file, which defines the bulkheads and their limits
     #[arg(long, value_name = "FILE", required_unless_present = "schema")]
     pub config: Option<PathBuf>,
 
-    /// Verify the configuration, print what was understood, and exit with 0 or 2
+    /// Check the configuration, print the resulting settings, and exit with 0 or 2
     #[arg(long)]
     pub check: bool,
 
-    /// With --check: also start one worker of each bulkhead as it would be confined, and say what stopped it
+    /// With --check: also start one confined worker of each bulkhead, and report each failure with its cause
     #[arg(long, requires = "check")]
     pub start: bool,
 
-    /// Print what a configuration may look like, as a JSON schema for editors
+    /// Print the JSON schema of the configuration, for editors
     #[arg(long, exclusive = true)]
     pub schema: bool,
 
-    /// How log lines look
+    /// Format of log lines
     #[arg(long, value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
     pub log_format: LogFormat,
 
-    /// What is logged: error, warn, info, debug, trace, or a filter such as "info,bulkhead=debug"
+    /// Log level: error, warn, info, debug, trace, or a filter such as "info,bulkhead=debug"
     #[arg(long, default_value = "info", value_name = "LEVEL")]
     pub log_level: String,
 
-    /// Whether the log has what workers write to stdout and stderr; `bulkhead logs` has it in any case
+    /// Whether the log includes the stdout and stderr of workers; `bulkhead logs` always shows both
     #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "WHETHER")]
     pub log_output: LogOutput,
 
-    /// Stop at once when this inherited descriptor comes to its end: a pipe or socket whose other side is closed, or a
-    /// pidfd whose process has ended
+    /// Stop at once when this inherited descriptor is closed at its other end (a pipe or socket), or its
+    /// process has ended (a pidfd)
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
-    /// Remove this folder, with all that is in it, when the supervisor ends: one that a program made for a supervisor of
-    /// its own. It has to be this user's alone (mode 0700)
+    /// Remove this folder with its contents when the supervisor ends. The folder must belong to this user and
+    /// have mode 0700
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,
 
-    /// What to do instead
+    /// Command to run instead of a supervisor
     #[command(subcommand)]
     pub command: Option<Command>,
 }
 
-/// What the program can do beside running.
+/// A command that runs instead of a supervisor.
 #[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
 pub enum Command {
-    /// Print which layers of confinement this kernel and user can have, and why not
+    /// Print which layers of confinement this kernel and user support, and the reasons for missing ones
     Doctor {
-        /// As one JSON array
+        /// Print one JSON array
         #[arg(long)]
         json: bool,
     },
 }
 
-/// Whether the log has the output of workers.
+/// Whether the log includes the output of workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[expect(missing_docs, reason = "the names say it")]
 pub enum LogOutput {
@@ -71,12 +71,12 @@ pub enum LogOutput {
     Off,
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// A JSON object per line.
     Json,
 }
 

@@ -1,7 +1,7 @@
-//! `--check --start`: starts one worker of each bulkhead as the supervisor would, forked from a template where that is
-//! asked for, and says what stopped it.
+//! `--check --start`: starts a worker of each bulkhead like the supervisor would, and reports each failure
+//! with the cause. A bulkhead with a template also starts the template.
 //!
-//! It takes neither the sockets nor their locks, so that it can be run beside the supervisor that it is about.
+//! Takes no sockets and no locks, so the check can run next to a supervisor with the same configuration.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,19 +27,20 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::supervisor::{RunError, system};
 
-/// How long the keeper may take with one order.
+/// Maximum time for the keeper to carry out an order.
 const ORDER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long a worker that has closed its link may take to end by itself.
+/// Maximum time for a worker to exit after closing the link.
 const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Bytes of a frame that a worker sends before it is ready.
+/// Maximum size of a frame that a worker sends before it is ready, in bytes.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
 
-/// Bytes of what a worker wrote that are shown.
+/// Maximum size of the worker output shown in a failure, in bytes.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Where a supervisor that this user starts has ids for workers from: for root, that is tried when they start.
+/// Returns the source of worker ids for this user. For root this is always the host: root's ability to change
+/// ids is tested when the workers start.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -52,10 +53,10 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     }
 }
 
-/// Starts them one after the other, and writes a line for each to `out`, which is a comment of the configuration's.
-/// Those that do not start are returned, each with a sentence that says why.
+/// Starts a worker of each bulkhead, one after the other. Writes a TOML comment line to `out` for each
+/// success, and returns a sentence for each failure.
 ///
-/// Call it before any other thread has been started.
+/// Must be called before any other thread has been started.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
     let host = program::require_host(config)?;
     let support = SandboxSupport::find(config, Claim::Trial);
@@ -101,23 +102,23 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// Workers and templates that are started, one after the other.
+/// The keeper, and the workers and templates ordered so far.
 struct Trials {
     keeper: Keeper,
-    /// How many were ordered, which is the number of the last.
+    /// Number of orders so far, which is also the number of the latest worker or template.
     ordered: u64,
-    /// How those ended that were not asked for yet.
+    /// Exits that were reported but not yet consumed by [`Trials::ended`].
     ends: BTreeMap<u64, keeper::Exit>,
 }
 
 /// A worker or a template that was ordered.
 struct Ordered {
     number: u64,
-    /// What it writes.
+    /// Threads that read its stdout and stderr.
     readers: [JoinHandle<String>; 2],
 }
 
-/// What became of one that was started.
+/// The result of starting a worker or template.
 struct Tried {
     ordered: Ordered,
     ready: Result<(), Stopped>,
@@ -125,7 +126,8 @@ struct Tried {
 }
 
 impl Tried {
-    /// What stopped it, if something did. Waits for the end of what it wrote.
+    /// Returns an error with the output if the worker or template did not become ready. Waits for the end of
+    /// its output.
     fn told(self, what: &str) -> Result<(), String> {
         let said: String = self.ordered.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
         match self.ready {
@@ -141,7 +143,7 @@ impl Tried {
 }
 
 impl Trials {
-    /// One worker, from its order to the moment when it is ready; it is ended then, and its template if it has one.
+    /// Starts a worker, with its template if there is one. Ends both once the worker is ready.
     fn start(
         &mut self,
         program: &Program,
@@ -166,7 +168,7 @@ impl Trials {
         tried.told(program.describe()).map(|()| observed)
     }
 
-    /// A template, and a worker that it forks.
+    /// Starts a template and a worker forked from it.
     fn start_forked(
         &mut self,
         program: &Program,
@@ -185,14 +187,15 @@ impl Trials {
                 keeper.fork((worker, number), link, stdout, stderr)
             })
         });
-        // Before what the worker wrote is read to its end: the template may have that open as well.
+        // End the template before reading the rest of the worker's output, because the template may hold the
+        // pipes open too.
         let exit = self.end(number, Duration::ZERO)?;
         Tried { ordered: template, ready, exit }.told(&what)?;
         let (observed, tried) = forked.ok_or_else(late)??;
         tried.told(&format!("{}, forked from its template,", program.describe())).map(|()| observed)
     }
 
-    /// A worker, from its order to its end.
+    /// Starts a worker, waits until it is ready or has failed, and ends it.
     fn start_worker(
         &mut self,
         program: &Program,
@@ -206,14 +209,15 @@ impl Trials {
         let observed =
             self.spawned(number).map_err(|why| format!("failed to start {}: {why}", program.describe()))?;
         let ready = shake_hands(link, program, bulkhead);
-        // A worker that closes its link is about to end, and is to say how; else it is killed.
+        // A worker that closed the link is about to exit, so wait for the exit status. Any other worker is
+        // killed.
         let patience =
             if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
         let exit = self.end(number, patience)?;
         Ok((observed, Tried { ordered, ready, exit }))
     }
 
-    /// Orders something of the next number, which writes into pipes.
+    /// Orders a worker or template with the next number, with pipes for its output.
     fn order(
         &mut self,
         give: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
@@ -226,7 +230,7 @@ impl Trials {
         Ok(Ordered { number, readers: [read_along(stdout), read_along(stderr)] })
     }
 
-    /// Waits for a report that `wanted` makes something of. `None`: it did not come in time.
+    /// Waits for a report for which `wanted` returns `Some`. Returns `None` after `patience`.
     fn wait<T>(
         &mut self,
         patience: Duration,
@@ -264,7 +268,7 @@ impl Trials {
         spawned.unwrap_or_else(|| Err(late()))
     }
 
-    /// Waits until a template can fork. The outer error is one of the keeper's.
+    /// Waits until a template can fork. The outer error is a failure of the keeper.
     fn await_template(&mut self, number: u64, at_most: Duration) -> Result<Result<(), Stopped>, String> {
         let (mut until, mut status) = (Instant::now() + at_most, None);
         loop {
@@ -286,7 +290,7 @@ impl Trials {
         }
     }
 
-    /// Has it end, if it has not ended by itself in this time. Returns how it ended.
+    /// Kills the process unless it exits within `patience`. Returns its exit status.
     fn end(&mut self, number: u64, patience: Duration) -> Result<keeper::Exit, String> {
         if let Some(exit) = self.ended(number, patience)? {
             return Ok(exit);
@@ -295,7 +299,7 @@ impl Trials {
         self.ended(number, ORDER_PATIENCE)?.ok_or_else(late)
     }
 
-    /// How it ended. `None`: it has not, in this time.
+    /// Returns the exit status, or `None` if the process did not exit within `patience`.
     fn ended(&mut self, number: u64, patience: Duration) -> Result<Option<keeper::Exit>, String> {
         if !self.ends.contains_key(&number) {
             self.wait(patience, |report| {
@@ -315,12 +319,13 @@ fn quoted(said: &str) -> String {
     if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
 }
 
-/// Reads what a worker writes to its end, so that it never waits for us, and returns the first of it.
+/// Reads all output of the worker, so that the worker never blocks on the pipe. Returns the first
+/// [`OUTPUT_BYTES_MAX`] bytes.
 fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
-        // What cannot be read is not shown.
+        // Best effort: unreadable output is left out of the report.
         let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
         let _ = io::copy(&mut pipe, &mut io::sink());
         String::from_utf8_lossy(&start).into_owned()
@@ -345,13 +350,13 @@ fn words(exit: keeper::Exit) -> String {
 
 /// Why a worker did not become ready.
 enum Stopped {
-    /// The worker closed its link. Holds the worker's last status, or how the process ended.
+    /// The worker closed its link. Holds the worker's last status message, or a hint.
     Closed(Option<String>),
-    /// Otherwise; fits after the program's name.
+    /// Any other reason. The text fits after the program's name.
     Otherwise(String),
 }
 
-/// Speaks with a worker until it is ready.
+/// Performs the handshake with a worker and waits until it is ready.
 fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), Stopped> {
     let within = |until: Instant, what: &'static str| {
         move |error: io::Error| match error.kind() {
@@ -403,7 +408,7 @@ fn welcome(link: &mut UnixStream, program: &Program, bulkhead: &BulkheadConfig) 
     let seal = program.sandbox().seal().map(|seal| (tag::SEAL, seal));
     let mut metadata = Vec::new();
     codec::encode(&welcome, seal.as_slice(), &mut metadata).map_err(io::Error::other)?;
-    let metadata_length = metadata.len() as u16; // What is longer is not encoded.
+    let metadata_length = metadata.len() as u16; // `encode` has checked the length.
     let length = u32::from(metadata_length);
     let header = Header { length, kind: kind::WORKER_WELCOME, flags: 0, metadata_length, number: MAGIC };
     link.write_all(&[&header.encode()[..], &metadata].concat())
@@ -423,7 +428,7 @@ fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> 
             kind::READY => return Ok(()),
             kind::EXTEND_START => {
                 let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
-                // It never shortens what there was.
+                // An extension never shortens the deadline.
                 until = until.max(Instant::now() + Duration::from_millis(more.into()).min(at_most));
             }
             kind::STATUS => {
@@ -435,7 +440,7 @@ fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> 
     }
 }
 
-/// The next frame; of its body only the metadata matters.
+/// Reads the next frame. Returns the header and the metadata, and drops the rest of the body.
 fn frame(link: &mut UnixStream, until: Instant) -> io::Result<(Header, Vec<u8>)> {
     let mut read = |buffer: &mut [u8]| {
         let left = until.saturating_duration_since(Instant::now());

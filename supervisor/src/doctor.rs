@@ -1,4 +1,5 @@
-//! `bulkhead-supervisor doctor`: which layers of confinement can be had here, and why not.
+//! `bulkhead-supervisor doctor`: reports which layers of confinement are available on this machine, and the
+//! reasons for missing ones.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use bulkhead_keeper::{Ability, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{Claim, Ids, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// Tries all layers and writes what was found: a table, or one JSON array.
+/// Probes all layers and writes the results as a table or as one JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     let mut abilities = probe();
     abilities.push(worker_ids(&abilities));
@@ -19,7 +20,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Whether workers get ids of their own where the configuration says nothing of it.
+/// Reports whether each worker gets a separate user id if the configuration does not set `user`.
 fn worker_ids(abilities: &[Ability]) -> Ability {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();

@@ -1,5 +1,5 @@
-//! A supervisor in an application's own process. It takes nothing of the process: no signal, no limit, no child, no
-//! environment, no socket's path.
+//! A supervisor inside an application's process. Leaves the rest of the process unchanged: installs no signal
+//! handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,11 +28,12 @@ mod parts;
 
 pub use local::LocalSupervisor;
 
-/// Whether [`keeper_main_if_asked`] was called in this process.
+/// True once [`keeper_main_if_asked`] was called in this process.
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
-/// Becomes the keeper, if this process was started to be one, and does not return then. It is to be the first thing in
-/// the `main` of an application that is its own keeper ([`KeeperProgram::ThisProgram`]), before there is another thread.
+/// Runs the keeper if this process was started as a keeper, and does not return in that case. An application
+/// that uses [`KeeperProgram::ThisProgram`] must call this function first in `main`, before starting other
+/// threads.
 ///
 /// ```no_run
 /// bulkhead_supervisor::keeper_main_if_asked();
@@ -49,27 +50,27 @@ fn is_asked_to_be_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
-/// The program that the keeper of an embedded supervisor is.
+/// The program to execute as the keeper of an embedded supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KeeperProgram {
-    /// The application itself, which calls [`keeper_main_if_asked`] first thing in `main`.
+    /// The application itself. Its `main` must call [`keeper_main_if_asked`] first.
     #[default]
     ThisProgram,
-    /// A program that does: `bulkhead-supervisor`, of the version of this library, or one of the application's own. A path
-    /// without `/` is not searched for.
+    /// Another program that calls [`keeper_main_if_asked`], such as `bulkhead-supervisor`. The program must
+    /// be built with the same version of this library. A path without `/` is not searched in `PATH`.
     Program(PathBuf),
 }
 
-/// Why a supervisor could not be started.
+/// An error while starting an embedded supervisor.
 #[derive(thiserror::Error)]
 pub enum StartError {
-    /// The keeper is to be this program, which cannot be one.
+    /// The keeper should be this program, but the program did not call [`keeper_main_if_asked`].
     #[error(
         "failed to start the keeper: it is to be this program, which did not call `keeper_main_if_asked`: call it \
          first thing in `main`, or name another program with `keeper`"
     )]
     NotAKeeper,
-    /// This process was started as a keeper, and goes on as the application.
+    /// This process was started as a keeper, but runs the application.
     #[error(
         "failed to start a supervisor: this process was started to be a keeper: call `keeper_main_if_asked` first \
          thing in `main`"
@@ -81,14 +82,14 @@ pub enum StartError {
          `config::load_embedded` or `config::parse_embedded`"
     )]
     HasSockets,
-    /// What a supervisor of its own process can fail with, too.
+    /// An error that a standalone supervisor can report as well.
     #[error(transparent)]
     Run(#[from] RunError),
 }
 
 bulkhead_shared::debug_by_display!(StartError);
 
-/// What a supervisor is started with; see [`Supervisor::builder`].
+/// Options for starting an embedded supervisor; see [`Supervisor::builder`].
 #[must_use = "nothing is started before `start`"]
 #[derive(Clone, Debug)]
 pub struct Builder {
@@ -98,21 +99,21 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// The program that the keeper is.
+    /// Sets the program to execute as the keeper.
     pub fn keeper(mut self, program: KeeperProgram) -> Self {
         self.keeper = program;
         self
     }
 
-    /// The host of C libraries and plain programs (`library` and `exec`), in the place of the `bulkhead-worker` that is
-    /// found beside this program or in `PATH`.
+    /// Sets the host program for C libraries and plain programs (`library` and `exec`). The default is the
+    /// `bulkhead-worker` next to this program or in `PATH`.
     pub fn host(mut self, program: impl Into<PathBuf>) -> Self {
         self.host = Some(program.into());
         self
     }
 
-    /// Starts the supervisor like [`Builder::start_blocking`], and blocks nothing. Needs no particular async runtime. If
-    /// the future is dropped, the supervisor ends.
+    /// Starts the supervisor like [`Builder::start_blocking`], but without blocking the caller. Works with
+    /// every async runtime. Dropping the future stops the supervisor.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
         let start = move || drop(sender.send(self.start_blocking()));
@@ -121,8 +122,8 @@ impl Builder {
         started.await.unwrap_or_else(|_| Err(system("start")(io::Error::other("a panic")).into()))
     }
 
-    /// Starts the supervisor on separate threads. Blocks for some ten milliseconds, until the keeper runs. Workers
-    /// start meanwhile, and jobs wait for the workers.
+    /// Starts the supervisor on separate threads. Blocks for about ten milliseconds until the keeper runs.
+    /// Workers start in the background, and jobs are queued until a worker is ready.
     pub fn start_blocking(self) -> Result<Supervisor, StartError> {
         let keeper = self.check()?;
         let (sender, prepared) = std::sync::mpsc::sync_channel(1);
@@ -130,7 +131,7 @@ impl Builder {
             let ready = match self.prepare(&keeper) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    // Its receiver waits for it.
+                    // Never fails, because the receiver waits for this message.
                     let _ = sender.send(Err(error));
                     return Ok(());
                 }
@@ -145,14 +146,16 @@ impl Builder {
         Ok(Supervisor { commander, thread: Some(thread), owner: std::process::id() })
     }
 
-    /// Starts the supervisor with its data plane on the caller's thread: it runs while it is driven, see
-    /// [`LocalSupervisor::run_until`], and a job takes one hop less. Its other threads are its own.
+    /// Starts the supervisor with its data plane on the caller's thread, which saves a thread switch per job.
+    /// The data plane only makes progress inside [`LocalSupervisor::run_until`]. The other parts run on
+    /// separate threads.
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
-        // What peers do is no reason to end the application, whatever it does about signals.
+        // Writes to closed connections must not raise SIGPIPE in the application.
         bulkhead_shared::connection::send_without_signals();
         let prepare = move || self.prepare(&keeper);
-        // Not here: what is prepared blocks signals, and has a slice of its own.
+        // On a separate thread, because `prepare` changes the signal mask and the scheduler slice of its
+        // thread.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
         let panicked = |_| system("start")(io::Error::other("the thread that starts it has panicked"));
@@ -160,7 +163,7 @@ impl Builder {
         Ok(LocalSupervisor::new(ready))
     }
 
-    /// The keeper's program.
+    /// Validates the options and returns the path of the keeper's program.
     fn check(&self) -> Result<PathBuf, StartError> {
         if is_asked_to_be_keeper() {
             return Err(StartError::IsToBeKeeper);
@@ -177,12 +180,13 @@ impl Builder {
         }
     }
 
-    /// Starts all but the data plane. On a thread of the supervisor's own, whose signal mask and slice the others inherit.
+    /// Starts everything except the data plane. Must run on a thread of the supervisor, because the threads
+    /// started here inherit its signal mask and scheduler slice.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
-        // What comes for the application is to be handled on the application's threads.
+        // The application's signals must be handled on the application's threads.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
-        // Where Linux does not, jobs are served all the same.
+        // Best effort: old kernels do not support this, and jobs are served anyway.
         let _ = shorten_slice(SLICE);
         let Self { config, host, .. } = self;
         let host = match host {
@@ -198,7 +202,7 @@ impl Builder {
     }
 }
 
-/// What connects a client.
+/// Returns the function that opens in-process connections to the data plane.
 fn connector(commander: &Commander) -> Connector {
     let commander = commander.clone();
     Arc::new(move || {
@@ -211,9 +215,9 @@ fn connector(commander: &Commander) -> Connector {
     })
 }
 
-/// A supervisor in this process, with threads of its own.
+/// A supervisor in this process that runs on separate threads.
 ///
-/// When it is dropped, it stops as with [`Supervisor::shutdown`]: within `drain_timeout`, which is waited for.
+/// Dropping the value stops the supervisor like [`Supervisor::shutdown`], and blocks for up to `drain_timeout`.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -231,24 +235,25 @@ fn connector(commander: &Commander) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commander: Commander,
-    /// `None` once it was waited for.
+    /// `None` once the thread was joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
-    /// The process that has started it. What is forked off has a copy of this, and no thread.
+    /// Process id of the creator. A forked child has a copy of this value, but not the thread.
     owner: u32,
 }
 
 impl Supervisor {
-    /// Starts a supervisor whose keeper is this program; see [`keeper_main_if_asked`] and [`Builder::start`].
+    /// Starts a supervisor with this program as its keeper; see [`keeper_main_if_asked`] and
+    /// [`Builder::start`].
     pub async fn start(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start().await
     }
 
-    /// Starts a supervisor like [`Supervisor::start`], and blocks until its keeper is there.
+    /// Starts a supervisor like [`Supervisor::start`], and blocks until its keeper runs.
     pub fn start_blocking(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start_blocking()
     }
 
-    /// A supervisor that is started with more than its configuration.
+    /// Returns a builder to start a supervisor with further options.
     ///
     /// ```no_run
     /// use bulkhead_supervisor::{KeeperProgram, Supervisor, config};
@@ -265,7 +270,8 @@ impl Supervisor {
         Builder { config, keeper: KeeperProgram::default(), host: None }
     }
 
-    /// A client of its own connection; clones of it share that. Call it within a tokio runtime.
+    /// Creates a client with a separate connection, which is shared by the clones of the client. Must be
+    /// called within a tokio runtime.
     ///
     /// ```no_run
     /// # async fn example(supervisor: bulkhead_supervisor::Supervisor) -> Result<(), Box<dyn std::error::Error>> {
@@ -278,23 +284,24 @@ impl Supervisor {
         Client::in_process(connector(&self.commander))
     }
 
-    /// The same without async. Errors are those of starting a thread.
+    /// Creates a blocking client with a separate connection. Fails if the client's thread cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
         blocking::Client::in_process(connector(&self.commander))
     }
 
-    /// Has it stop: jobs in hand get as long as `drain_timeout`, and new ones are told `draining`. A second time, all is
-    /// ended at once. Waits for nothing.
+    /// Stops the supervisor without blocking. Running and queued jobs get up to `drain_timeout` to finish,
+    /// and new jobs are rejected with `draining`. A second call ends all jobs at once.
     pub fn stop(&self) {
-        // If it is not heard, the supervisor has ended.
+        // A send error means that the supervisor has already ended.
         let _ = self.commander.stop();
     }
 
-    /// Has it stop, as [`Supervisor::stop`] does, and waits until nothing of it is left, no worker and no process of a
-    /// worker's. Blocks: within an async runtime, call it where blocking is allowed.
+    /// Stops the supervisor like [`Supervisor::stop`], and waits until all its processes have ended,
+    /// including the descendants of workers. Blocks the caller, so do not call it on a thread of an async
+    /// runtime that must not block.
     ///
-    /// Errors tell that it has ended before, and why, or did not end well; or that this is the copy of a process that was
-    /// forked off, which ends nothing.
+    /// Returns an error with the reason if the supervisor has already ended, or does not end cleanly. A
+    /// forked child also gets an error, because the child has only a copy of the supervisor.
     pub fn shutdown(mut self) -> Result<(), RunError> {
         check_owner(self.owner)?;
         self.stop();
@@ -310,7 +317,7 @@ impl Supervisor {
     }
 }
 
-/// A process that was forked off has a copy of a supervisor, and none of its threads.
+/// Rejects calls from a forked child, which has a copy of the supervisor but none of its threads.
 fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());

@@ -1,6 +1,6 @@
-//! What a supervisor inherits from the program that starts it, and could not work with: blocked signals, and limits
-//! that are too low. What can be mended is; of the rest the log warns. Workers get none of it, but for limits that
-//! were in force before.
+//! Repairs inherited process state that would break a supervisor: blocked signals and low resource limits.
+//! Resets the signals, raises limits as far as possible, and logs a warning about the rest. Workers keep the
+//! limits that applied before.
 
 use std::io;
 use std::sync::Arc;
@@ -9,25 +9,27 @@ use std::sync::atomic::AtomicBool;
 use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-/// Address space that a supervisor takes beside what it buffers: its threads, its tables, its program.
+/// Address space for threads, tables and the program itself, in addition to `max_buffered`.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-/// Bytes of a file that it writes (a log, a crash report with its payloads) as a rule.
+/// Minimum for `RLIMIT_FSIZE`: enough for the log and for a crash report with its payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Lets all signals come, and has a file that became too large be an error of the write. For the first thread, before
-/// there is another one.
+/// Unblocks all signals and catches SIGXFSZ, so that exceeding the file size limit is a write error. Must be
+/// called before other threads exist, because threads inherit the signal mask.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
-    // Caught, it does not end the process, and is not inherited: a write is told of it by its error.
+    // A caught SIGXFSZ does not end the process: the write fails with EFBIG. Workers do not inherit the
+    // handler.
     signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }
 
-/// Open files without which workers do not start: the rules of a sandbox take some hundred for a moment.
+/// Minimum for `RLIMIT_NOFILE`. Workers do not start with fewer, because the setup of a sandbox briefly opens
+/// about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
-/// With fewer a supervisor would say that it is ready, and serve no job.
+/// Rejects a hard limit of open files with which the supervisor would report readiness but serve no job.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(most) if most < OPEN_FILES_MIN => Err(io::Error::other(format!(
@@ -38,7 +40,7 @@ pub(crate) fn require_open_files() -> io::Result<()> {
     }
 }
 
-/// Raises limits as far as they go, and warns of those that stay too low.
+/// Raises the soft limits to the hard limits, and warns about limits that are still too low.
 pub(crate) fn raise_limits(config: &Config) {
     for (resource, ..) in needed(config) {
         let limit = getrlimit(resource);
@@ -49,7 +51,7 @@ pub(crate) fn raise_limits(config: &Config) {
     warn_of_limits(config);
 }
 
-/// Warns of limits that are too low.
+/// Logs a warning for each limit that is too low.
 pub(crate) fn warn_of_limits(config: &Config) {
     for (resource, name, least, consequence) in needed(config) {
         if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < least) {
@@ -58,7 +60,7 @@ pub(crate) fn warn_of_limits(config: &Config) {
     }
 }
 
-/// What a limit is to be at least, and why.
+/// Returns the resource limits with their minimum in bytes and the consequence of a lower limit.
 fn needed(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered and 1 GiB the supervisor may find no memory, and end";

@@ -1,8 +1,11 @@
-//! The supervisor as a library: everything but the reading of arguments.
+//! The supervisor as a library.
 //!
-//! One thread, the data plane, owns every socket and every decision; the control plane (HTTP, events,
-//! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
-//! the workers.
+//! - The data plane is one thread that owns every job connection and every decision.
+//! - The control plane (HTTP, events, logs, signals) runs on separate threads and reads snapshots.
+//! - The keeper is a separate process that starts and ends the workers.
+//!
+//! An application embeds a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The program
+//! `bulkhead-supervisor` parses [`args::Args`] and calls [`supervisor::run`].
 
 pub use bulkhead_config as config;
 pub use bulkhead_control::observe;

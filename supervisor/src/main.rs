@@ -1,4 +1,5 @@
-//! The `bulkhead-supervisor` program: arguments in, exit code out.
+//! The `bulkhead-supervisor` program: parses the arguments, runs the requested command, and returns the exit
+//! code.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -12,13 +13,14 @@ use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
 use clap::Parser;
 
-/// The supervisor could not start or run.
+/// Exit code if the supervisor could not start, or ended with an error.
 const FAILED: u8 = 1;
 
-/// Invalid arguments or configuration.
+/// Exit code for invalid arguments or an invalid configuration.
 const USAGE: u8 = 2;
 
-/// What was asked for could not be written: `EX_IOERR` of sysexits.h, as with the `bulkhead` command.
+/// Exit code if standard output could not be written: `EX_IOERR` of sysexits.h, which the `bulkhead` command
+/// uses too.
 const UNWRITTEN: u8 = 74;
 
 fn main() -> ExitCode {
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
         }
         (None, Some(config)) => run(&args, config),
         (None, None) if args.schema => print(&format!("{:#}\n", config::json_schema())),
-        (None, None) => ExitCode::from(USAGE), // Refused with a message when the arguments were read.
+        (None, None) => ExitCode::from(USAGE), // Unreachable: clap has already rejected these arguments.
     }
 }
 
@@ -41,7 +43,7 @@ fn print(text: &str) -> ExitCode {
     printed(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// What was asked for is on standard output, or was as far as its reader wanted it.
+/// Returns the exit code after writing to standard output. A reader that closed the pipe early is no error.
 fn printed(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -51,7 +53,7 @@ fn printed(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// What starts is on standard output, what does not on standard error.
+/// Starts a worker of each bulkhead. Prints successes to standard output and failures to standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let begun = standard_output::get().and_then(|mut out| {
         write!(out, "{}", config.summary_where(check::worker_ids(config)))?;
@@ -76,7 +78,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(lifeline) => lifeline,
         Err(error) => return refused(USAGE, &format!("--while-open: {error}")),
     };
-    // Removed when this function ends, whatever it ends by.
+    // Removes the folder when this function returns, on every path.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
         Err(error) => return refused(USAGE, &format!("--own-folder: {error}")),
@@ -84,7 +86,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
-            // With a closed standard error it cannot be told.
+            // Standard error may be closed; there is no other place to report the errors.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }
@@ -108,7 +110,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     supervisor::run(config, lifeline).map_or_else(|error| refused(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
-/// Says on standard error what was not possible, as far as that is open.
+/// Prints the error to standard error, if that is open, and returns the exit code.
 fn refused(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
     let _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(code)

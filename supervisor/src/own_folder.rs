@@ -1,5 +1,5 @@
-//! `--own-folder`: the folder that a program made for a supervisor of its own. The supervisor removes it when it ends,
-//! since the program may have been killed before.
+//! The private folder of `--own-folder`. The supervisor removes the folder at its end, because the program
+//! that created the folder may have been killed before.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use bulkhead_linux::folder;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
-/// Entries that are removed: sockets, their locks, and what the program put there are a dozen.
+/// Maximum number of entries to remove. A folder normally holds about a dozen: sockets, locks and the
+/// program's own files.
 const ENTRIES_MAX: usize = 100_000;
 
-/// A folder that is removed, with all that is in it, when this value is dropped.
+/// A folder that is removed with its contents when this value is dropped.
 #[derive(Debug)]
 pub struct OwnFolder {
     path: PathBuf,
@@ -18,7 +19,8 @@ pub struct OwnFolder {
 }
 
 impl OwnFolder {
-    /// Opens it. One that other users have any right to was not made for this.
+    /// Opens the folder. Rejects a folder that other users can access, because such a folder was not created
+    /// for this purpose.
     pub fn open(path: &Path) -> Result<Self, String> {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();
@@ -38,7 +40,7 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // A file system mounted inside belongs to someone else: the mount stays, and so does the folder.
+        // A file system mounted inside belongs to someone else. The mount stays, and so does the folder.
         let emptied = folder::empty(&self.folder, ENTRIES_MAX);
         let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
         if let Err(errno) = removed

@@ -1,4 +1,4 @@
-//! Start and stop, in order: keeper, sockets, control plane, data plane; and back.
+//! Ordered start (keeper, sockets, control plane, data plane) and stop of a supervisor.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -26,56 +26,57 @@ use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
 use bulkhead_plane::worker_ids::Claim;
 
-/// Why a supervisor could not run.
+/// An error that keeps a supervisor from running.
 #[derive(thiserror::Error)]
 pub enum RunError {
-    /// A socket could not be had.
+    /// A socket could not be bound.
     #[error("failed to {0}")]
     Bind(#[from] bulkhead_control::sockets::BindError),
-    /// The admin API could not be served over TCP.
+    /// The address of `http` could not be bound, or its token could not be read.
     #[error("failed to serve the admin API on http = \"{0}\": {1}")]
     Http(std::net::SocketAddr, String),
-    /// Crash reports could not be kept where they are to be.
+    /// The folder for crash reports could not be opened.
     #[error("failed to {0}")]
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
-    /// The host for C libraries and plain programs is missing.
+    /// The host program for C libraries and plain programs is missing.
     #[error(transparent)]
     NoHost(#[from] program::NoHost),
-    /// The kernel refused something.
+    /// A system call failed.
     #[error("failed to {0}: {1}")]
     System(&'static str, #[source] std::io::Error),
 }
 
 bulkhead_shared::debug_by_display!(RunError);
 
-/// The slice of the supervisor, the keeper and all workers: the shortest that Linux grants, where the ordinary one has
-/// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.
+/// Scheduler slice of the supervisor, the keeper and all workers: the shortest that Linux allows. Default
+/// slices last milliseconds. Short slices bound how long a process waits for a processor that another of
+/// these processes uses.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
-/// Makes an error of the kernel one of a supervisor that failed to do `what`.
+/// Returns a function that wraps an I/O error; `what` is the failed operation.
 pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until it is told to stop by a signal, or at once when `lifeline` comes to its end. The process is this supervisor's alone: it
-/// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// Runs a supervisor until a signal stops it, or stops it at once when `lifeline` reaches its end. Changes
+/// the whole process: makes it a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
-/// Call it before any other thread has been started.
+/// Must be called before any other thread has been started.
 pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
     let support = SandboxSupport::find(&config, Claim::Lasting);
-    // First of all: the keeper copies whatever this process has become.
+    // Before the keeper starts, because the keeper inherits the state of this process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(
         "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
-    // Where Linux does not, jobs are served all the same.
+    // Best effort: old kernels do not support this, and jobs are served anyway.
     let _ = shorten_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // Workers keep what there was.
+    // After the start of the keeper, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
     let basis = Basis { config, host, support, keeper, open_files, fate: Fate::default() };
@@ -93,7 +94,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     ready.run()
 }
 
-/// A supervisor's configuration, its keeper, and what both have found on this machine.
+/// The configuration, the keeper, and the results of probing this machine.
 pub(crate) struct Basis {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,
@@ -103,10 +104,11 @@ pub(crate) struct Basis {
     pub(crate) fate: Fate,
 }
 
-/// Ways into a supervisor: the jobs socket, the control plane's place with the admin socket, and the address of `http`.
+/// Listening sockets of a supervisor: the jobs socket, the admin socket (in [`Place`]), and the TCP listener
+/// of `http`.
 pub(crate) type Ways = (Option<UnixListener>, Place, Option<(std::net::TcpListener, Token)>);
 
-/// A supervisor of which all is started but the data plane.
+/// A supervisor with everything started except the data plane.
 pub(crate) struct Ready {
     pub(crate) data_plane: DataPlane,
     pub(crate) commander: Commander,
@@ -117,7 +119,7 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Starts all but the data plane, with the ways into the supervisor that `open` opens.
+    /// Starts everything except the data plane. `open` creates the listening sockets.
     pub(crate) fn prepare(
         basis: Basis,
         open: impl FnOnce(&SupervisorConfig) -> Result<Ways, RunError>,
@@ -177,7 +179,7 @@ impl Ready {
     }
 }
 
-/// Binds the sockets of a supervisor that has a process of its own.
+/// Binds the sockets of a standalone supervisor.
 fn open_sockets(config: &SupervisorConfig) -> Result<Ways, RunError> {
     let mut jobs = Bound::bind(&config.socket, config.socket_mode, config.folder_mode)?;
     let mut admin = Bound::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
@@ -191,7 +193,8 @@ fn open_sockets(config: &SupervisorConfig) -> Result<Ways, RunError> {
     Ok((Some(jobs_listener), Place::Process { admin: admin_listener, sockets }, http))
 }
 
-/// A panic there ends all else as an error does. It has dropped the keeper, which ends the workers.
+/// Runs the data plane. After an error or a panic, tells the other threads to end. By then the keeper has
+/// been dropped, which ends the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     fate: &Fate,
@@ -207,7 +210,8 @@ fn run_data_plane(
     ran.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
-/// Binds the address, and reads the token anew: the file may have been changed since it was checked.
+/// Binds the address and reads the token again, because the file may have changed since the configuration was
+/// checked.
 fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunError> {
     let failed = |why: String| RunError::Http(http.address, why);
     let token = Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
@@ -225,7 +229,8 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     Ok((socket, token))
 }
 
-/// A folder that was there before keeps its mode, and may keep out users that the entries of `[[access]]` let in.
+/// Warns if the folder of the jobs socket keeps out users that `[[access]]` admits. The supervisor does not
+/// change the mode of an existing folder.
 fn warn_of_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -240,8 +245,8 @@ fn warn_of_closed_folder(socket: &Path) {
     }
 }
 
-/// Descriptors that clients of the address of `http` can take up: connections, and jobs that need a
-/// connection to the data plane, which has two ends.
+/// Maximum number of descriptors for clients of `http`: connections, and for each job a connection to the
+/// data plane with two ends.
 const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 #[cfg(test)]
@@ -252,7 +257,7 @@ mod tests {
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
-    /// Stands for the keeper, which ends the workers when it is dropped.
+    /// Stands in for the keeper, which ends the workers when dropped.
     struct Owned;
 
     impl Drop for Owned {
@@ -261,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Not a test: this program, started again, is a supervisor whose data plane panics beside another thread.
+    /// Not a test, but the child process of the test below: a supervisor whose data plane panics.
     #[test]
     fn helper() {
         if std::env::var_os(MARK).is_none() {

@@ -1,57 +1,59 @@
-//! What the hostile worker tries, and what comes of it under each profile: the one place where that is
-//! written. The tests hold it against the running system; `docs/confinement.md` has it as a table.
+//! Attempts of the hostile worker, with the expected result under each profile. This table is the only
+//! source: the tests compare it with a running system, and `docs/confinement.md` contains it.
 //!
-//! The system is one with a root supervisor whose workers keep its user, but under `strict`: so that no
-//! other user id stands in for a layer that is missing. Under `default` its workers have process numbers of their
-//! own; [`OF_SHARED_PROCESSES`] is what succeeds where they cannot.
+//! The table assumes a root supervisor. Its workers keep its user except under `strict`, so that a separate
+//! user id does not hide a missing layer. Under `default` workers have a pid namespace.
+//! [`OF_SHARED_PROCESSES`] lists what succeeds without one.
 
 use std::fmt;
 
-/// What comes of an attempt.
+/// Expected result of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// It succeeds.
+    /// The attempt succeeds.
     Succeeds,
-    /// It succeeds, as far as the kernel was built with what it takes and this user may have it.
+    /// The attempt succeeds if the kernel's configuration and the user allow it.
     Machine,
-    /// It fails with one of these errors, and the worker goes on; this is what stops it. `NOTHING` stands for
-    /// an answer that is worth nothing.
+    /// The attempt fails with one of these errors, and the worker continues. The text names the responsible
+    /// layer. The word `NOTHING` stands for an answer without value.
     Refused(&'static [&'static str], &'static str),
-    /// It ends the worker, as a violation whose message has this word, mostly a system call.
+    /// The attempt ends the worker as a violation. The message contains this word, which is normally a system
+    /// call.
     Violation(&'static str),
-    /// The worker ends for this reason, or for one of two reasons, as in `signal or protocol`.
+    /// The worker ends for this reason. Two reasons are written as `signal or protocol`.
     Crashes(&'static str),
 }
 
-/// How the bulkhead is configured, beside its profile.
+/// Configuration of the bulkhead, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
     /// Paths to read and to write, and a `tmp` of 1 MiB.
     Plain,
-    /// Limits as well: 64 descriptors, files of 1 MiB, addresses of 1 GiB.
+    /// The paths and `tmp` of [`Setting::Plain`], and limits: 64 descriptors, files of 1 MiB, 1 GiB of
+    /// address space.
     Limited,
 }
 
-/// One thing that a worker may try.
+/// An attempt of the hostile worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
-    /// The operation of the hostile worker.
+    /// Operation of the hostile worker.
     pub name: &'static str,
-    /// What it tries, after "it tries to".
+    /// Description that continues "it tries to".
     pub tries: &'static str,
-    /// The bulkhead that it is tried in.
+    /// Configuration of the bulkhead.
     pub setting: Setting,
-    /// Under `none`.
+    /// Expected result under `none`.
     pub none: Expected,
-    /// Under `default`.
+    /// Expected result under `default`.
     pub default: Expected,
-    /// Under `strict`, in a worker that is sealed.
+    /// Expected result under `strict`, in a sealed worker.
     pub strict: Expected,
 }
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// The supervisor sees the garbage if it looks before the worker is dead.
+/// The supervisor reports a protocol violation only if it reads the garbage before the worker is dead.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
 const FILTER: &str = "seccomp";
@@ -62,7 +64,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "its own process numbers");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor lets no worker in");
-/// See [`KERNELS_OWN`].
+/// Kernels before 6.16 allow this, see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected = Refused(&["EPERM"], "the kernel; before Linux 6.16 the worker ends: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
 const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
@@ -92,10 +94,10 @@ const fn limited(
     Attempt { name, tries, setting: Setting::Limited, none, default, strict }
 }
 
-/// A group of attempts under its heading.
+/// A group of attempts with its heading.
 pub type Group = (&'static str, &'static [Attempt]);
 
-/// Every attempt.
+/// All groups of attempts.
 #[rustfmt::skip] // One row each.
 pub const ATTEMPTS: &[Group] = &[
     (
@@ -303,8 +305,8 @@ pub const ATTEMPTS: &[Group] = &[
     ),
 ];
 
-/// What a program of `exec` tries against another one of the same worker, which runs at the same time and is
-/// `sibling`, and against the host of both.
+/// Attempts of a program of `exec` against another program of the same worker, called `sibling`, and against
+/// their host.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("list-temporary-folders", "list the temporary folders of all programs", Succeeds, LANDLOCK, LANDLOCK),
@@ -324,7 +326,7 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("shut-temporary-folders", "shut the folder that theirs lie in (`chmod`; the host opens it again)", Refused(&["NOTHING"], "there is none"), Succeeds, Succeeds),
 ];
 
-/// What a worker that was forked tries against another one of the same template, which is `sibling`, and against the
+/// Attempts of a forked worker against another worker of the same template, called `sibling`, and against the
 /// template.
 #[rustfmt::skip] // One row each.
 pub const BETWEEN_FORKED: &[Attempt] = &[
@@ -357,7 +359,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the filter of the worker's own"), Refused(&["EPERM"], "the filter of the worker's own")),
 ];
 
-/// What the table above does not have, since it takes something of its own to be judged.
+/// Attempts with separate tests, because they need special checks.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",
@@ -387,10 +389,10 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// What older kernels do not refuse, so that the supervisor ends the worker for it.
+/// Attempts that older kernels do not refuse. The supervisor then ends the worker.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// What is otherwise for a program run by `exec`, under `default` and `strict`: it is not sealed.
+/// Results that differ for programs of `exec`, which are not sealed, under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),
     ("list-temporary-files", LANDLOCK, LANDLOCK),
@@ -399,15 +401,15 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("run-from-memory", Succeeds, Succeeds),
 ];
 
-/// What succeeds under `default` where workers share the process numbers of the machine.
+/// Attempts that succeed under `default` if workers have no pid namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// The same, where supervisor and workers are one user without privileges as well: a root supervisor is protected by
-/// its capabilities.
+/// Further attempts that succeed without a pid namespace if supervisor and workers are the same unprivileged
+/// user. A root supervisor is protected by its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
-/// What succeeds under `default` where workers have the supervisor's user, and is refused where they have ids of
-/// their own.
+/// Attempts that succeed under `default` if workers have the supervisor's user, and are refused if workers
+/// have separate users.
 pub const OF_A_SHARED_ID: &[&str] =
     &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 
@@ -425,7 +427,7 @@ impl fmt::Display for Expected {
     }
 }
 
-/// The tables of the document, one for each group.
+/// Returns the tables for the documentation, one for each group.
 pub fn markdown() -> String {
     use fmt::Write as _;
     let mut text = String::new();

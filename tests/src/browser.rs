@@ -1,4 +1,5 @@
-//! A real browser, headless, driven by the WebDriver protocol: JSON over the HTTP of [`crate::http`].
+//! A real headless browser, controlled through the WebDriver protocol: JSON over the HTTP client of
+//! [`crate::http`].
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -16,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::wait_for;
 
-/// What the browser is started with: nothing that it does by itself leaves this machine.
+/// Command line flags of the browser. They also disable all network access of the browser's own.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -31,10 +32,10 @@ const FLAGS: [&str; 11] = [
     "--hide-scrollbars",
 ];
 
-/// Under which an element's name comes.
+/// Key of element references in WebDriver answers.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
-/// One tab of a browser with a fresh profile. Dropping it ends the browser.
+/// A tab of a browser with a fresh profile. Dropping it ends the browser.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -44,7 +45,7 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// Starts one. `None`, and a word about it, if there is none on this machine.
+    /// Starts a browser. If no browser is installed, prints a note and returns `None`.
     pub fn start() -> Option<Self> {
         let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
             eprintln!(
@@ -88,22 +89,22 @@ impl Browser {
         self.send("POST", &format!("{}{path}", self.session), body)
     }
 
-    /// Goes to an address and waits until the page is loaded.
+    /// Opens a page and waits until it is loaded.
     pub fn visit(&self, url: &str) {
         self.post("/url", &json!({"url": url}));
     }
 
-    /// Runs the body of a function in the page; returns what it returns.
+    /// Runs a script as a function body in the page, and returns its result.
     pub fn run(&self, script: &str) -> Value {
         self.post("/execute/sync", &json!({"script": script, "args": []}))
     }
 
-    /// The value of an expression.
+    /// Returns the value of an expression.
     pub fn value(&self, expression: &str) -> Value {
         self.run(&format!("return {expression}"))
     }
 
-    /// The text that the first element shows to whom this selector fits.
+    /// Returns the text of the first element that matches the selector.
     pub fn text(&self, selector: &str) -> String {
         let text = self.value(&format!("document.querySelector({})?.textContent ?? ''", json!(selector)));
         text.as_str().expect("text").to_owned()
@@ -115,13 +116,13 @@ impl Browser {
         wait_for(expression, || (self.value(&format!("Boolean({expression})")) == true).then_some(()));
     }
 
-    /// Clicks, as a pointer does, on the first element to whom this selector fits.
+    /// Clicks on the first element that matches the selector.
     pub fn click(&self, selector: &str) {
         let element = self.element(selector);
         self.post(&format!("/element/{element}/click"), &json!({}));
     }
 
-    /// Replaces what stands in a field.
+    /// Replaces the text of a field.
     pub fn fill(&self, selector: &str, text: &str) {
         let element = self.element(selector);
         self.post(&format!("/element/{element}/clear"), &json!({}));
@@ -133,7 +134,7 @@ impl Browser {
         found[ELEMENT].as_str().expect("an element").to_owned()
     }
 
-    /// Presses keys, one after the other, wherever the focus is.
+    /// Presses keys one after the other, in the focused element.
     pub fn press(&self, keys: &[&str]) {
         let pressed =
             keys.iter().flat_map(|key| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key})));
@@ -141,44 +142,45 @@ impl Browser {
         self.post("/actions", &json!({"actions": [{"type": "key", "id": "keys", "actions": actions}]}));
     }
 
-    /// A command of the browser's own protocol.
+    /// Runs a command of the Chrome DevTools Protocol.
     pub fn command(&self, name: &str, parameters: &Value) -> Value {
         self.post("/goog/cdp/execute", &json!({"cmd": name, "params": parameters}))
     }
 
-    /// Makes the page so large, in CSS pixels.
+    /// Sets the size of the page, in CSS pixels.
     pub fn resize(&self, width: u32, height: u32) {
         let metrics =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600});
         self.command("Emulation.setDeviceMetricsOverride", &metrics);
     }
 
-    /// Makes the system prefer `dark` or `light`.
+    /// Sets the preferred colour scheme to `dark` or `light`.
     pub fn prefer(&self, scheme: &str) {
         let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.command("Emulation.setEmulatedMedia", &features);
     }
 
-    /// What the page looks like, as PNG.
+    /// Returns a screenshot as PNG.
     pub fn picture(&self) -> Vec<u8> {
         let taken = self.send("GET", &format!("{}/screenshot", self.session), &Value::Null);
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// What was logged since the last time: `browser` has the console, `performance` all requests.
+    /// Returns the log entries since the last call: `browser` for the console, `performance` for all
+    /// requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()
     }
 }
 
-/// A program in PATH.
+/// Finds a program in `PATH`.
 fn find(name: &str) -> Option<PathBuf> {
     let search_path = std::env::var_os("PATH")?;
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Where the driver listens: it says so.
+/// Returns the address of the driver, which it prints.
 fn address(driver: &mut Child) -> SocketAddr {
     let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
     loop {
@@ -197,7 +199,7 @@ impl Drop for Browser {
         if !self.session.is_empty() && !std::thread::panicking() {
             self.place.ask("DELETE", &self.session, &[], b"");
         }
-        // With all of the browser that is still there.
+        // Ends the whole process group, including the browser.
         let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);
         let _ = self.driver.wait();
     }

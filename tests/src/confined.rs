@@ -1,5 +1,5 @@
-//! A supervisor whose workers are confined, for tests: programs and folders that any user can reach, things to
-//! attack, and what became of an attempt.
+//! Supervisors with confined workers, for tests. Provides a folder with programs that any user can execute,
+//! targets to attack, and the results of attempts.
 
 use std::any::Any;
 use std::fs;
@@ -22,19 +22,19 @@ pub use crate::machine::{has_layers, has_program, is_root};
 use crate::subuid::User;
 use crate::{PATIENCE, Supervisor, programs, wait_for};
 
-/// Who owns nothing, and whose processes may do nothing in particular.
+/// The user `nobody`, which owns no files and has no privileges.
 pub const NOBODY: u32 = 65534;
 
-/// Ids that no user of this machine has, for workers of their own user.
+/// A range of ids that no user of this machine has, for workers with separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
-/// The programs that a test here starts, in a folder that every user can reach.
+/// Programs copied to a folder that every user can reach.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// A secret of another user; that it is readable proves that there is nothing in the way.
+/// Mode of a file that belongs to another user. Only its owner and root can read it without confinement.
 const SECRET_MODE: u32 = 0o600;
 
-/// What `strict` takes.
+/// Layers that `strict` needs.
 pub const STRICT_LAYERS: &[&str] = &[
     "landlock scopes",
     "seccomp notify",
@@ -48,31 +48,30 @@ pub const STRICT_LAYERS: &[&str] = &[
     "pivot_root",
 ];
 
-/// What `default` takes to hold what the tests say of it.
+/// Layers that `default` needs for the expectations of the tests.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
-/// A supervisor to be.
+/// Parameters of a supervisor to start.
 #[derive(Clone, Copy, Default)]
 pub struct Setup<'s> {
     /// Further keys of `[supervisor]`.
     pub supervisor: &'s str,
-    /// The bulkheads, in TOML. `HOSTILE` stands for the path of the hostile worker, `PLACE` for that of the
-    /// folder with everything.
+    /// The bulkheads in TOML. `HOSTILE` stands for the path of the hostile worker, `PLACE` for the folder.
     pub bulkheads: &'s str,
-    /// Whom it runs as; `None`: as this test.
+    /// User of the supervisor; `None` for the test's user.
     pub user: Option<u32>,
-    /// The same, with ids for its workers.
+    /// User of the supervisor that has ids for workers.
     pub user_with_ids: Option<User>,
-    /// Layers that it does not find.
+    /// Layers to hide from the supervisor.
     pub without: &'s str,
-    /// System calls that fail for it and all that it starts, or succeed without being made: see the program
-    /// `filtered`.
+    /// Rules for system calls of the supervisor and its descendants: calls fail, or succeed without effect.
+    /// See the program `filtered`.
     pub filter: &'s [&'s str],
 }
 
-/// A supervisor that runs, and what there is around it.
+/// A running supervisor with its surroundings.
 pub struct Place {
-    /// It.
+    /// The supervisor.
     pub supervisor: Supervisor,
     /// Open sockets to attack.
     _sockets: Vec<Box<dyn Any + Send + Sync>>,
@@ -82,7 +81,8 @@ pub struct Place {
 }
 
 impl Setup<'_> {
-    /// Starts it and waits until every bulkhead's first start has ended, well or not.
+    /// Starts the supervisor and waits until the first start of every bulkhead has finished, successfully or
+    /// not.
     pub fn start(self) -> Place {
         let mut place = self.launch();
         let supervisor = &mut place.supervisor;
@@ -97,7 +97,7 @@ impl Setup<'_> {
         place
     }
 
-    /// Starts it, and does not wait for anything.
+    /// Starts the supervisor without waiting.
     pub fn launch(self) -> Place {
         let ground = Ground::prepare(&format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}\n{}",
@@ -136,18 +136,18 @@ impl Setup<'_> {
     }
 }
 
-/// A folder with programs, a configuration and things to attack, before there is a supervisor.
+/// A folder with programs, a configuration and targets to attack, without a supervisor.
 pub struct Ground {
     folder: tempfile::TempDir,
     sockets: Vec<Box<dyn Any + Send + Sync>>,
     shared: tempfile::NamedTempFile,
-    /// What attempts aim at, as far as it is there.
+    /// Targets of attempts that exist already.
     pub targets: Value,
 }
 
 impl Ground {
-    /// Prepares it, with `workers.toml` in it. `HOSTILE` stands for the path of the hostile worker, `PLACE` for that of
-    /// the folder.
+    /// Prepares the folder with this `workers.toml`. `HOSTILE` stands for the path of the hostile worker,
+    /// `PLACE` for the folder.
     pub fn prepare(config: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path();
@@ -161,7 +161,7 @@ impl Ground {
         Self { folder, sockets, shared, targets }
     }
 
-    /// The folder with everything.
+    /// Returns the folder.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -188,8 +188,8 @@ fn file(path: PathBuf, mode: u32) -> PathBuf {
     path
 }
 
-/// Programs, folders and files: `work` to start in, `read` and `write` to be given, `neighbour` that belongs
-/// to another user, `outside` that all may write, `tmp` for the supervisor.
+/// Creates programs, folders and files. `work` is the working folder, `read` and `write` are for these keys,
+/// `neighbour` is private, everyone can write to `outside`, and `tmp` is the supervisor's temporary folder.
 fn furnish(place: &Path) -> Value {
     folder(place.to_owned(), 0o755);
     let bin = folder(place.join("bin"), 0o755);
@@ -215,7 +215,7 @@ fn furnish(place: &Path) -> Value {
     })
 }
 
-/// Gives all of it to this user, but for the programs.
+/// Changes the owner of everything except the programs.
 fn own(place: &Path, user: u32) {
     let names = [
         "",
@@ -234,14 +234,14 @@ fn own(place: &Path, user: u32) {
     }
 }
 
-/// As `shm_open` makes it, readable by all.
+/// Creates shared memory like `shm_open`, readable by all users.
 fn shared_memory() -> tempfile::NamedTempFile {
     let shared = tempfile::NamedTempFile::new_in("/dev/shm").expect("shared memory");
     fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o644)).expect("our own file");
     shared
 }
 
-/// Sockets of a process that is not confined, and their addresses.
+/// Opens sockets in this process, which is not confined. Returns the sockets and their addresses.
 fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
@@ -265,34 +265,34 @@ fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
 }
 
 impl Place {
-    /// The folder with everything.
+    /// Returns the folder.
     pub fn path(&self) -> &Path {
         self.supervisor.folder.path()
     }
 
-    /// A client of it.
+    /// Returns a client of the supervisor.
     pub fn client(&self) -> Client {
         Client::connect(self.supervisor.socket()).expect("the jobs socket answers")
     }
 
-    /// What attempts aim at, with the only worker of this bulkhead as the sibling.
+    /// Returns the targets of attempts, with the only worker of this bulkhead as the sibling.
     pub fn targets(&self, sibling: &str) -> Value {
         let mut targets = self.targets.clone();
         targets["sibling"] = self.worker(sibling).into();
         targets
     }
 
-    /// Has a worker of this bulkhead try something.
+    /// Runs an attempt in a worker of this bulkhead.
     pub fn attempt(&self, client: &Client, bulkhead: &str, name: &str, targets: &Value) -> Ended {
         Ended::of(client.job(bulkhead, targets.to_string()).operation(name).deadline(PATIENCE).send())
     }
 
-    /// The only worker of a bulkhead.
+    /// Returns the process id of the only worker of a bulkhead.
     pub fn worker(&self, bulkhead: &str) -> u32 {
         wait_for("a worker runs", || self.supervisor.worker_pids(bulkhead).first().copied())
     }
 
-    /// Waits until a bulkhead has failed, and returns why.
+    /// Waits until a bulkhead has failed, and returns the reason.
     pub fn failure(&self, bulkhead: &str) -> String {
         wait_for(&format!("{bulkhead} has failed"), || {
             let state = self.supervisor.state(bulkhead);
@@ -300,45 +300,45 @@ impl Place {
         })
     }
 
-    /// The text that a worker of this bulkhead answers.
+    /// Runs an operation in a worker of this bulkhead, and returns the answer as text.
     pub fn ask(&self, bulkhead: &str, operation: &str) -> String {
         let reply = self.client().job(bulkhead, "").operation(operation).deadline(PATIENCE).send();
         let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} does not answer {operation}: {error}"));
         String::from_utf8_lossy(reply.payload()).into_owned()
     }
 
-    /// How the workers of a bulkhead are confined, by the snapshot.
+    /// Returns the confinement of a bulkhead's workers according to the snapshot.
     pub fn confinement(&self, bulkhead: &str) -> Vec<Confinement> {
         self.supervisor.state(bulkhead).workers.iter().filter_map(Confinement::of).collect()
     }
 }
 
-/// How one worker is confined; the only reader of that part of the snapshot.
+/// Confinement of a worker. Tests read this part of the snapshot only through this type.
 #[derive(Debug)]
 pub struct Confinement {
-    /// The process.
+    /// Process id of the worker.
     pub pid: u32,
-    /// The word of the configuration.
+    /// Profile in the configuration.
     pub profile: String,
-    /// Whether programs that it runs give it no privileges.
+    /// True if executing a program cannot grant privileges.
     pub no_new_privs: bool,
-    /// Whether a filter is in force.
+    /// True if a seccomp filter is active.
     pub is_filtered: bool,
-    /// Its effective user, as the machine knows it.
+    /// Effective user id outside of user namespaces.
     pub uid: u64,
-    /// Namespaces that are not the supervisor's.
+    /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<String>,
-    /// Landlock's version.
+    /// ABI version of Landlock.
     pub landlock: Option<u64>,
-    /// Whether it has any capability.
+    /// True if the worker has any capability.
     pub has_capabilities: bool,
-    /// Layers of the profile that it has not.
+    /// Missing layers of the profile.
     pub missing: Vec<String>,
-    /// Whether its processes are bounded by themselves.
+    /// True if the number of processes is limited for each worker separately.
     pub has_process_bound: bool,
 }
 
-/// What is missing where nothing bounds the processes of one worker: a bound, and no layer.
+/// Entry in `missing` if the number of processes is not limited. This is a limit and not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -363,21 +363,21 @@ impl Confinement {
     }
 }
 
-/// How an attempt ended.
+/// Result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// It succeeded; what it got.
+    /// The attempt succeeded. Holds a description.
     Succeeded(String),
-    /// It was refused with this error; what was attempted.
+    /// The attempt was refused. Holds the error and the attempted action.
     Refused(String, String),
-    /// It ended the worker as a violation, with this message.
+    /// The attempt ended the worker as a violation. Holds the message.
     Violation(String),
-    /// Otherwise.
+    /// Any other result.
     Otherwise(String),
 }
 
 impl Ended {
-    /// From what became of the job.
+    /// Converts the result of a job.
     pub fn of(result: Result<Reply, JobError>) -> Self {
         let error = match result {
             Ok(reply) => return Self::told(reply.payload()),
@@ -407,12 +407,12 @@ impl Ended {
         }
     }
 
-    /// Whether what was attempted could not be aimed at anything in this kind of worker.
+    /// True if the attempt had no target in this kind of worker.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }
 
-    /// Whether it is as the table says.
+    /// True if the result matches the expectation.
     pub fn is(&self, expected: Expected) -> bool {
         match (expected, self) {
             (Expected::Succeeds, Self::Succeeded(_)) => true,
@@ -427,14 +427,14 @@ impl Ended {
     }
 }
 
-/// A field of `/proc/PID/status`, without its name.
+/// Returns a field of `/proc/PID/status` without its name.
 pub fn status_field(pid: u32, name: &str) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let field = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     field.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The namespaces of a process, by kind; empty if it is gone.
+/// Returns the namespaces of a process by kind, or nothing if it does not exist.
 pub fn namespaces(pid: u32) -> std::collections::BTreeMap<String, String> {
     let entries = fs::read_dir(format!("/proc/{pid}/ns")).into_iter().flatten().flatten();
     let one = |entry: fs::DirEntry| {

@@ -1,4 +1,4 @@
-//! HTTP by hand, so that also what no library would send can be sent.
+//! A minimal HTTP client that can also send malformed requests.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,31 +11,32 @@ use serde_json::Value;
 
 use crate::{PATIENCE, Supervisor, wait_for};
 
-/// Where a supervisor's admin API is.
+/// Address of a supervisor's admin API.
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// On the admin socket.
+    /// The admin socket.
     Unix(PathBuf),
-    /// Over TCP.
+    /// The TCP address of `http`.
     Tcp(SocketAddr),
 }
 
-/// A connection to it.
+/// A connection to the admin API.
 #[derive(Debug)]
 pub enum Socket {
-    /// To the admin socket.
+    /// A connection to the admin socket.
     Unix(UnixStream),
-    /// Over TCP.
+    /// A TCP connection.
     Tcp(TcpStream),
 }
 
 impl Place {
-    /// The admin socket of a supervisor.
+    /// Returns the admin socket of a supervisor.
     pub fn of(supervisor: &Supervisor) -> Self {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Its address over TCP, which its log tells: with port 0 it is one that was free.
+    /// Returns the TCP address of a supervisor, which is read from its log, because port 0 selects a free
+    /// port.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -45,7 +46,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Connects; reads give up when patience ends.
+    /// Connects, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
             Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
@@ -55,16 +56,16 @@ impl Place {
         socket
     }
 
-    /// Sends a request whole and reads the answer.
+    /// Sends a complete request and reads the answer.
     pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
         let mut socket = self.connect();
         socket.send_head(method, path, headers, Some(body.len()));
-        // A request that is refused early may be cut off in the middle.
+        // The supervisor may reject a request early and close the connection.
         let _ = socket.write_all(body);
         Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
     }
 
-    /// A job without further words: operation and payload.
+    /// Sends a job with an operation and a payload.
     pub fn job(&self, bulkhead: &str, operation: &str, headers: &[&str], payload: &[u8]) -> Answer {
         let operation = format!("Bulkhead-Operation: {operation}");
         let mut all = vec![operation.as_str()];
@@ -74,7 +75,7 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. `length` is that of the body, if it is to be told.
+    /// Sends the head of a request. `length` is the value of `Content-Length`, if any.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {
@@ -89,7 +90,7 @@ impl Socket {
         let _ = self.write_all(format!("{head}\r\n").as_bytes());
     }
 
-    /// How long a read or a write waits.
+    /// Sets the timeout of reads and writes.
     pub fn give_up_after(&self, time: Duration) {
         let time = Some(time);
         let set = match self {
@@ -99,7 +100,7 @@ impl Socket {
         set.expect("an open socket");
     }
 
-    /// Says that nothing more will be sent.
+    /// Shuts down the sending direction.
     pub fn end_sending(&self) {
         let ended = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
@@ -131,19 +132,19 @@ impl Write for Socket {
     }
 }
 
-/// An answer, read whole.
+/// A complete answer.
 #[derive(Debug)]
 pub struct Answer {
-    /// Its status.
+    /// Status code.
     pub status: u16,
-    /// By name, in small letters; values of the same name are joined by commas.
+    /// Headers by lower-case name. Values of repeated headers are joined with commas.
     pub headers: BTreeMap<String, String>,
-    /// Its body, without what held it together.
+    /// Body without chunk framing.
     pub body: Vec<u8>,
 }
 
 impl Answer {
-    /// Reads one to its end; `None` if there is none, or only a part.
+    /// Reads an answer to its end. Returns `None` if the connection ends before that.
     pub fn read(socket: Socket) -> Option<Self> {
         let mut reader = BufReader::new(socket);
         let (mut status, mut headers) = read_head(&mut reader)?;
@@ -171,22 +172,22 @@ impl Answer {
         Some(Self { status, headers, body })
     }
 
-    /// A header; empty if it is not there.
+    /// Returns the value of a header, or an empty string if it is absent.
     pub fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", String::as_str)
     }
 
-    /// The body as text.
+    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// The body as JSON.
+    /// Returns the body as JSON.
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// The body as a problem document of this status.
+    /// Checks that the answer is a valid problem document with this status, and returns the document.
     #[track_caller]
     pub fn problem(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());

@@ -1,7 +1,8 @@
-//! A ledger of jobs that clients and workers keep, and the supervisor does not: clients write down every
-//! outcome, workers write down every beginning and end in a file of their own, and the kernel counts how many jobs
-//! of a bulkhead run at once. Meanwhile workers are killed, stopped and continued, the configuration is reloaded,
-//! and hostile clients flood the jobs socket. Afterwards the two sides are compared.
+//! A ledger of jobs that is independent of the supervisor. Clients record every outcome. Workers record the
+//! beginning and end of each job in a file, and use file locks to detect more concurrent jobs than allowed.
+//!
+//! Meanwhile workers are killed, stopped and continued, the configuration is reloaded, and hostile clients
+//! flood the jobs socket. Afterwards both records are compared.
 
 pub mod chaos;
 pub mod clients;
@@ -25,10 +26,11 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Mark, Record};
 
-/// The bulkhead whose jobs are mostly alike, so that many of them travel ahead of its worker.
+/// The bulkhead whose jobs mostly have the same priority and tenant, so that many of them are prefetched.
 pub const AHEAD: &str = "ahead";
 
-/// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
+/// Bulkheads under load, with the number of jobs that each can run at once. The disturbances never change
+/// these numbers.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -71,79 +73,82 @@ pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
 ];
 
-/// One bulkhead under load.
+/// A bulkhead under load.
 pub struct Bulkhead {
-    /// Its name.
+    /// Name of the bulkhead.
     pub name: &'static str,
-    /// Worker processes.
+    /// Number of worker processes.
     pub processes: usize,
-    /// Jobs for each.
+    /// Number of concurrent jobs per worker.
     pub max_in_flight: usize,
-    /// Further keys.
+    /// Further keys in TOML.
     pub keys: &'static str,
 }
 
 impl Bulkhead {
-    /// Jobs that may run at once.
+    /// Returns the maximum number of concurrent jobs.
     pub fn bound(&self) -> usize {
         self.processes * self.max_in_flight
     }
 
-    /// The limit when nothing runs. A worker has no more permits than jobs that it may still begin, and one at least.
+    /// Returns the expected limit without running jobs. A worker has at least one permit, and otherwise no
+    /// more than the jobs left before its recycling.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
     }
 }
 
-/// How long, and by which random numbers.
+/// Parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// How long the load lasts.
+    /// Duration of the load.
     pub lasts: Duration,
-    /// The seed of what happens; the moments at which it happens are the machine's.
+    /// Seed of the random choices. The timing still depends on the machine.
     pub seed: u64,
-    /// Whether jobs hang and workers are stopped, so that the supervisor has workers to kill. A worker that it has sent
-    /// SIGKILL may still run for a moment while its successor does; without them the bound is never passed.
+    /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that
+    /// was sent SIGKILL can run for a moment next to its successor. Without hangs the limit is never
+    /// exceeded.
     pub has_hangs: bool,
 }
 
-/// What both sides wrote down.
+/// Results of a run.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// Jobs by outcome and reason.
+    /// Number of jobs by outcome and reason.
     pub outcomes: std::collections::BTreeMap<String, usize>,
-    /// What was done to the supervisor and its workers, by kind.
+    /// Number of disturbances by kind.
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
-    /// Jobs that began at least once.
+    /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Jobs that began while as many ran as may, one of which never ended: a worker that was sent SIGKILL may still
-    /// be there when its spare begins.
+    /// Number of jobs that began above the limit while another job never ended. A worker that was sent
+    /// SIGKILL can still exist when its spare begins a job.
     pub beside_killed: usize,
-    /// Jobs reported as executed of which no worker recorded a beginning. A worker can die between the claim of a job
-    /// and the record, so a few are possible.
+    /// Number of jobs reported as executed without a recorded beginning. A worker can die between the claim
+    /// of a job and the record, so a few are possible.
     pub executed_unseen: usize,
-    /// What must never happen and did, a sentence each.
+    /// Violations of invariants, as sentences.
     pub faults: Vec<String>,
-    /// Descriptors of the supervisor: at rest before the load, and after.
+    /// Descriptors of the supervisor at rest, before and after the load.
     pub descriptors: (usize, usize),
-    /// Resident bytes of the supervisor: at rest after a fifth of the load, and at the end.
+    /// Resident memory of the supervisor at rest in bytes, after a fifth of the load and at the end.
     pub resident: (u64, u64),
 }
 
-/// Faults of one kind that are told apart; the rest is counted.
+/// Maximum number of reported faults per kind. The rest is counted.
 const TOLD_MAX: usize = 5;
 
-/// Descriptors that the supervisor may hold at rest beyond those of the beginning.
+/// Allowed growth of the descriptors at rest.
 const DESCRIPTORS_SLACK: usize = 12;
 
-/// Bytes by which the supervisor may grow between the two rests: allocators keep some of what floods took, and in a
-/// run of seconds the first of these may come after the first rest. In ten minutes it grew by 4 MiB.
+/// Allowed growth of the resident memory between the two measurements, in bytes. Allocators keep some memory
+/// of floods, and in a short run the first flood can come after the first measurement. In a run of ten
+/// minutes the growth was 4 MiB.
 const RESIDENT_SLACK: u64 = 96 << 20;
 
-/// Runs it all.
+/// Runs the load and returns the results.
 pub fn keep(plan: Plan) -> Findings {
-    // Workers write in this folder; it is not the supervisor's.
+    // Workers write to this folder. It does not belong to the supervisor.
     let notes = TempDir::new().expect("a temporary folder");
     open_to_all(notes.path());
     let temporary = TempDir::new().expect("a temporary folder");
@@ -166,7 +171,7 @@ pub fn keep(plan: Plan) -> Findings {
     judge(told, deeds, findings, notes.path(), plan)
 }
 
-/// Holds all that was seen against what must be.
+/// Compares the records and fills in the results.
 fn judge(
     told: HashMap<u64, Entry>,
     deeds: Vec<Deed>,
@@ -195,7 +200,8 @@ fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
         .until_ready()
 }
 
-/// The bulkheads in TOML. Another `revision` has another environment, so that a reload replaces all workers.
+/// Returns the bulkheads in TOML. A new `revision` changes the environment, so that a reload replaces all
+/// workers.
 pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     let grace = if plan.has_hangs { "50ms" } else { "60s" };
     let program = programs().join("ledger");
@@ -220,7 +226,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Clients and chaos at once, until time is up and every job has its outcome.
+/// Runs clients and disturbances at once, until the time is up and every job has its outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());
@@ -229,7 +235,7 @@ fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashM
     (told, chaos.end())
 }
 
-/// Waits until all room can be taken at once.
+/// Waits until every bulkhead can run its maximum number of jobs at once.
 fn fill_all(supervisor: &Supervisor) {
     clients::on_this_thread(async {
         let client = Client::connect(supervisor.socket()).await.expect("the supervisor runs");
@@ -237,11 +243,11 @@ fn fill_all(supervisor: &Supervisor) {
     });
 }
 
-/// How often the supervisor must have been at rest when it was looked at.
+/// Number of measurements at rest.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until nothing is in flight and all room is there; returns how many descriptors the supervisor has then. Workers
-/// are recycled by age meanwhile, which takes some for a moment: the fewest count.
+/// Waits until no job is in flight and all limits are restored. Returns the smallest number of descriptors
+/// measured then, because recycling by age briefly uses more.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -263,7 +269,7 @@ fn at_rest(supervisor: &Supervisor) -> usize {
     }
 }
 
-/// The last that the supervisor logged of these bulkheads.
+/// Returns the last log lines about these bulkheads.
 fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     let log = supervisor.log();
     let tells = |line: &&str| busy.iter().any(|state| line.contains(&state.name));
@@ -271,7 +277,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// The state of a bulkhead that has work, or less room for it than its configuration says.
+/// Returns the state of a bulkhead that has jobs, or a lower limit than expected at rest.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {
@@ -294,7 +300,7 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     }
 }
 
-/// What is left of a supervisor that has ended, a sentence each.
+/// Returns remains of a supervisor that has ended, as sentences.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));
@@ -308,7 +314,7 @@ fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     left
 }
 
-/// Files and folders that are left of workers.
+/// Returns the remaining files and folders of workers.
 fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut waiting = vec![folder.to_owned()];
@@ -327,7 +333,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Holds what clients were told against what workers wrote down.
+/// Compares the outcomes of the clients with the records of the workers.
 fn compare(
     told: &HashMap<u64, Entry>,
     records: &[Record],
@@ -389,7 +395,7 @@ fn compare(
     }
 }
 
-/// A record, and what was done in the second before it.
+/// Describes a record with the disturbances in the 1.5 seconds before it.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

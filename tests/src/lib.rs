@@ -1,5 +1,5 @@
-//! What the end-to-end tests share: a real supervisor in a folder of its own, its processes, its admin
-//! socket. Nothing here stands in for the real thing.
+//! Shared parts of the end-to-end tests: starts real supervisors, each in a temporary folder, and observes
+//! their processes and admin sockets. There are no mocks.
 
 pub mod attempts;
 pub mod browser;
@@ -27,13 +27,14 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// For workers that tell their process: without a sandbox its number is the machine's.
+/// Disables the sandbox, for workers that report their process id. A sandboxed worker only knows its number
+/// inside a pid namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
-/// How long a condition may take that comes true at once on a healthy, idle machine.
+/// Maximum time to wait for a condition. On a healthy, idle machine the condition is true at once.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Waits until `condition` gives a value; panics with `what` when patience ends.
+/// Waits until `condition` returns a value. Panics with `what` after [`PATIENCE`].
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
@@ -45,24 +46,24 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Has SIGALRM end this process if it is still there when all of its tests have long had their time. The harness has named
-/// the test that hangs by then; what is tested may wait for ever, and CI may not.
+/// Ends this process by SIGALRM long after all tests should have finished, so that CI never hangs. By then
+/// the harness has named the hanging test.
 fn end_if_it_hangs() {
     const SECONDS_MAX: u32 = 20 * 60;
     nix::unistd::alarm::set(SECONDS_MAX);
 }
 
-/// The folder with the workspace's programs, built once for each test process.
+/// Returns the folder of the workspace's programs. Builds them once per test process.
 pub fn programs() -> PathBuf {
     static BUILD: Once = Once::new();
     let own = std::env::current_exe().expect("a test has a path");
     let beside = own.parent().expect("a program lies in a folder");
-    // Tests lie in target/PROFILE/deps, programs in target/PROFILE.
+    // Tests are in target/PROFILE/deps, programs in target/PROFILE.
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // One small test among the targets makes cargo select the same features as `cargo test --workspace` does, so
-        // that nothing is compiled twice.
+        // Naming one small test makes cargo select the same features as `cargo test --workspace`, so that
+        // nothing is compiled twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
         match folder.file_name().and_then(|name| name.to_str()) {
@@ -70,7 +71,7 @@ pub fn programs() -> PathBuf {
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // The ledger runs for as long as it is told to.
+        // The ledger program has no time limit.
         if beside.ends_with("deps") {
             end_if_it_hangs();
         }
@@ -78,28 +79,28 @@ pub fn programs() -> PathBuf {
     folder
 }
 
-/// A running supervisor. Dropping it kills it, and checks nothing: tests do.
+/// A running supervisor, which is killed when dropped.
 pub struct Supervisor {
-    /// The process.
+    /// The process of the supervisor.
     pub child: Child,
-    /// Where its files are.
+    /// Folder with the configuration, the sockets and the log.
     pub folder: TempDir,
 }
 
 impl Supervisor {
-    /// Starts one whose bulkheads are `bulkheads`, in TOML; `MISBEHAVE` stands for the path of the worker
-    /// that misbehaves on request. Returns once every bulkhead's first start has ended.
+    /// Starts a supervisor with `bulkheads` in TOML, where `MISBEHAVE` stands for the path of the worker that
+    /// misbehaves on request. Returns once the first start of every bulkhead has finished.
     pub fn start(bulkheads: &str) -> Self {
         Self::start_with("", bulkheads)
     }
 
-    /// The same, with further keys for `[supervisor]`.
+    /// Starts a supervisor like [`Supervisor::start`], with further keys for `[supervisor]`.
     pub fn start_with(supervisor_keys: &str, bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         Self::launch(folder, supervisor_keys, bulkheads).until_ready()
     }
 
-    /// Waits until every bulkhead's first start has ended.
+    /// Waits until the first start of every bulkhead has finished.
     pub fn until_ready(mut self) -> Self {
         wait_for("the supervisor is ready", || {
             if let Some(status) = self.child.try_wait().expect("our own child") {
@@ -110,18 +111,18 @@ impl Supervisor {
         self
     }
 
-    /// Starts one with further arguments and variables of its environment.
+    /// Starts a supervisor with further arguments and environment variables.
     pub fn start_as(arguments: &[&str], variables: &[(&str, &str)], bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         Self::launch_as(folder, (arguments, variables), "", bulkheads).until_ready()
     }
 
-    /// Starts one in this folder, and does not wait for anything.
+    /// Starts a supervisor in this folder without waiting.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
     }
 
-    /// Starts one in this folder with further variables of its environment, and does not wait for anything.
+    /// Starts a supervisor in this folder with further environment variables, without waiting.
     pub fn launch_with_variables(
         folder: TempDir,
         variables: &[(&str, &str)],
@@ -142,7 +143,7 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts one on a kernel that seems to know no `SO_PASSRIGHTS`, as before Linux 6.16.
+    /// Starts a supervisor for which the kernel seems to lack `SO_PASSRIGHTS`, as before Linux 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -150,7 +151,8 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
-    /// Starts one in this folder by way of a program that becomes it, such as `env`, and does not wait for anything.
+    /// Starts a supervisor in this folder without waiting, through a wrapper that executes the supervisor,
+    /// such as `env`.
     pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let mut command = Command::new(wrapper[0]);
         command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));
@@ -177,45 +179,45 @@ impl Supervisor {
         Self { child, folder }
     }
 
-    /// Puts another configuration in the place of the present one, which no reader sees half written.
+    /// Replaces the configuration file atomically.
     pub fn configure(&self, supervisor_keys: &str, bulkheads: &str) {
         write_config(self.folder.path(), supervisor_keys, bulkheads);
     }
 
-    /// The jobs socket.
+    /// Returns the path of the jobs socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Its process.
+    /// Returns the process id of the supervisor.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The keeper's process.
+    /// Returns the process id of the keeper.
     pub fn keeper(&self) -> u32 {
         wait_for("the keeper runs", || {
             children(self.pid()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead-keeper"))
         })
     }
 
-    /// What it wrote to its standard error.
+    /// Returns the supervisor's standard error.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the supervisor.
     pub fn signal(&self, signal: Signal) {
         kill_pid(self.pid(), signal);
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the supervisor.
     pub fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
         wait_for("the supervisor ends", || child.try_wait().expect("our own child"))
     }
 
-    /// The `bulkhead` command, aimed at this supervisor.
+    /// Returns the `bulkhead` command, connected to this supervisor.
     pub fn command(&self) -> Command {
         let mut command = Command::new(programs().join("bulkhead"));
         command.arg("--socket").arg(self.socket());
@@ -223,38 +225,38 @@ impl Supervisor {
         command
     }
 
-    /// A GET on the admin socket: status and body. `None` while nothing listens.
+    /// Sends a GET request to the admin socket. Returns status and body, or `None` while nothing listens.
     pub fn try_get(&self, path: &str) -> Option<(u16, String)> {
         self.request("GET", path)
     }
 
-    /// The JSON under a path of the admin socket.
+    /// Returns the JSON document at a path of the admin socket.
     pub fn get(&self, path: &str) -> Value {
         let (status, body) = self.try_get(path).expect("the admin socket answers");
         assert_eq!(status, 200, "{path}: {body}");
         serde_json::from_str(&body).expect("JSON")
     }
 
-    /// A POST on the admin socket: status and body.
+    /// Sends a POST request to the admin socket. Returns status and body.
     pub fn post(&self, path: &str) -> (u16, String) {
         self.request("POST", path).expect("the admin socket answers")
     }
 
-    /// A PATCH on the admin socket: status and answer.
+    /// Sends a PATCH request to the admin socket. Returns status and body.
     pub fn patch(&self, path: &str, body: &str) -> (u16, Value) {
         let admin = self.folder.path().join("admin.sock");
         let (status, answer) = request(&admin, "PATCH", path, body).expect("the admin socket answers");
         (status, serde_json::from_str(&answer).expect("JSON"))
     }
 
-    /// Gives a bulkhead other numbers; returns its snapshot.
+    /// Changes limits of a bulkhead. Returns its snapshot.
     pub fn resize(&self, bulkhead: &str, body: &str) -> Value {
         let (status, answer) = self.patch(&format!("/v1/bulkheads/{bulkhead}"), body);
         assert_eq!(status, 200, "{body}: {answer}");
         answer
     }
 
-    /// The events of one kind, as far as they are kept.
+    /// Returns the retained events of one kind.
     pub fn events(&self, kind: &str) -> Vec<Value> {
         let (status, lines) = self.try_get("/v1/events?follow=false").expect("the admin socket answers");
         assert_eq!(status, 200, "{lines}");
@@ -262,24 +264,24 @@ impl Supervisor {
         parsed.filter(|event| event["kind"] == kind).collect()
     }
 
-    /// Waits until so many events of a kind are told, and returns them.
+    /// Waits for at least `count` events of one kind, and returns them.
     pub fn wait_events(&self, kind: &str, count: usize) -> Vec<Value> {
         wait_for(&format!("{count} of {kind}"), || {
             Some(self.events(kind)).filter(|events| events.len() >= count)
         })
     }
 
-    /// A file in its folder, which is also where workers start.
+    /// Returns the path of a file in the supervisor's folder, which is also the working folder of workers.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// How many bytes the file has; 0 if there is none.
+    /// Returns the size of a file in bytes, or 0 if it does not exist.
     pub fn file_bytes(&self, name: &str) -> usize {
         std::fs::metadata(self.file(name)).map_or(0, |about| about.len() as usize)
     }
 
-    /// Makes an empty file in its folder: a sign for workers.
+    /// Creates an empty file in the supervisor's folder, as a signal for workers.
     pub fn touch(&self, name: &str) {
         std::fs::write(self.file(name), "").expect("a writable folder");
     }
@@ -288,27 +290,27 @@ impl Supervisor {
         request(&self.folder.path().join("admin.sock"), method, path, "")
     }
 
-    /// The snapshot of a bulkhead.
+    /// Returns the snapshot of a bulkhead.
     pub fn snapshot(&self, bulkhead: &str) -> Value {
         self.get(&format!("/v1/bulkheads/{bulkhead}"))
     }
 
-    /// The snapshot of a bulkhead, as its readers read it.
+    /// Returns the snapshot of a bulkhead, deserialized.
     pub fn state(&self, bulkhead: &str) -> Snapshot {
         serde_json::from_value(self.snapshot(bulkhead)).expect("a snapshot")
     }
 
-    /// A number in the snapshot of a bulkhead.
+    /// Returns a number in the snapshot of a bulkhead.
     pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
         self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is no number"))
     }
 
-    /// The processes of a bulkhead's workers.
+    /// Returns the process ids of a bulkhead's workers.
     pub fn worker_pids(&self, bulkhead: &str) -> Vec<u32> {
         self.state(bulkhead).workers.iter().filter_map(|worker| worker.pid).collect()
     }
 
-    /// Waits until the number in a bulkhead's snapshot is this.
+    /// Waits until a number in the snapshot of a bulkhead has this value.
     pub fn wait_number(&self, bulkhead: &str, field: &str, value: u64) {
         wait_for(&format!("{field} of {bulkhead} is {value}"), || {
             (self.number(bulkhead, field) == value).then_some(())
@@ -345,16 +347,16 @@ fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, S
     Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
 }
 
-/// Looks again and again whether the books of a supervisor balance: every job that was submitted has its
-/// outcome, is in flight, or waits. The snapshots of all bulkheads are of one moment. No bulkhead may have one
-/// named `entry` as its fallback.
+/// Checks continuously that the counters of a supervisor balance: every submitted job has an outcome, is in
+/// flight, or is queued. The snapshots of all bulkheads are taken at the same moment. A bulkhead named
+/// `entry` must not be a fallback.
 pub struct Auditor {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64, String>>,
 }
 
 impl Auditor {
-    /// Begins to look.
+    /// Starts checking.
     pub fn of(supervisor: &Supervisor) -> Self {
         let admin = supervisor.folder.path().join("admin.sock");
         let is_over = Arc::new(AtomicBool::new(false));
@@ -379,7 +381,7 @@ impl Auditor {
         Self { is_over, thread }
     }
 
-    /// Looks a last time; panics if anything was wrong at any time.
+    /// Checks a last time. Panics if any check failed.
     pub fn finish(self) {
         self.is_over.store(true, Ordering::SeqCst);
         match self.thread.join().expect("the auditor does not panic") {
@@ -400,7 +402,7 @@ fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
-    // The one that takes no guests balances by itself, with what its fallbacks have of it.
+    // `entry` is no fallback of others, so it balances alone, together with its jobs at fallbacks.
     for of in bulkheads.iter().filter(|of| of.name == "entry") {
         if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
             return Err(format!("by itself: {of:?}"));
@@ -414,7 +416,7 @@ impl Drop for Supervisor {
         if std::thread::panicking() {
             eprintln!("--- the supervisor's log:\n{}", self.log());
         }
-        // It may have ended already.
+        // The supervisor may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -433,7 +435,7 @@ fn dechunk(mut body: &str) -> String {
     whole
 }
 
-/// Sends a signal to a process that may be gone.
+/// Sends a signal to a process, if the process still exists.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
     // The kernel tells one thread, which may get its processor late. Until then the other threads run on.
@@ -449,34 +451,34 @@ fn has_stopped(pid: u32) -> bool {
     stats.all(|stat| stat[stat.rfind(')').unwrap_or(0) + 1..].trim_start().starts_with(['T', 't', 'Z', 'X']))
 }
 
-/// A process's state letter and parent; `None` if it is gone. A zombie is not gone.
+/// Returns the state letter and the parent of a process, or `None` if it does not exist. Zombies exist.
 fn stat(pid: u32) -> Option<(char, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
 
-/// Whether a process runs; a zombie does not.
+/// Returns true if a process exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     stat(pid).is_some_and(|(state, _)| state != 'Z')
 }
 
-/// A process's short name.
+/// Returns the short name of a process.
 pub fn name(pid: u32) -> Option<String> {
     Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
 }
 
-/// The parent of a process.
+/// Returns the parent of a process.
 pub fn parent(pid: u32) -> Option<u32> {
     stat(pid).map(|(_, parent)| parent)
 }
 
-/// The living children of a process.
+/// Returns the living children of a process.
 pub fn children(parent: u32) -> Vec<u32> {
     all_pids().into_iter().filter(|&pid| stat(pid).is_some_and(|(s, p)| p == parent && s != 'Z')).collect()
 }
 
-/// The living processes whose command line holds `marker`.
+/// Returns the living processes whose command line contains `marker`.
 pub fn processes_with(marker: &str) -> Vec<u32> {
     let holds = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -490,7 +492,7 @@ fn all_pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Whether this kernel can refuse descriptors to those who send them: Linux 6.16 and later.
+/// Returns true if this kernel lets a socket refuse descriptors (Linux 6.16 and later).
 pub fn refuses_descriptors() -> bool {
     let release = nix::sys::utsname::uname().expect("a kernel has a name");
     let release = release.release().to_string_lossy().into_owned();
@@ -498,23 +500,23 @@ pub fn refuses_descriptors() -> bool {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 16)
 }
 
-/// Open descriptors of a process.
+/// Returns the number of open descriptors of a process.
 pub fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
-/// Threads of a process.
+/// Returns the number of threads of a process.
 pub fn threads(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count)
 }
 
-/// Resident bytes of a process.
+/// Returns the resident memory of a process, in bytes.
 pub fn resident_bytes(pid: u32) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-/// Counts things by name, for messages that say what was seen.
+/// Counts equal items, for assertion messages.
 pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     let mut counts = BTreeMap::new();
     for item in items {
@@ -523,7 +525,7 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// Runs a future whose own code may block: the client's tasks have threads of their own.
+/// Runs a future that may block its thread. The client's tasks run on the other threads of the runtime.
 pub fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -533,7 +535,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
         .block_on(future)
 }
 
-/// How a job ended: `ok`, or outcome and reason as in `rejected/queue_full`.
+/// Returns the outcome of a job: `ok`, or outcome and reason as in `rejected/queue_full`.
 pub fn outcome(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(_) => "ok".into(),
@@ -546,8 +548,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// The default sandbox, in which workers of tests may leave marks in the folder of their configuration, which is the
-/// test's user's as they are, and shells may become one of our programs.
+/// Returns the default sandbox of tests. Workers can write to the folder of their configuration, because they
+/// run as the test's user, and can execute the workspace's programs.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

@@ -1,4 +1,5 @@
-//! What the machine that a test runs on has. What it lacks is said, so that nothing is left out quietly.
+//! Checks whether this machine meets the prerequisites of tests. Each check prints a missing prerequisite, so
+//! that no test is skipped silently.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +8,7 @@ use serde_json::Value;
 
 use crate::programs;
 
-/// Whether this test runs as root. If not, says so.
+/// Returns true if this test runs as root. Otherwise prints a note.
 pub fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
@@ -16,7 +17,7 @@ pub fn is_root() -> bool {
     is_root
 }
 
-/// Whether there is such a program. If not, says so.
+/// Returns true if the program exists. Otherwise prints a note.
 pub fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -25,7 +26,7 @@ pub fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Whether this machine can have these layers, by their names in `doctor`. If not, says so.
+/// Returns true if this machine supports the layers, named as in `doctor`. Otherwise prints a note.
 pub fn has_layers(layers: &[&str]) -> bool {
     let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();
     let output = output.expect("the supervisor's program runs").stdout;

@@ -1,38 +1,38 @@
-//! A strict reader of OpenMetrics 1.0, as far as Bulkhead writes it: whatever it does not expect is an error.
+//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Anything else is an error.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A metric with all its samples.
+/// A metric family with all its samples.
 #[derive(Debug)]
 pub struct Family {
-    /// Without suffix.
+    /// Name without suffix.
     pub name: String,
     /// `counter`, `gauge` or `histogram`.
     pub kind: String,
-    /// In the order of the page.
+    /// Samples in the order of the page.
     pub samples: Vec<Sample>,
 }
 
-/// One line.
+/// A sample line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// With suffix.
+    /// Name with suffix.
     pub name: String,
     /// All labels.
     pub labels: BTreeMap<String, String>,
-    /// The number.
+    /// The value.
     pub value: f64,
 }
 
-/// A whole page.
+/// A complete page.
 #[derive(Debug)]
 pub struct Page {
-    /// In the order of the page.
+    /// Families in the order of the page.
     pub families: Vec<Family>,
 }
 
 impl Page {
-    /// Reads a page, or says what is wrong with it.
+    /// Parses a page. Returns an error that describes the first problem.
     pub fn parse(text: &str) -> Result<Self, String> {
         let body = text.strip_suffix("# EOF\n").ok_or("it does not end with # EOF")?;
         if !body.is_empty() && !body.ends_with('\n') {
@@ -53,13 +53,13 @@ impl Page {
         Ok(Self { families })
     }
 
-    /// The family of this name, without suffix.
+    /// Returns the family with this name, without suffix.
     pub fn family(&self, name: &str) -> &Family {
         let found = self.families.iter().find(|family| family.name == name);
         found.unwrap_or_else(|| panic!("there is no {name}"))
     }
 
-    /// All samples of this name, with suffix, that have these labels, whatever others they have.
+    /// Returns all samples with this name, including the suffix, that have at least these labels.
     pub fn samples<'p>(
         &'p self,
         name: &'p str,
@@ -74,12 +74,12 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Their sum.
+    /// Returns the sum of these samples.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Every sample that can only grow, by its name and labels.
+    /// Returns every sample that can only grow, by name and labels.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);
@@ -158,7 +158,7 @@ fn read_sample(line: &str) -> Result<Sample, String> {
     Ok(Sample { name: name.into(), labels, value })
 }
 
-/// What stands before the closing quote, and what comes after it.
+/// Parses a quoted value. Returns the value and the rest of the text.
 fn read_quoted(text: &str) -> Result<(String, &str), String> {
     let mut value = String::new();
     let mut characters = text.char_indices();
@@ -190,10 +190,10 @@ fn check_family(family: &Family) -> Result<(), String> {
     if family.kind == "histogram" { check_histogram(family) } else { Ok(()) }
 }
 
-/// The samples of a histogram with the same labels.
+/// Samples of a histogram that share the same labels.
 #[derive(Debug, Default)]
 struct Series {
-    /// Bound and count.
+    /// Upper bounds and cumulative counts.
     buckets: Vec<(f64, f64)>,
     counts: Vec<f64>,
     sums: Vec<f64>,
@@ -222,7 +222,7 @@ fn check_histogram(family: &Family) -> Result<(), String> {
 }
 
 impl Series {
-    /// Cumulative, in order, and complete.
+    /// True if the buckets are cumulative, ordered and complete.
     fn is_sound(&self) -> bool {
         let Self { buckets, counts, sums } = self;
         let is_ordered = buckets.is_sorted_by(|a, b| a.0 < b.0) && buckets.is_sorted_by(|a, b| a.1 <= b.1);

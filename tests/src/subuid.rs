@@ -1,5 +1,5 @@
-//! A user with ids of its own in `/etc/subuid` and `/etc/subgid`, for tests: in a mount namespace where these files
-//! say so, so that the machine's stay as they are.
+//! A user with ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced inside a mount
+//! namespace, so that the machine's files stay unchanged.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -8,28 +8,28 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::machine::{has_layers, has_program, is_root};
 
-/// A user of this test's, and what ids it has.
+/// A user of this test, with its ids.
 #[derive(Clone, Copy, Debug)]
 pub struct User {
-    /// Its number, and its group's.
+    /// User id and group id.
     pub uid: u32,
     first: u32,
     has_ids: bool,
 }
 
-/// Users and ids that this machine does not have.
+/// First user id, and first subordinate id. This machine must not use either range.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 
-/// Ids of each user.
+/// Number of subordinate ids of each user.
 const COUNT: u32 = 100;
 
-/// What it takes to give a worker such an id.
+/// Layers needed to run workers with subordinate ids.
 pub const LAYERS: &[&str] =
     &["landlock scopes", "seccomp notify", "user namespace", "tree end", "mount_setattr"];
 
 impl User {
-    /// One with ids, where this test can have that. If not, says so.
+    /// Creates a user with ids. Prints a note and returns `None` if this machine cannot do that.
     pub fn with_ids() -> Option<Self> {
         const FILES: [&str; 6] = [
             "/usr/bin/newuidmap",
@@ -43,7 +43,7 @@ impl User {
         can.then(|| Self::new(true))
     }
 
-    /// One without.
+    /// Creates a user without ids.
     pub fn without_ids() -> Option<Self> {
         let can = is_root() && ["/usr/bin/setpriv", "/usr/bin/unshare"].iter().all(|path| has_program(path));
         can.then(|| Self::new(false))
@@ -52,18 +52,18 @@ impl User {
     fn new(has_ids: bool) -> Self {
         static USED: AtomicU32 = AtomicU32::new(0);
         let number = USED.fetch_add(1, Ordering::Relaxed);
-        // Test programs that run at once have others.
+        // Test programs that run at the same time must use different users.
         let own = std::process::id() % 1000;
         Self { uid: USERS + own * 100 + number, first: IDS + (own * 100 + number) * COUNT, has_ids }
     }
 
-    /// Its ids.
+    /// Returns the subordinate ids of the user.
     pub fn ids(&self) -> RangeInclusive<u32> {
         self.first..=self.first + COUNT - 1
     }
 
-    /// A command that runs what follows its arguments as this user, whose home is this folder. `more` are arguments
-    /// of `setpriv`.
+    /// Returns a command that runs its further arguments as this user, with `home` as the home folder. `more`
+    /// are arguments of `setpriv`.
     pub fn command(&self, home: &Path, more: &[&str]) -> Command {
         let Self { uid, first, has_ids } = self;
         let etc = home.join("etc");

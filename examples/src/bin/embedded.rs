@@ -1,5 +1,5 @@
-//! An application that has its supervisor in its own process. This one program is all there is: the application, its
-//! worker, and the keeper that starts, confines and ends the worker.
+//! An application with an embedded supervisor. This single program is the application, the worker, and the
+//! keeper that starts, confines and ends the worker.
 
 use std::error::Error;
 use std::path::Path;
@@ -11,7 +11,7 @@ use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
 use bulkhead_worker::{Ctx, HandlerError, Job};
 
 fn main() -> ExitCode {
-    // First of all: does not return in the keeper.
+    // Must come first. Does not return in the keeper.
     keeper_main_if_asked();
     if std::env::args().nth(1).is_some_and(|argument| argument == "worker") {
         return bulkhead_worker::serve(count);
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What is not trusted to be well: it runs in a process of its own.
+/// The untrusted code, which runs in a worker process.
 fn count(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "words" => Ok(String::from_utf8_lossy(job.payload()).split_whitespace().count().to_string().into()),
@@ -46,7 +46,8 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // The path is where relative ones begin; `config::load_embedded` reads a file.
+    // Relative paths in the text start from the folder of this path. `config::load_embedded` reads a file
+    // instead.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;
@@ -54,7 +55,7 @@ fn application() -> Result<(), Box<dyn Error>> {
     ask(&client, "crash", "");
     ask(&client, "hang", "");
     ask(&client, "words", "still here");
-    // Nothing of it is left after this, no process and no thread.
+    // Returns when all processes and threads of the supervisor have ended.
     Ok(supervisor.shutdown()?)
 }
 

@@ -1,4 +1,4 @@
-//! A worker that does what it should not, when it is asked to: the operation says what.
+//! A worker that misbehaves on request. The operation selects the kind of misbehaviour.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "spin" => loop {
             std::hint::spin_loop();
         },
-        // Forks a tree that leaves the session and ignores SIGTERM, and hangs.
+        // Forks a process tree that leaves the session and ignores SIGTERM, and hangs.
         "fork" => {
             let script =
                 "trap '' TERM; (setsid sleep 1000 &); (setsid sh -c 'sleep 1000 & sleep 1000' &); true";
@@ -48,7 +48,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     }
 }
 
-/// Writes where nothing is mapped.
+/// Writes to an unmapped address.
 fn segfault() -> ! {
     let nowhere = std::ptr::without_provenance_mut::<u8>(8);
     #[expect(unsafe_code, reason = "a memory bug is what this operation is for")]

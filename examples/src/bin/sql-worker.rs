@@ -1,7 +1,10 @@
-//! A real SQL engine behind a bulkhead: SQLite runs whatever a tenant wrote. Each tenant has a database
-//! of its own, in memory. Nothing here watches the query: a runaway one ends at its deadline, with the
-//! process. The operation `polite` does watch, and gives up when no client waits any more: the process
-//! lives on. A query that eats memory ends at SQLite's own limit.
+//! A real SQL engine behind a bulkhead: SQLite runs arbitrary SQL of tenants. Each tenant has a separate
+//! in-memory database.
+//!
+//! - By default the worker does not watch the query. A runaway query ends at the deadline, together with the
+//!   process.
+//! - The operation `polite` stops the query when no client waits for the result, and the process survives.
+//! - A query that uses too much memory ends at SQLite's own limit.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -16,13 +19,13 @@ use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
 
-/// Databases that are kept; beyond that the worker starts over.
+/// Maximum number of cached databases. Above this number the worker drops all of them.
 const TENANTS_MAX: usize = 64;
 
-/// What SQLite may allocate in one process, in bytes; well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
-/// How many of SQLite's instructions run between two looks at the cancellation.
+/// Number of SQLite instructions between two checks for cancellation.
 const STEPS_PER_LOOK: i32 = 10_000;
 
 type Databases = Mutex<HashMap<String, Connection>>;
@@ -32,12 +35,12 @@ fn main() -> ExitCode {
 }
 
 fn prepare() -> rusqlite::Result<Databases> {
-    // Set through any connection, it holds for the process.
+    // The limit applies to the whole process, whichever connection sets it.
     Connection::open_in_memory()?.pragma_update(None, "hard_heap_limit", HEAP_BYTES_MAX)?;
     Ok(Databases::default())
 }
 
-/// Runs the query until no client waits for its rows any more.
+/// Runs the query to the end, or until no client waits for the rows.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -45,7 +48,7 @@ fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     })
 }
 
-/// Runs the query until it ends.
+/// Runs the query to the end.
 fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     answer(job, ctx, |database| database.progress_handler(0, None::<fn() -> bool>))
 }
@@ -99,8 +102,8 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// The party to blame: what SQLite does not like about a query is its author's fault, and only trouble with
-/// SQLite itself speaks against the bulkhead.
+/// Decides who is responsible for an error. Errors in a query are the caller's fault. Only internal errors of
+/// SQLite count against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
     use ErrorCode as C;
     let message = error.to_string();

@@ -1,6 +1,6 @@
-//! The tour: supervises the examples, sends real work and hostile work at the same time, shows what
-//! became of every job, and checks that nothing but the hostile jobs came to harm. What is judged is that, and not how
-//! fast this machine is, or what else it has to do.
+//! The tour: supervises the examples and sends ordinary and hostile jobs at the same time. Prints the outcome
+//! of each job, and checks that only hostile jobs failed. The checks are independent of the speed and load of
+//! the machine.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -10,25 +10,26 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_linux::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
-/// How long anything may take on a machine that has other work: to start, to stop, to do an honest job. On an idle
-/// one it takes milliseconds.
+/// Maximum time to start, to stop, or for an ordinary job on a busy machine. On an idle machine each takes
+/// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The deadline of jobs that never end; longer each time that one spent it in the queue, where nothing was seen of it.
+/// Deadline of jobs that never end. Doubled after each expiry in the queue, because such a job proves
+/// nothing.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A job, and what must become of it.
+/// A job with the expected outcomes.
 struct Case {
     bulkhead: &'static str,
     operation: &'static str,
     tenant: String,
     what: String,
     payload: Vec<u8>,
-    /// The outcomes that are as promised.
+    /// Acceptable outcomes.
     expected: &'static [&'static str],
-    /// Whether it would run for ever.
+    /// True if the job never ends by itself.
     is_endless: bool,
 }
 
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
 
 fn tour() -> Result<()> {
     let programs = build()?;
-    // Whatever outlives its parents becomes a child of this process, so that nothing can be overlooked.
+    // Orphans become children of this process, so that the tour finds every process that is left behind.
     set_child_subreaper(Some(getpid()))?;
     let folder = tempfile::tempdir()?;
     let thumbnails = programs.join("tour-thumbnails");
@@ -80,11 +81,11 @@ fn tour() -> Result<()> {
     Ok(())
 }
 
-/// The supervisor's process; if the tour ends early, so does it.
+/// The supervisor's process, which is killed if the tour ends early.
 struct Supervisor(Child);
 
 impl Supervisor {
-    /// Asks it to stop, and waits until it has.
+    /// Stops the supervisor and waits until the process has ended.
     fn stop(&mut self) -> Result<()> {
         let pid = i32::try_from(self.0.id())?;
         kill_process(Pid::from_raw(pid).ok_or("the supervisor has no number")?, Signal::TERM)?;
@@ -102,7 +103,7 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        // Its keeper kills everything else.
+        // The keeper then kills all other processes.
         if let Ok(None) = self.0.try_wait() {
             let _ = self.0.kill();
             let _ = self.0.wait();
@@ -110,7 +111,7 @@ impl Drop for Supervisor {
     }
 }
 
-/// The supervisor, its keeper, the workers, and what they forked.
+/// Returns the supervisor, the keeper, the workers, and all descendants.
 fn processes() -> Result<Vec<u32>> {
     Ok(descendants_of(std::process::id())?)
 }
@@ -129,7 +130,7 @@ fn nothing_left() -> Result<()> {
     }
 }
 
-/// Builds whatever the tour starts, in this program's own profile, and returns where it is.
+/// Builds the programs in the profile of this program, and returns the output folder.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
@@ -209,7 +210,7 @@ fn cases() -> Result<Vec<Case>> {
     cases.push(Case { expected: &["failed/out_of_memory"], ..case });
     let case = mallory("a query with a mistake", "SELEKT 1");
     cases.push(Case { expected: &["failed/sql"], ..case });
-    // The endless ones last: they keep both workers until their deadline.
+    // The endless queries come last, because they occupy both workers until their deadline.
     cases.push(mallory("a query that never ends", runaway).endless());
     let case = mallory("the same, watched by its worker", runaway).endless();
     cases.push(Case { operation: "polite", ..case });
@@ -230,8 +231,8 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
-    // At the same time; but the hostile ones one after the other, since what waits behind a job that hangs
-    // would end in the queue.
+    // Both sequences run at the same time. Hostile jobs run sequentially, because a job behind a hanging job
+    // would expire in the queue.
     let sequence = async {
         let mut done = Vec::new();
         for case in hostile {
@@ -295,7 +296,7 @@ async fn send(client: &Client, case: &Case) -> std::result::Result<Reply, JobErr
     let mut deadline = if case.is_endless { ENDLESS } else { PATIENCE };
     loop {
         let result = job(client, case).deadline(deadline).send().await;
-        // It was never begun: there is nothing to judge yet.
+        // The job never began, so the outcome proves nothing yet.
         if deadline >= PATIENCE || outcome(&result) != "deadline_exceeded/queued" {
             return result;
         }

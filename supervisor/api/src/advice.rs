@@ -1,4 +1,4 @@
-//! What the limits of a bulkhead should be, and what was seen of it that says so.
+//! Advice on the limits of a bulkhead, with the observations behind it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,110 +12,110 @@ use crate::Text;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Advice<S: Default = Setting> {
-    /// On which.
+    /// Name of the bulkhead.
     pub bulkhead: String,
-    /// For how long it was seen.
+    /// Length of the observation.
     pub watched_ms: u64,
-    /// Jobs that were seen.
+    /// Number of observed jobs.
     pub jobs: u64,
-    /// Whether that is enough to rely on; otherwise what is said is provisional.
+    /// True if the observation is sufficient to rely on. Otherwise the advice is provisional.
     pub enough: bool,
-    /// What there is too little of.
+    /// The reason why the observation is not sufficient.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
-    /// What the advice rests on.
+    /// Observations that the advice is based on.
     pub seen: Seen,
     /// Keys that should have another value.
     pub advice: Vec<Proposal<S>>,
-    /// Keys that are right as they are, as far as one can tell.
+    /// Keys that should keep their value.
     pub kept: Vec<Kept<S>>,
 }
 
-/// One key that should have another value.
+/// A key that should have another value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Proposal<S: Default = Setting> {
-    /// As in the file.
+    /// Key in the configuration file.
     pub key: Text,
-    /// The value in force.
+    /// Current value.
     pub now: S,
-    /// The better one.
+    /// Proposed value.
     pub proposed: S,
-    /// Why.
+    /// The reason for the proposal.
     pub reason: String,
 }
 
-/// One key that is right as it is.
+/// A key that should keep its value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Kept<S: Default = Setting> {
-    /// As in the file.
+    /// Key in the configuration file.
     pub key: Text,
-    /// The value in force.
+    /// Current value.
     pub now: S,
-    /// Why.
+    /// The reason to keep the value.
     pub reason: String,
 }
 
-/// The value of a key, as the file has it.
+/// The value of a key, as in the configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum Setting {
-    /// It is not there.
+    /// The key is not set.
     #[default]
     Unset,
     /// A number.
     Count(u64),
-    /// A duration or a size.
+    /// A duration or size.
     Text(String),
 }
 
-/// What was seen of a bulkhead. Shares of time are of the time in which it had jobs.
+/// Observations of a bulkhead. Shares of time refer to the time with jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Seen {
-    /// For how long; told beside this.
+    /// Length of the observation. Not serialized, because [`Advice`] has it.
     #[serde(skip)]
     pub watched: Duration,
-    /// Whether the limits were changed before that; not told.
+    /// True if the limits changed at the beginning of the observation. Not serialized.
     #[serde(skip)]
     pub was_changed: bool,
-    /// Jobs that came; told beside this.
+    /// Number of submitted jobs. Not serialized, because [`Advice`] has it.
     #[serde(skip)]
     pub jobs: u64,
-    /// How long there were jobs; summed over tenants, where they are apart.
+    /// Time with jobs, summed over isolated tenants.
     pub busy_ms: u64,
-    /// Jobs in flight, under the numbers in force.
+    /// Jobs in flight under the current limits.
     pub concurrency: Marks<u64>,
-    /// Jobs in flight and waiting together.
+    /// Jobs in flight and queued.
     pub demand: Marks<u64>,
-    /// Jobs that waited.
+    /// Queued jobs.
     pub queued: Marks<u64>,
-    /// Jobs that may be in flight.
+    /// Maximum number of jobs in flight.
     pub limit: u64,
-    /// The share of time in which no permit was free.
+    /// Share of time without a free permit.
     pub time_at_limit: f64,
-    /// The share of time in which workers were missing.
+    /// Share of time with missing workers.
     pub time_short_of_workers: f64,
-    /// How many jobs a worker had.
+    /// Number of jobs that a worker ran.
     pub ran: u64,
-    /// How long jobs waited.
+    /// Waiting times of jobs.
     pub queue_ms: Marks<f64>,
-    /// How long they ran.
+    /// Run times of jobs.
     pub run_ms: Marks<f64>,
-    /// The same, on average.
+    /// Mean run time.
     pub run_mean_ms: f64,
-    /// By reason.
+    /// Rejected jobs, by reason.
     pub rejected: BTreeMap<Text, u64>,
     /// Jobs that missed their deadline.
     pub deadline_exceeded: Late,
-    /// Processors that a job in flight used, if that is known.
+    /// Processors used per job in flight, if known.
     pub processors_per_job: Option<f64>,
-    /// The most that one worker held, if that says anything.
+    /// Largest resident memory of one worker, if meaningful.
     pub rss_max_bytes: Option<u64>,
 }
 
-/// A distribution, by its marks.
+/// A distribution, by its quantiles and maximum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names say it")]
@@ -129,11 +129,11 @@ pub struct Marks<T: Default> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Late {
-    /// While they waited.
+    /// Jobs that missed it while queued.
     pub queued: u64,
-    /// While they ran.
+    /// Jobs that missed it while running.
     pub running: u64,
-    /// Those that ran and had as long as the bulkhead gives; not told.
+    /// Running jobs that had the bulkhead's own deadline. Not serialized.
     #[serde(skip)]
     pub by_own: u64,
 }

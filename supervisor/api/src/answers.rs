@@ -1,4 +1,4 @@
-//! Short answers.
+//! Short answers of the admin API.
 
 use bulkhead_policy::BulkheadState;
 use schemars::JsonSchema;
@@ -10,47 +10,47 @@ use crate::{Text, Word};
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Readiness {
-    /// The bulkheads that are not ready.
+    /// Bulkheads that are not ready.
     pub degraded: Vec<ShortState>,
-    /// Of the supervisor, or of the bulkhead that was asked for.
+    /// State of the supervisor, or of the requested bulkhead.
     pub status: Word<BulkheadState>,
     /// Milliseconds after which to ask again, if no jobs can be sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
 }
 
-/// The state of a bulkhead in short.
+/// The short state of a bulkhead.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ShortState {
-    /// Why it is not well, if it is not.
+    /// The reason if the bulkhead is degraded or failed.
     pub detail: Option<String>,
-    /// Which.
+    /// Name of the bulkhead.
     pub name: String,
-    /// As in its snapshot.
+    /// State, as in the snapshot.
     pub state: Word<BulkheadState>,
 }
 
-/// The answer to a verb.
+/// The answer to an operator's action.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Done {
-    /// To which bulkhead.
+    /// Name of the bulkhead.
     pub bulkhead: String,
-    /// What was done.
+    /// The action that was carried out.
     pub done: Text,
 }
 
-/// One line of `GET /v1/bulkheads/{name}/logs`.
+/// A line of `GET /v1/bulkheads/{name}/logs`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LogLine {
-    /// Lines that the reader was too slow for; all else is absent then.
+    /// Number of lines dropped because the reader was too slow. All other fields are then absent.
     pub dropped: Option<u64>,
-    /// What was written.
+    /// Text of the line.
     pub line: String,
-    /// By which process.
+    /// Process id of the writer.
     pub pid: u32,
-    /// To `stdout` or `stderr`.
+    /// `stdout` or `stderr`.
     pub stream: Text,
 }

@@ -1,24 +1,24 @@
-//! What a client of the admin API asks to have changed.
+//! Bodies of requests that change limits through the admin API.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// What can be changed while a bulkhead runs. What is absent stays.
+/// Limits of a running bulkhead to change. Absent fields stay unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
-    /// Jobs in flight per worker process. Where there are more, as many go on until they end.
+    /// Jobs in flight per worker process. Excess jobs already in flight run to their end.
     pub max_in_flight: Option<u32>,
-    /// Worker processes. Those that are too many finish what they have.
+    /// Number of worker processes. Excess workers finish their jobs first.
     #[schemars(range(min = 1))]
     pub processes: Option<u32>,
-    /// Jobs that may wait. Those that wait already stay.
+    /// Maximum number of queued jobs. Excess jobs already in the queue stay.
     pub max_queue: Option<u32>,
-    /// How fast jobs may come; `null` for as fast as they like.
+    /// Rate limit of the bulkhead, or `null` for none.
     #[serde(default, deserialize_with = "named")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
-    /// `forced_open`, or `auto` to leave it to itself.
+    /// `forced_open`, or `auto` to let the breaker follow its own measurements.
     pub breaker: Option<BreakerMode>,
 }
 
@@ -26,13 +26,13 @@ pub struct Change {
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChangedRate {
-    /// Above 0.
+    /// Jobs per second, above 0.
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub per_second: f64,
-    /// At least 1; `per_second`, rounded up, if absent.
+    /// Burst size, at least 1. The default is `per_second`, rounded up.
     #[schemars(range(min = 1))]
     pub burst: Option<u32>,
-    /// The jobs that share it; if absent, those that do so far, or else all.
+    /// The jobs that share the limit. The default is the current setting, or all jobs.
     pub per: Option<ChangedPer>,
 }
 
@@ -46,56 +46,56 @@ pub enum ChangedPer {
     Tenant,
 }
 
-/// What decides whether a breaker is open.
+/// Control of a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerMode {
-    /// It is open until further notice.
+    /// The breaker stays open until further notice.
     ForcedOpen,
-    /// What it sees.
+    /// The breaker follows its own measurements.
     Auto,
 }
 
-/// One tenant's own numbers, in place of the bulkhead's. What is absent stays.
+/// Limits of one tenant, in place of the bulkhead's. Absent fields stay unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TenantChange {
-    /// Jobs of the tenant in flight; per worker process, if it has workers of its own.
+    /// Jobs of the tenant in flight; per worker process, if the tenant has separate workers.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub max_in_flight: Option<u32>,
-    /// Its worker processes, if it has its own.
+    /// Number of worker processes, if the tenant has separate workers.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub processes: Option<u32>,
-    /// Jobs of it that may wait.
+    /// Maximum number of queued jobs of the tenant.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32")]
     pub max_queue: Option<u32>,
-    /// How fast its jobs may come.
+    /// Rate limit of the tenant.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "TenantRate")]
     pub rate_limit: Option<TenantRate>,
 }
 
-/// A tenant's own `rate_limit`.
+/// `rate_limit` of one tenant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TenantRate {
-    /// Above 0.
+    /// Jobs per second, above 0.
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub per_second: f64,
-    /// At least 1; `per_second`, rounded up, if absent.
+    /// Burst size, at least 1. The default is `per_second`, rounded up.
     #[schemars(range(min = 1))]
     pub burst: Option<u32>,
 }
 
-/// A key that is there, be it with `null`.
+/// Deserializes a present key, which can be `null`.
 fn named<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
-/// A key that is absent or has a value: there is no number in whose place a tenant's own could be taken away.
+/// Deserializes a present key and rejects `null`, because a tenant's limit can be changed but not removed.
 fn given<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let given = Option::deserialize(value)?;
     let nothing =

@@ -1,5 +1,4 @@
-//! What is told of a crash: the report, its name, and its cause, by which two crashes are compared; and of its jobs
-//! that are run again.
+//! Crash reports with their ids and causes, and the results of running their jobs again.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,29 +13,29 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{Text, Word};
 
-/// Bytes of one job's payload that a report holds. Up to this size the data plane has a copy at hand while a
-/// worker has the job; of a larger payload a report has only the size.
+/// Maximum size of one job's payload in a report, in bytes. The data plane keeps a copy of payloads up to
+/// this size while a worker has the job. For a larger payload, the report only has the size.
 pub const PAYLOAD_BYTES_MAX: usize = INLINE_PAYLOAD_BYTES_MAX;
 
-/// Bytes of all payloads in one report.
+/// Maximum total size of the payloads in one report, in bytes.
 pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 
-/// Jobs that one report describes.
+/// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// Names a crash report: when, to the millisecond, and the how-manieth of that supervisor. As text it can be a
-/// file's name, and texts sort as the crashes came: `20260307T101530123-0001`.
+/// The id of a crash report: the time in milliseconds, and a number that counts the supervisor's crashes. Its
+/// text is a valid file name, and texts sort by time: `20260307T101530123-0001`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CrashId {
     at_ms: u64,
     number: u32,
 }
 
-/// Digits of the time in a [`CrashId`], with the `T` between day and hour.
+/// Length of the time in a [`CrashId`], including the `T` between date and time.
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// The name of a crash that happens now.
+    /// Creates the id of a crash at this time.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -55,7 +54,7 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// This text names no crash report.
+/// The text is not the id of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoCrashId;
 
@@ -70,7 +69,7 @@ impl std::error::Error for NoCrashId {}
 impl FromStr for CrashId {
     type Err = NoCrashId;
 
-    /// Accepts exactly what `Display` writes.
+    /// Accepts only the exact text that `Display` writes.
     fn from_str(text: &str) -> Result<Self, NoCrashId> {
         let (time, number) = text.split_once('-').ok_or(NoCrashId)?;
         if time.len() != TIME_DIGITS || !time.is_ascii() {
@@ -102,48 +101,48 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// The kinds of crash: those of the outcome `crashed`, and the two ways not to start.
+    /// Kinds of crashes: those of the outcome `crashed`, and two for a failed start.
     CauseKind {
-        /// It ended with a status.
+        /// The process exited with a status.
         Exit = "exit",
-        /// A signal ended it.
+        /// A signal killed the process.
         Signal = "signal",
-        /// It was out of memory.
+        /// The process ran out of memory.
         Oom = "oom",
-        /// It did what its sandbox forbids.
+        /// The process violated its sandbox.
         Violation = "violation",
-        /// It broke the protocol.
+        /// The process violated the protocol.
         Protocol = "protocol",
-        /// It was not heard.
+        /// The process stopped responding.
         Hung = "hung",
-        /// It did not say hello in time.
+        /// The process did not send its hello in time.
         NoHello = "no_hello",
-        /// It was not ready in time.
+        /// The process did not become ready in time.
         NotReady = "not_ready",
     }
 }
 
-/// What a worker, or a program, died of.
+/// Cause of death of a worker or program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Cause {
-    /// The kind.
+    /// Kind of crash.
     #[serde(rename = "cause")]
     pub kind: Word<CauseKind>,
-    /// Of [`CauseKind::Exit`].
+    /// Exit status, for [`CauseKind::Exit`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// Its name, of [`CauseKind::Signal`].
+    /// Name of the signal, for [`CauseKind::Signal`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// The one that the sandbox forbids, of [`CauseKind::Violation`], where it is known.
+    /// The forbidden system call, for [`CauseKind::Violation`], if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
-    /// A sentence that goes on from the name of what died.
+    /// Explanation that continues a sentence about the process.
     pub message: String,
 }
 
 impl Cause {
-    /// Whether both died the same way, whatever the words.
+    /// True if both causes are equal apart from the message.
     pub fn is_same(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.exit_code == other.exit_code
@@ -153,78 +152,78 @@ impl Cause {
 }
 
 vocabulary! {
-    /// What died.
+    /// The process that died.
     Victim {
         /// A worker.
         Worker = "worker",
-        /// The program of one job in an `exec` bulkhead, whose worker lives on.
+        /// The program of one job in an `exec` bulkhead. Its worker survives.
         Program = "program",
     }
 }
 
 vocabulary! {
-    /// What a worker was at when it died.
+    /// Stage of a worker's life at the time of its death.
     Stage {
-        /// It was not ready yet.
+        /// The worker was not ready yet.
         Starting = "starting",
-        /// It had no job.
+        /// The worker had no job.
         Idle = "idle",
-        /// It had one.
+        /// The worker had at least one job.
         Working = "working",
     }
 }
 
-/// What a process and those of its descendants that it waited for have used.
+/// Resource usage of a process and its reaped descendants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Usage {
     pub user_ms: u64,
     pub system_ms: u64,
-    /// The most memory resident at a time, of the largest process.
+    /// Peak resident memory of the largest process.
     pub max_rss_bytes: u64,
 }
 
-/// A crash, as `GET /v1/crashes/{id}` shows it and as it lies in `crash_dir`.
+/// A crash report, as shown by `GET /v1/crashes/{id}` and stored in `crash_dir`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
 pub struct CrashReport {
     #[schemars(with = "String")]
     pub id: CrashId,
-    /// When; of several, the last one.
+    /// Time of the crash, or of the last of several equal crashes.
     #[serde(with = "rfc3339")]
     #[schemars(with = "String")]
     pub at: SystemTime,
-    /// How many equal ones this stands for: workers that died alike before they were ready.
+    /// Number of equal crashes in this report. Only crashes before a worker is ready are combined.
     #[serde(default = "one")]
     pub count: u32,
     pub bulkhead: String,
-    /// The only tenant that the worker served, where tenants have workers of their own.
+    /// The only tenant that the worker served, if tenants are isolated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub victim: Word<Victim>,
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// The worker's, in the supervisor's view, also if a program died.
+    /// Process id of the worker as seen by the supervisor, even if a program died.
     pub pid: u32,
     pub slot: u32,
     pub generation: u32,
     pub uptime_ms: u64,
-    /// How many jobs the worker had answered.
+    /// Number of jobs that the worker had answered.
     pub served: u64,
-    /// Unknown of a program, and of a worker that outlived its keeper.
+    /// Resource usage. Unknown for a program, and for a worker that outlived its keeper.
     #[serde(default)]
     pub usage: Option<Usage>,
-    /// Jobs that the worker held.
+    /// Number of jobs that the worker held.
     pub in_flight: u32,
-    /// The place in `jobs` of the one that did it, if that is known.
+    /// Index in `jobs` of the job that caused the crash, if known.
     #[serde(default)]
     pub culprit: Option<usize>,
-    /// The jobs that the worker held, or the oldest of them.
+    /// Jobs that the worker held, or the oldest of them.
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
-    /// What confined the worker, as read back from the kernel.
+    /// Confinement of the worker, as read back from the kernel.
     #[serde(default)]
     #[schemars(with = "Option<crate::Confinement>")]
     pub confinement: Option<serde_json::Value>,
@@ -243,30 +242,30 @@ pub struct CrashJob {
     pub tenant: String,
     #[serde(default)]
     pub trace_id: Option<String>,
-    /// How often it had been given to a worker, this time included.
+    /// Number of dispatches to a worker, including the last.
     pub attempts: u32,
-    /// How long this worker had had it.
+    /// Time that this worker had the job.
     pub ran_ms: u64,
-    /// Whether its client had been answered already, for its deadline or since it had cancelled. Nothing else
-    /// is known of the job then.
+    /// True if the client was already answered, because of the deadline or its cancellation. Nothing else is
+    /// known about such a job.
     pub is_answered: bool,
-    /// Whether the worker died before it read the job, which then did nothing to it.
+    /// True if the worker died before it read the job. The job then had no effect.
     pub is_unread: bool,
     pub payload_bytes: u64,
-    /// In base64. Absent if there was none, or if it was not kept.
+    /// Payload in base64. Absent if the job had none, or if it was not kept.
     #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// Of the payload, if it is here.
+    /// BLAKE3 hash of the payload, if the payload is present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Of operation and payload, as in the event `job_quarantined`; with `poison` only.
+    /// Hash of operation and payload, as in the event `job_quarantined`. Only with `poison`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
 impl CrashJob {
-    /// Whether it can be run again.
+    /// True if the job can be run again.
     pub fn is_replayable(&self) -> bool {
         self.payload.is_some()
     }
@@ -275,11 +274,11 @@ impl CrashJob {
 /// The answer of `GET /v1/crashes`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 pub struct Crashes {
-    /// The oldest first.
+    /// Crashes, oldest first.
     pub crashes: Vec<Summary>,
 }
 
-/// One line of a list of crashes.
+/// An entry in the list of crashes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Crash")]
 #[expect(missing_docs, reason = "the names are those of the report")]
@@ -295,19 +294,19 @@ pub struct Summary {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Of the culprit, or of the only job.
+    /// Operation of the culprit, or of the only job.
     pub operation: Option<String>,
     pub tenant: Option<String>,
     pub pid: u32,
     pub uptime_ms: u64,
     pub served: u64,
     pub in_flight: u32,
-    /// Whether a job of it can be run again.
+    /// True if a job of the report can be run again.
     pub is_replayable: bool,
 }
 
 impl CrashReport {
-    /// Its line in a list.
+    /// Returns the entry for the list of crashes.
     pub fn summary(&self) -> Summary {
         let job = match (self.culprit, &self.jobs[..]) {
             (Some(culprit), jobs) => jobs.get(culprit),
@@ -333,8 +332,8 @@ impl CrashReport {
         }
     }
 
-    /// Whether it is within the bounds that a report made here keeps: one that was read from a file may have
-    /// been made by any process.
+    /// True if the report is within the limits of a genuine report. A report read from a file can come from
+    /// any process.
     pub fn is_sound(&self) -> bool {
         let is_short = |text: &str, most: usize| text.len() <= most && !text.contains('\0');
         let is_sound = |job: &CrashJob| {
@@ -351,15 +350,15 @@ impl CrashReport {
 }
 
 vocabulary! {
-    /// Whether it happened again, the more alike the larger.
+    /// Result of a replay, ordered by similarity to the original crash.
     ReplayVerdict {
-        /// The job was not run: there was no worker for it.
+        /// The job did not run, because there was no worker for it.
         NotRun = "not_run",
-        /// It ended.
+        /// The job ended without a crash.
         NoCrash = "no_crash",
-        /// It crashed in another way.
+        /// The job crashed with another cause.
         Different = "different",
-        /// It crashed in the same way.
+        /// The job crashed with the same cause.
         Same = "same",
     }
 }
@@ -367,16 +366,16 @@ vocabulary! {
 /// The answer of `POST /v1/crashes/{id}/replay`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Replay {
-    /// What the report has.
+    /// Cause of the original crash.
     pub before: Cause,
-    /// Whose crash it was.
+    /// Bulkhead of the crash.
     pub bulkhead: String,
-    /// Of the report.
+    /// Id of the report.
     #[schemars(with = "String")]
     pub id: CrashId,
-    /// The jobs that were run, one after the other.
+    /// Results of the jobs, which ran one after the other.
     pub replays: Vec<ReplayedJob>,
-    /// The one that is most alike.
+    /// The verdict most similar to the original crash.
     pub verdict: Word<ReplayVerdict>,
 }
 
@@ -385,11 +384,11 @@ pub struct Replay {
 #[expect(missing_docs, reason = "the names are those of an outcome and of the report")]
 pub struct ReplayedJob {
     pub cause: Option<Cause>,
-    /// Its place in the report.
+    /// Index of the job in the report.
     pub job: usize,
     pub message: Option<String>,
     pub operation: String,
-    /// Absent if it was not run, and with it the reason.
+    /// Outcome of the job. Absent with `reason` if the job did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<Text>,
     pub payload_bytes: u64,

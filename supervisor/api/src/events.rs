@@ -1,4 +1,4 @@
-//! Events: each kind stands here once, with its fields in the order in which the log has them.
+//! Events. Each kind is declared once, with its fields in log order.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -8,38 +8,38 @@ use serde_json::{Map, Value, json};
 use crate::{BreakerState, BulkheadState, Changes, CrashId, Rate, ReplayVerdict, Service, Text, Word};
 
 vocabulary! {
-    /// How much an event matters.
+    /// Severity of an event.
     Severity {
-        /// It is as it should be.
+        /// Normal operation.
         Info = "info",
-        /// An operator should know of it.
+        /// An operator should know about it.
         Warning = "warning",
         /// An operator should act.
         Critical = "critical",
     }
 }
 
-/// One event, as `GET /v1/events` and `GET /v1/watch` show it. A reader that shows events needs to know no kind.
+/// An event, as shown by `GET /v1/events` and `GET /v1/watch`. A reader can show events of unknown kinds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Event {
-    /// When it happened: RFC 3339, in UTC.
+    /// Time of the event: RFC 3339, in UTC.
     pub at: String,
-    /// Its number; the first is 1.
+    /// Sequence number; the first is 1.
     pub seq: u64,
-    /// How much it matters.
+    /// Severity.
     pub severity: Word<Severity>,
-    /// What has happened, in one word.
+    /// Kind of the event.
     pub kind: Text,
-    /// The bulkhead concerned, if one is.
+    /// The bulkhead concerned, if any.
     pub bulkhead: Option<String>,
-    /// What belongs to the kind.
+    /// Fields of the kind.
     #[serde(flatten)]
     pub fields: Map<String, Value>,
 }
 
 impl Event {
-    /// What has happened, with its fields.
+    /// Returns the kind with its fields, or [`What::Unknown`] if the reader does not know the kind.
     pub fn what(&self) -> What {
         let mut tagged = self.fields.clone();
         tagged.insert("kind".to_owned(), json!(self.kind));
@@ -47,11 +47,12 @@ impl Event {
     }
 }
 
-/// The fields in the first braces are always there; those in the second only where they have a value.
+/// Declares the kinds. Fields in the first braces are always present; fields in the second are left out
+/// without a value.
 macro_rules! events {
     ($($(#[serde($flag:ident)])? $(#[doc = $sentence:literal])+ $variant:ident = $kind:literal
         { $($field:ident: $type:ty),* } $({ $($more:ident: $more_type:ty),* })?;)*) => {
-        /// What has happened.
+        /// Kind of an event, with its fields.
         #[derive(Clone, Debug, PartialEq, Deserialize)]
         #[serde(tag = "kind")]
         #[expect(missing_docs, reason = "the fields are named as in the documentation and say what they hold")]
@@ -63,16 +64,16 @@ macro_rules! events {
                 $(#[serde(default)] $field: $type,)*
                 $($(#[serde(default)] $more: Option<$more_type>,)*)?
             },)*
-            /// Something that only a newer supervisor knows of.
+            /// A kind that only a newer supervisor knows.
             #[serde(other)]
             Unknown,
         }
 
         impl What {
-            /// Every kind, in one word each.
+            /// The names of all kinds.
             pub const KINDS: &[&str] = &[$($kind),*];
 
-            /// Every kind with its fields and its sentence, for the documentation.
+            /// Rows of the table in the documentation: name, fields and sentence of each kind.
             #[cfg(test)]
             const ROWS: &[(&str, &[&str], &str)] = &[$((
                 $kind,
@@ -80,7 +81,7 @@ macro_rules! events {
                 concat!($($sentence),+),
             )),*];
 
-            /// Its kind.
+            /// Returns the name of the kind.
             pub const fn kind(&self) -> &'static str {
                 match self {
                     $(Self::$variant { .. } => $kind,)*
@@ -88,7 +89,7 @@ macro_rules! events {
                 }
             }
 
-            /// Its fields, with their values.
+            /// Returns the fields with their values, in log order.
             pub fn fields(&self) -> Vec<(&'static str, Value)> {
                 match self {
                     $(Self::$variant { $($field,)* $($($more,)*)? } => {
@@ -105,36 +106,37 @@ macro_rules! events {
 }
 
 events! {
-    /// The process of a worker runs.
+    /// A worker process has started.
     WorkerStarted = "worker_started" { pid: u32, slot: u32, generation: u32 };
-    /// A worker takes jobs.
+    /// A worker is ready for jobs.
     WorkerReady = "worker_ready" { pid: u32, generation: u32, after_ms: f64 };
-    /// The program of a worker could not be run.
+    /// A worker's program could not be executed.
     WorkerNotStarted = "worker_not_started" { slot: u32, message: String };
     /// A worker has ended.
     WorkerExited = "worker_exited" {
         pid: u32, slot: u32, generation: u32, exit_code: Option<i32>, signal: Option<Text>, killed: Option<String>,
         uptime_ms: f64, served: u64, in_flight: u32
     };
-    /// A worker is killed since it was not heard.
+    /// A worker is killed because it stopped responding.
     WorkerHung = "worker_hung" { pid: u32, reason: String };
-    /// A worker is killed for a deadline, a broken protocol, or since it does not end by itself.
+    /// A worker is killed because of a deadline or a protocol violation, or because it does not end by
+    /// itself.
     WorkerKilled = "worker_killed" { pid: u32, reason: String };
-    /// A worker is replaced, by `recycle`, a restart, a resize or a reload.
+    /// A worker is replaced because of `recycle`, a restart, a resize or a reload.
     WorkerRecycled = "worker_recycled" { pid: u32, reason: Text };
     /// A spare has taken over a slot.
     SpareTookOver = "spare_took_over" { pid: u32, slot: u32, generation: u32 };
-    /// A worker that was to be replaced serves on, since the next one does not start.
+    /// A worker that should be replaced stays in service, because its replacement does not start.
     ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
-    /// The next worker of a slot is started later.
+    /// The next worker of a slot starts after a delay.
     RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
-    /// No slot has a worker, or will have one soon.
+    /// No slot has a worker, or will get one soon.
     BulkheadFailed = "bulkhead_failed" { message: String };
-    /// A job is given to another worker, since its own has died.
+    /// A job is dispatched to another worker, because its worker has died.
     JobRetried = "job_retried" {
         job: String, attempts: u32, pid: Option<u32>, reason: Option<Text>, message: Option<String>
     } { operation: String, tenant: String };
-    /// A job is kept out from now on, since it kills workers.
+    /// A job is rejected from now on, because it kills workers.
     JobQuarantined = "job_quarantined" { job: String, digest: String } { operation: String, tenant: String };
     /// A job did not end before its deadline, or ran longer than its run limit.
     JobTimeout = "job_timeout" {
@@ -146,68 +148,68 @@ events! {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
     };
-    /// The breaker is open: jobs are rejected at once.
+    /// The breaker has opened: jobs are rejected at once.
     BreakerOpened = "breaker_opened" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The breaker lets a few jobs in to find out.
+    /// The breaker admits a few jobs as probes.
     BreakerHalfOpen = "breaker_half_open" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The breaker is closed: jobs are let in again.
+    /// The breaker has closed: jobs are admitted again.
     BreakerClosed = "breaker_closed" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The queue is as full as `pressure.warn` says.
+    /// The queue has reached the level of `pressure.warn`.
     QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
-    /// Jobs are over a rate limit: that of their tenant, or, without `tenant`, that of the bulkhead.
+    /// Jobs exceed a rate limit: the limit of `tenant`, or, without `tenant`, the limit of the bulkhead.
     TenantThrottled = "tenant_throttled" { limit: String, retry_after_ms: f64 } { tenant: String };
-    /// One tenant holds most of the recent evictions.
+    /// A single tenant accounts for most of the recent evictions.
     TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
-    /// Jobs of a bulkhead go to another.
+    /// Jobs of a bulkhead go to a fallback.
     FallbackUsed = "fallback_used" { target: String, reason: Option<Text>, jobs: u64 };
     /// A worker made a system call that its sandbox forbids.
     SandboxViolation = "sandbox_violation" { pid: u32, process: u32, system_call: Text };
-    /// A worker tried to be a client.
+    /// A worker tried to connect as a client.
     WorkerRefused = "worker_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
-    /// A client was turned away.
+    /// A client was rejected.
     AccessRefused = "access_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
-    /// Connections have waited to be accepted for a second or more, since more come than there is time for.
+    /// Connections waited for at least a second to be accepted, because too many arrive.
     ClientsDelayed = "clients_delayed" { for_ms: u64, accepted: u64 };
-    /// The limit that follows how long jobs take has moved; one in ten seconds is told.
+    /// The adaptive limit has changed. Reported at most once in ten seconds.
     LimitAdapted = "limit_adapted" { from: u32, to: u32, latency_ms: f64, target_ms: f64, min: u32, max: u32, mode: Text };
-    /// An operator has put other numbers in force.
+    /// An operator has changed limits.
     LimitsChanged = "limits_changed" {}
         { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };
-    /// Another version of the file is in force.
+    /// Another version of the configuration file has been applied.
     ConfigReloaded = "config_reloaded" { file: String, changes: Changes };
-    /// The file has errors, and is not put in force.
+    /// The configuration file has errors and was not applied.
     ConfigRejected = "config_rejected" { file: String }
         { line: Option<usize>, message: Option<String>, errors: Vec<Value>, errors_in_all: usize };
-    /// A bulkhead that the file does not have any more has ended its last job.
+    /// A bulkhead that was removed from the configuration has ended its last job.
     BulkheadRemoved = "bulkhead_removed" { submitted: u64, done: u64 };
-    /// A bulkhead, or the whole supervisor, takes no more jobs.
+    /// A bulkhead, or the whole supervisor, accepts no more jobs.
     Draining = "draining" {} { drain_timeout_ms: u64 };
-    /// A bulkhead takes jobs again.
+    /// A bulkhead accepts jobs again.
     Resumed = "resumed" {};
     /// The supervisor has ended.
     Stopped = "stopped" {};
-    /// Crashes were only counted, since too many came.
+    /// Crashes were only counted, because there were too many.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
     /// The job of a crash report was run again.
     CrashReplayed = "crash_replayed" { report: Option<CrashId>, verdict: Word<ReplayVerdict> };
     /// The file of a socket was removed.
     SocketRemoved = "socket_removed" { socket: String, path: String, message: String };
-    /// The file of a socket is there again.
+    /// The file of a socket exists again.
     SocketRenewed = "socket_renewed" { socket: String, path: String };
-    /// The file of a socket cannot be made again.
+    /// The file of a socket could not be created again.
     SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
     /// The supervisor itself did not run for a while.
     HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
-    /// Something went wrong in the supervisor itself.
+    /// An error occurred in the supervisor itself.
     SupervisorTrouble = "supervisor_trouble" { what: String, detail: String };
-    /// Events of a kind were left out.
+    /// Events of a kind were suppressed.
     EventsSuppressed = "events_suppressed" { of: Text, suppressed: u64 };
     /// The state of a bulkhead, on SIGUSR1.
     Summary = "summary" {
@@ -221,8 +223,8 @@ events! {
 }
 
 impl What {
-    /// Whether it comes with single jobs and workers, and so as often as those do. All others change what is the
-    /// case, and every one of them is told.
+    /// True if the kind occurs with single jobs and workers, and therefore as often. Events of other kinds
+    /// report state changes and are never suppressed.
     pub const fn is_frequent(&self) -> bool {
         matches!(
             self,

@@ -1,16 +1,16 @@
-//! Where values lie, in logarithmic buckets: what quantiles are told from, here and in the command.
+//! A histogram with logarithmic buckets, used for quantiles by the supervisor and the command.
 
 use std::ops::Range;
 
-/// As many buckets as are made at once.
+/// Number of buckets to allocate at once.
 const BUCKETS_AT_ONCE: usize = 8;
 
-/// How much weight lies at which value, of which so many significant bits are kept: what is told lies less than
-/// 1 / 2^(`KEPT_BITS` − 1) above it. It has buckets from the smallest value to the largest one, and none while there is no
-/// value.
+/// A weighted histogram that keeps the `KEPT_BITS` most significant bits of each value. A quantile exceeds
+/// the exact value by less than 1 / 2^(`KEPT_BITS` − 1) of the value. Buckets are allocated only from the
+/// smallest to the largest value.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram<const KEPT_BITS: u32 = 5> {
-    /// The number of the first of the buckets.
+    /// Index of the first allocated bucket.
     first: usize,
     buckets: Vec<u64>,
     total: u64,
@@ -18,7 +18,7 @@ pub struct Histogram<const KEPT_BITS: u32 = 5> {
 }
 
 impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
-    /// Values of the kept bits that are not found in the bucket before at half the width.
+    /// Number of buckets per doubling of the value.
     const STEPS: usize = 1 << (KEPT_BITS - 1);
 
     /// Adds weight at a value.
@@ -34,7 +34,7 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
         self.max = self.max.max(value);
     }
 
-    /// Both together.
+    /// Returns the sum of both histograms.
     pub fn and(mut self, other: &Self) -> Self {
         if !other.buckets.is_empty() {
             self.cover(other.range());
@@ -48,17 +48,17 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
         self
     }
 
-    /// The weight of all.
+    /// Returns the total weight.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The largest value; 0 if there is none.
+    /// Returns the largest value, or 0 if the histogram is empty.
     pub fn max(&self) -> u64 {
         self.max
     }
 
-    /// The value that this share of the weight lies at or below; 0 if there is none.
+    /// Returns the value at or below which this share of the weight lies, or 0 if the histogram is empty.
     pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
         let mut seen = 0_u64;
@@ -69,13 +69,13 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
         bucket.map_or(self.max, |bucket| Self::upper_bound(self.first + bucket).min(self.max))
     }
 
-    /// The numbers of its buckets.
+    /// Returns the range of allocated buckets.
     #[inline]
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.buckets.len()
     }
 
-    /// Has buckets for these as well, and for some beside them.
+    /// Allocates these buckets, and some around them.
     #[cold]
     fn cover(&mut self, wanted: Range<usize>) {
         let known = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
@@ -91,7 +91,7 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
         shift as usize * Self::STEPS + (value >> shift) as usize
     }
 
-    /// The largest value of a bucket.
+    /// Returns the largest value of a bucket.
     fn upper_bound(bucket: usize) -> u64 {
         let shift = (bucket / Self::STEPS).saturating_sub(1);
         let kept = (bucket - shift * Self::STEPS) as u64;

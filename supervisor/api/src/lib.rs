@@ -1,8 +1,8 @@
-//! The documents that a supervisor writes and that people and programs read: each described once, as a type that is
-//! written and read as JSON and says its own JSON schema. Nothing here decides anything.
+//! The documents that a supervisor writes for people and programs. Each document is a type that serializes to
+//! JSON, deserializes from JSON, and generates its JSON schema. This crate makes no decisions.
 //!
-//! A document may come from a supervisor that is newer or older than its reader: a field that the reader does not
-//! know is skipped, one that is absent has its default, and a word that is not in its vocabulary is kept as it is.
+//! A document can come from a newer or older supervisor. The reader ignores unknown fields, uses defaults for
+//! absent fields, and keeps unknown words unchanged.
 
 mod advice;
 mod answers;
@@ -33,5 +33,5 @@ pub use snapshot::{
 };
 pub use word::{Service, Word};
 
-/// A text that the supervisor mostly has at hand, and that a reader owns.
+/// Text that is mostly static in the supervisor and owned in a reader.
 pub type Text = std::borrow::Cow<'static, str>;

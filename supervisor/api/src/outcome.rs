@@ -1,4 +1,4 @@
-//! What became of a job, with the fields of the contract flat, and problems, of jobs and of all else.
+//! Outcomes of jobs with flattened fields, and problem documents of jobs and other requests.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use serde_json::{Map, Value};
 use crate::crash::base64_text;
 use crate::{Text, Word};
 
-/// What became of a job.
+/// The outcome of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
 pub struct JobOutcome {
     pub attempts: u32,
     pub bulkhead: String,
-    /// The handler's own, of one that failed.
+    /// Error code given by the handler, if the job failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -26,10 +26,10 @@ pub struct JobOutcome {
     /// Exit status of the worker that crashed, or of the program that ran the job (`exec`), if it exited.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// Whose fault it is that it failed: `caller` or `dependency`.
+    /// The party responsible for a failure: `caller` or `dependency`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<Word<Fault>>,
-    /// Its number, if it came to have one.
+    /// Number of the job, if one was assigned.
     pub job: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
@@ -38,11 +38,12 @@ pub struct JobOutcome {
     pub queued_ms: f64,
     pub ran_ms: f64,
     pub reason: Option<Text>,
-    /// Payload of a failure in base64: what the handler sent along, or the first 64 KiB of a program's standard output.
+    /// Payload of a failure in base64: data from the handler, or the first 64 KiB of a program's standard
+    /// output.
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// The id of a crashed job's report: `GET /v1/crashes/{id}`.
+    /// Id of the report about a crashed job: `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -50,7 +51,7 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
     pub retryable: bool,
-    /// The longest run of each attempt, if there was such a limit.
+    /// Maximum run time of each attempt, if limited.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -64,7 +65,7 @@ pub struct JobOutcome {
 }
 
 impl JobOutcome {
-    /// As it was told, but for the name of a signal.
+    /// Converts an outcome. Leaves out the signal name.
     pub fn new(outcome: &Outcome) -> Self {
         let verdict = &outcome.verdict;
         let failure = match verdict {
@@ -104,26 +105,26 @@ pub fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// Why something was not done (RFC 9457). That of a job has the fields of its outcome.
+/// A problem document (RFC 9457). A problem of a job includes the fields of its outcome.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Problem {
-    /// What goes on from the title, for people.
+    /// Explanation for people, which continues the title.
     pub detail: String,
-    /// Of HTTP.
+    /// HTTP status.
     pub status: u16,
     /// The status in words.
     pub title: Text,
-    /// `about:blank`: there is no page about it.
+    /// Always `about:blank`, because no page describes the problem.
     #[serde(rename = "type")]
     pub kind: Text,
-    /// What belongs to the problem.
+    /// Further fields of the problem.
     #[serde(flatten)]
     #[schemars(with = "ProblemFields")]
     pub fields: Map<String, Value>,
 }
 
-/// The fields that a problem may have: those of an outcome, if it is about a job, and of a trace.
+/// Fields that a problem can have: those of a job's outcome, and of a trace.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

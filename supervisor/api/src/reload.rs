@@ -1,4 +1,4 @@
-//! What another version of the file changes, told in the file's own keys.
+//! Changes of a reload, under the keys of the configuration file.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -11,59 +11,60 @@ use crate::Word;
 #[schemars(rename = "Reload")]
 #[serde(default)]
 pub struct Reloaded {
-    /// Whether it was only asked what would change.
+    /// True if nothing was applied, because the request only asked for the changes.
     pub dry_run: bool,
-    /// What is different.
+    /// The changes.
     #[serde(flatten)]
     pub changes: Changes,
 }
 
-/// What a file changes.
+/// Changes between two versions of the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Changes {
-    /// Bulkheads with changes: first those that go, then the others in the order of the file.
+    /// Changed bulkheads: first the removed ones, then the others in the order of the file.
     pub bulkheads: Vec<BulkheadChange>,
-    /// Keys of `[supervisor]` that have another value now.
+    /// Keys of `[supervisor]` with a new value.
     pub supervisor: Vec<String>,
-    /// Whether `[[access]]` is another.
+    /// True if `[[access]]` changed.
     pub access: bool,
-    /// Keys of `[supervisor]` that have another value in the file, and keep the one they had at the start.
+    /// Keys of `[supervisor]` with a new value that only applies after a restart.
     pub ignored: Vec<String>,
 }
 
-/// What a file changes about one bulkhead.
+/// Changes of one bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BulkheadChange {
-    /// Which.
+    /// Name of the bulkhead.
     pub bulkhead: String,
-    /// In one word.
+    /// Kind of change.
     pub change: Word<ChangeKind>,
-    /// The keys that have another value.
+    /// Keys with a new value.
     pub keys: Vec<String>,
-    /// Whether its workers are replaced, one after the other.
+    /// True if the workers are replaced, one after the other.
     pub replaces_workers: bool,
-    /// Keys that were set live and do not go together with the file: its own values hold from here on.
+    /// Keys whose live changes conflict with the new file. The values of the file apply.
     pub live_dropped: Vec<String>,
 }
 
 vocabulary! {
-    /// What becomes of a bulkhead.
+    /// Kind of change to a bulkhead.
     ChangeKind {
-        /// It is new.
+        /// The bulkhead is new.
         Added = "added",
-        /// It takes no more jobs, and goes when it has none.
+        /// The bulkhead accepts no more jobs, and is removed when its last job has ended.
         Removed = "removed",
-        /// It goes on with other values.
+        /// The bulkhead continues with new values.
         Changed = "changed",
-        /// Its tenants are kept apart now, or are not any more: it goes as if removed, and a new one takes its name.
+        /// Isolation of tenants was switched on or off. The bulkhead is removed, and a new one takes its
+        /// name.
         Rebuilt = "rebuilt",
     }
 }
 
 impl Changes {
-    /// Whether there is nothing to be done.
+    /// True if there is nothing to apply. Ignored keys do not count.
     pub fn is_empty(&self) -> bool {
         self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
     }

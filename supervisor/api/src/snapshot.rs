@@ -1,4 +1,5 @@
-//! What a bulkhead looks like at one moment. The data plane fills it in, which is cheap; another thread writes it.
+//! The state of a bulkhead at one moment. The data plane fills in the values, which is cheap, and another
+//! thread serializes them.
 
 use std::collections::BTreeMap;
 
@@ -12,39 +13,39 @@ use crate::{Service, Text, Word};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Bulkheads {
-    /// All of them, in the order of the file.
+    /// All bulkheads, in the order of the configuration file.
     pub bulkheads: Vec<Snapshot>,
 }
 
-/// The state of one bulkhead, as `GET /v1/bulkheads/{name}` shows it.
+/// The state of one bulkhead, as shown by `GET /v1/bulkheads/{name}`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Bulkhead")]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
 pub struct Snapshot {
     pub name: String,
-    /// Whose part of the bulkhead this is, if it is not all of it.
+    /// The isolated tenant, if this is the state of one tenant's part of the bulkhead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub state: Word<BulkheadState>,
-    /// Why it is degraded or failed, for people.
+    /// Explanation for people why the state is degraded or failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// How well it serves, by how the jobs of the last minute ended. Absent from one tenant's part.
+    /// Service level, from the outcomes of the last minute. Absent for one tenant's part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<Word<Service>>,
-    /// Why that is not `ok`: the most frequent outcome and reason, for people.
+    /// Explanation for people why `service` is not `ok`: the most frequent outcome and reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// The numbers in force: worker processes, jobs in flight in each, and the rate limit; of one tenant, where
-    /// tenants are apart.
+    /// Limits in force: worker processes, jobs in flight in each, and the rate limit. With isolated tenants,
+    /// the limits of one tenant.
     pub processes: u32,
     pub max_in_flight: u32,
     /// The key `start.mode`.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
-    /// The limit that follows how long jobs take, if there is one; where tenants are apart, of all of them together.
+    /// The adaptive limit, if there is one. With isolated tenants, of all tenants together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
@@ -58,55 +59,57 @@ pub struct Snapshot {
     pub crashed: u64,
     pub deadline_exceeded: u64,
     pub cancelled: u64,
-    /// By reason.
+    /// Rejected jobs, by reason.
     pub rejected: BTreeMap<Text, u64>,
     pub breaker: Word<BreakerState>,
-    /// True if the configuration has a breaker. Without one it opens only by an operator's order.
+    /// True if the configuration has a breaker. Otherwise only an operator can open it.
     pub has_breaker: bool,
-    /// Workers that followed another one for a reason other than `recycle`.
+    /// Worker restarts for reasons other than `recycle`.
     pub restarts: u64,
-    /// Jobs given to another worker since their own had died.
+    /// Jobs dispatched again because their worker died.
     pub retries: u64,
-    /// Payloads kept out since they kill workers.
+    /// Payloads that are rejected because they kill workers.
     pub quarantined: u64,
-    /// Jobs that were sent here, that a fallback has now, and whose outcome will count here.
+    /// Jobs submitted here that are now at a fallback. Their outcomes will count here.
     pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
-    /// The busiest.
+    /// The busiest tenants.
     pub tenants: Vec<Tenant>,
     pub workers: Vec<Worker>,
 }
 
 impl Snapshot {
-    /// Jobs that were rejected, for whatever reason.
+    /// Returns the number of rejected jobs, for all reasons together.
     pub fn rejections(&self) -> u64 {
         self.rejected.values().fold(0, |sum, count| sum.saturating_add(*count))
     }
 }
 
-/// A limit that follows how long jobs take.
+/// An adaptive limit, which follows the run times of jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Adaptive {
-    /// Whether it holds jobs back.
+    /// Whether the limit is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// As in the file; of each tenant, where tenants are apart.
+    /// The key `min`; with isolated tenants, of each tenant.
     pub min: u32,
-    /// As in the file; of each tenant, where tenants are apart.
+    /// The key `max`; with isolated tenants, of each tenant.
     pub max: u32,
-    /// As in the file.
+    /// The key `target`.
     pub target_ms: f64,
-    /// How many jobs may run, or might if it held jobs back; of all tenants together, where they are apart.
+    /// Maximum number of running jobs, or the value it would have if the limit were enforced. With isolated
+    /// tenants, of all tenants together.
     pub limit: u64,
-    /// Of how many limits that is the sum: one, or where tenants are apart that of each with workers.
+    /// Number of limits that `limit` is the sum of: one, or with isolated tenants one for each tenant with
+    /// workers.
     pub limits: u64,
-    /// 90th percentile of run times in the last window: the median over the tenants, or the slowest tenant where each
-    /// tenant has a limit.
+    /// 90th percentile of run times in the last window: the median over the tenants, or the slowest tenant
+    /// where each tenant has a limit.
     pub latency_ms: Option<f64>,
-    /// How often the limit grew.
+    /// Number of increases of the limit.
     pub raised: u64,
-    /// How often it fell.
+    /// Number of decreases of the limit.
     pub lowered: u64,
 }
 
@@ -131,7 +134,7 @@ impl From<RateLimit> for Rate {
     }
 }
 
-/// One tenant's share of a bulkhead.
+/// A tenant's share of a bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names say what they hold")]
@@ -143,7 +146,7 @@ pub struct Tenant {
     pub rejected: u64,
 }
 
-/// How long jobs ran and how long they queued.
+/// Run times and queue times of jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
@@ -152,7 +155,7 @@ pub struct Latencies {
     pub queue: Percentiles,
 }
 
-/// Milliseconds; nothing as long as nothing was measured.
+/// Percentiles in milliseconds; `null` without measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
@@ -163,12 +166,12 @@ pub struct Percentiles {
     pub max: Option<f64>,
 }
 
-/// One worker process.
+/// A worker process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
 pub struct Worker {
-    /// The only tenant that it works for.
+    /// The only tenant that the worker serves.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub slot: u32,
@@ -176,52 +179,52 @@ pub struct Worker {
     pub pid: Option<u32>,
     #[schemars(extend("enum" = bulkhead_policy::WORKER_STATES))]
     pub state: Text,
-    /// Whether it is kept to take over a slot, and runs no jobs until then.
+    /// True for a spare, which takes over a slot when needed and runs no jobs before.
     pub spare: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,
     pub served: u64,
     pub restarts: u64,
-    /// As `/proc` has it.
+    /// Resident memory according to `/proc`.
     pub rss_bytes: Option<u64>,
-    /// As `/proc` has it.
+    /// Processor time according to `/proc`.
     pub cpu_ms: Option<u64>,
-    /// What the worker last said of itself.
+    /// Last status message of the worker.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
-    /// How the worker before it in this slot ended.
+    /// Cause of death of the previous worker in this slot.
     pub last_exit: Option<String>,
-    /// How far it is confined, as read back from the kernel when its program ran.
+    /// Confinement of the worker, as read back from the kernel when its program started.
     pub confinement: Option<Confinement>,
 }
 
-/// How far a worker is confined.
+/// Confinement of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Confinement {
-    /// What was ordered.
+    /// The configured profile.
     pub profile: Text,
-    /// Whether it gets no privileges by executing something.
+    /// True if the worker cannot gain privileges by executing a program.
     pub no_new_privs: bool,
-    /// `filter`, or `none`.
+    /// `filter` or `none`.
     pub seccomp: Text,
-    /// The version of the Landlock rules.
+    /// ABI version of the Landlock rules.
     pub landlock: Option<u32>,
-    /// All its capabilities, as a mask in hexadecimal digits.
+    /// All capabilities, as a hexadecimal mask.
     pub capabilities: String,
-    /// The namespaces that are not the supervisor's.
+    /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<Text>,
-    /// Its user, outside.
+    /// User id outside of user namespaces.
     pub uid: Option<u32>,
-    /// Its group, outside.
+    /// Group id outside of user namespaces.
     pub gid: Option<u32>,
-    /// Whether it is in a control group of its own.
+    /// True if the worker has a separate cgroup.
     pub cgroup: bool,
     /// `own`, or `shared` with the supervisor.
     pub identity: Text,
-    /// Layers of the profile that are missing here.
+    /// Layers of the profile that are missing on this machine.
     pub missing: Vec<Text>,
-    /// Whether it was forked, and all of this was read of the template that has forked it.
+    /// True if the worker was forked. The fields then describe its template.
     pub inherited: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Words of a fixed vocabulary. The code compares values; what is written and read is their names.
+//! Words of a fixed vocabulary. The code compares values, and documents contain their names.
 
 use std::fmt;
 
@@ -7,17 +7,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Text;
 
-/// A word of a vocabulary, or one that only a newer supervisor knows.
+/// A word of a vocabulary, or an unknown word of a newer supervisor.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Word<V> {
-    /// One of the vocabulary.
+    /// A word of the vocabulary.
     Known(V),
-    /// Another one, as it was written.
+    /// An unknown word, unchanged.
     Other(Text),
 }
 
 impl<V: Vocabulary> Word<V> {
-    /// The word itself.
+    /// Returns the word as text.
     pub fn as_str(&self) -> &str {
         match self {
             Self::Known(value) => value.name(),
@@ -27,7 +27,7 @@ impl<V: Vocabulary> Word<V> {
 }
 
 impl<V> Default for Word<V> {
-    /// Nothing was said.
+    /// Returns the empty word, which stands for an absent field.
     fn default() -> Self {
         Self::Other(Text::Borrowed(""))
     }
@@ -85,13 +85,13 @@ impl<V: Vocabulary> schemars::JsonSchema for Word<V> {
 }
 
 vocabulary! {
-    /// How well a bulkhead serves, by how the jobs of the last minute ended.
+    /// Service level of a bulkhead, from the outcomes of the last minute.
     Service {
         /// Nearly all jobs end `ok`, or there are too few to tell.
         Ok = "ok",
-        /// Over 5 % do not.
+        /// More than 5 % of the jobs do not end `ok`.
         Degraded = "degraded",
-        /// Over half do not.
+        /// More than half of the jobs do not end `ok`.
         Failing = "failing",
     }
 }

@@ -1,5 +1,5 @@
-//! `[[access]]`: what each client may do. Its identity was found out once, when it connected; a job then costs a
-//! look at the entries that fit its client.
+//! Permissions of clients (`[[access]]`). The identity of a client is determined once, when it connects. Each
+//! job then only checks the entries that match its client.
 
 use std::collections::HashSet;
 use std::io;
@@ -12,28 +12,30 @@ use crate::entry::{self, Refusal};
 use bulkhead_config::{AccessConfig, Config, Who};
 use bulkhead_linux::peer::{self, Outsiders, Peer};
 
-/// What each client may do.
+/// Permissions of all clients.
 pub struct Access {
-    /// The supervisor's own user.
+    /// User id of the supervisor.
     own: u32,
-    /// The entries, which bind root and the own user as well; without any, these two may do everything.
+    /// Entries, which apply to root and the supervisor's user too. If there are none, only these two have
+    /// access, without restrictions.
     entries: Vec<Arc<Entry>>,
-    /// Processes that connected before: what a crowd of connections costs is mostly to find out their identity.
+    /// Processes that connected before. Caches the identity check, which is the main cost of a new
+    /// connection.
     outsiders: Outsiders,
 }
 
-/// One entry. Bulkheads come and go, and so go by their names.
+/// An entry of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
 pub struct Entry {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
     tenants: Option<HashSet<Box<str>>>,
 }
 
-/// What one client may do.
+/// Permissions of one client.
 pub enum Grant {
-    /// Everything.
+    /// No restrictions.
     Everything,
-    /// What any of these entries allows.
+    /// Everything that at least one of these entries allows.
     Entries(Box<[Arc<Entry>]>),
 }
 
@@ -53,22 +55,22 @@ impl Access {
         Self { own, entries: config.access.iter().map(entry).collect(), outsiders: Outsiders::default() }
     }
 
-    /// Whether some clients may do less than others.
+    /// True if `[[access]]` has entries.
     pub fn has_entries(&self) -> bool {
         !self.entries.is_empty()
     }
 
-    /// Whether it is the user that workers share, unless they are given another.
+    /// True if the peer runs as the supervisor's user, which workers share unless they have another.
     pub fn is_own(&self, peer: Peer) -> bool {
         peer.uid == self.own
     }
 
-    /// A worker may not connect, nor what it started.
+    /// Rejects workers and their descendants.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
         entry::check_descent(socket, peer, &self.outsiders)
     }
 
-    /// What the client that connected this socket may do.
+    /// Returns the permissions of the client that connected this socket.
     pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
         let (uid, own, entries) = (peer.uid, self.own, &self.entries);
         if entries.is_empty() {
@@ -100,7 +102,7 @@ impl Entry {
     }
 }
 
-/// The entries that are for the process that connected this socket.
+/// Returns the entries that match the process that connected this socket.
 fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[Arc<Entry>]>> {
     let has_groups = entries.iter().any(|entry| matches!(entry.who, Who::Gid(_)));
     let mut groups = if has_groups { peer::groups(socket)? } else { Vec::new() };
@@ -112,15 +114,15 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
     Ok(entries.iter().filter(fits).cloned().collect())
 }
 
-/// Why a client that these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
-/// Whether there is one of the name at all, is told only to clients that may use all.
+/// Returns the reason why a client with these entries must not send the job, or `None` if it may. Only
+/// clients with access to all bulkheads can learn whether a bulkhead exists.
 pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &str) -> Option<String> {
     let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if reaching.peek().is_none() {
         return Some(format!("you may not use a bulkhead '{name}'"));
     }
-    // Without it there is nothing that tenants could be of.
+    // An unknown bulkhead has no tenants to check. The job is then rejected as `not_found`.
     if !is_there || reaching.any(|entry| entry.takes(tenant)) {
         return None;
     }

@@ -1,13 +1,13 @@
-//! What confined workers are held to unless `rlimits` and `cgroup` say otherwise: numbers that honest programs do
-//! not notice, and that keep one worker from using up what all share.
+//! Default resource limits for confined workers, where `rlimits` and `cgroup` set none. They are high enough
+//! for well-behaved programs, and keep one worker from exhausting shared resources.
 
 use rustix::process::getrlimit;
 
 use crate::confinement::Sandbox;
 use bulkhead_config::{BulkheadConfig, Resource, Rlimit};
 
-/// The limits of a bulkhead's workers: those of the file, and ours where it has none. Never more than the
-/// supervisor's own, which it could not give.
+/// Returns the limits of a bulkhead's workers: the configured ones, and defaults for the rest. Defaults never
+/// exceed the supervisor's own hard limits, because a child cannot raise those.
 pub fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
     let mut rlimits = bulkhead.rlimits.clone();
     for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {

@@ -1,5 +1,5 @@
-//! How the control plane talks to the data plane and hears from it: commands in, notices out. Both
-//! ways are bounded; neither side ever waits for the other's work.
+//! Commands from the control plane to the data plane, and the notices that come back. Both directions are
+//! bounded, and neither side blocks on the other.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -20,173 +20,176 @@ use bulkhead_config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
 
-/// Commands that wait for the data plane at most.
+/// Maximum number of queued commands.
 pub const COMMANDS_MAX: usize = 1024;
 
-/// How long the data plane may take for an answer before it counts as stuck.
+/// Maximum time for the data plane to answer, before it counts as stuck.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// The process of a worker, and whether it has had work.
+/// The process of a worker, with its recent activity.
 #[derive(Clone, Debug)]
 pub struct WorkerProcess {
-    /// Whose it is.
+    /// The worker's bulkhead.
     pub bulkhead: Arc<str>,
-    /// Its number.
+    /// Process id of the worker.
     pub pid: u32,
-    /// Which incarnation.
+    /// Generation of the worker.
     pub generation: u32,
-    /// Jobs that its bulkhead has answered.
+    /// Number of jobs that the bulkhead has answered.
     pub answered: u64,
-    /// Whether its bulkhead has jobs in flight.
+    /// True if the bulkhead has jobs in flight.
     pub is_busy: bool,
 }
 
-/// What the control plane may ask of the data plane.
+/// A request of the control plane.
 #[derive(Debug)]
 pub enum Command {
-    /// Clients come to this listener from now on: the file of the one before was removed.
+    /// Accept clients on this listener from now on. The old socket file was removed.
     Listen(std::os::unix::net::UnixListener),
-    /// The state of every bulkhead, or of one.
+    /// Return the state of one bulkhead, or of all.
     Snapshot {
-        /// Which; `None` for all.
+        /// The bulkhead, or `None` for all.
         bulkhead: Option<String>,
-        /// Empty if there is no such bulkhead.
+        /// Receives the snapshots; empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
-    /// The state of each bulkhead in a word.
+    /// Return the short state of each bulkhead.
     States {
-        /// Of all.
+        /// Receives the states of all bulkheads.
         reply: oneshot::Sender<Vec<ShortState>>,
     },
-    /// The state of one tenant's part of a bulkhead whose tenants are kept apart.
+    /// Return the state of one isolated tenant's compartment.
     TenantSnapshot {
-        /// Which bulkhead.
+        /// The bulkhead.
         bulkhead: String,
         /// The tenant.
         tenant: String,
-        /// What it is like.
+        /// Receives the snapshot.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// All numbers behind the metrics, of one moment.
+    /// Return a consistent copy of all numbers behind the metrics.
     Scrape {
-        /// What they are.
+        /// Receives the numbers.
         reply: oneshot::Sender<Scrape>,
     },
-    /// Do something to one bulkhead.
+    /// Carry out an operator's action on one bulkhead.
     Steer {
-        /// Which.
+        /// The bulkhead.
         bulkhead: String,
-        /// What.
+        /// The action.
         verb: Verb,
-        /// Whether it was done.
+        /// Receives the result.
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
-    /// Put other numbers in force for one bulkhead.
+    /// Change limits of one bulkhead.
     Change {
-        /// Which.
+        /// The bulkhead.
         bulkhead: String,
-        /// Which numbers.
+        /// The new values.
         change: Change,
-        /// The bulkhead as it is then.
+        /// Receives the snapshot after the change.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// Put other numbers in force for one tenant of a bulkhead.
+    /// Change limits of one tenant of a bulkhead.
     ChangeTenant {
-        /// Which bulkhead.
+        /// The bulkhead.
         bulkhead: String,
-        /// Which tenant.
+        /// The tenant.
         tenant: String,
-        /// Which numbers.
+        /// The new values.
         change: TenantChange,
-        /// All numbers of its own that the tenant has then.
+        /// Receives all limits that the tenant then has in place of the bulkhead's.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// What was seen of a bulkhead lately, for advice.
+    /// Return the recent demand of a bulkhead, for advice.
     Observe {
-        /// Which.
+        /// The bulkhead.
         bulkhead: String,
-        /// `None` if there is no such bulkhead.
+        /// Receives the observation, or `None` if there is no such bulkhead.
         reply: oneshot::Sender<Option<Box<Observation>>>,
     },
-    /// The processes of all workers.
+    /// Return the processes of all workers.
     WorkerProcesses { reply: oneshot::Sender<Vec<WorkerProcess>> },
-    /// How much memory a worker holds, as read from `/proc`.
+    /// Report the memory of a worker, as read from `/proc`.
     Memory {
         /// The worker's bulkhead.
         bulkhead: String,
-        /// The worker's process.
+        /// Process id of the worker.
         pid: u32,
-        /// Which incarnation.
+        /// Generation of the worker.
         generation: u32,
-        /// Resident bytes.
+        /// Resident set size in bytes.
         rss_bytes: u64,
     },
-    /// A worker's temporary folder holds much.
+    /// Report a worker's temporary folder that holds more than expected.
     Temporary {
-        /// The worker, as the keeper numbers it.
+        /// Spawn number of the worker.
         worker: u64,
-        /// What the folder takes on disk.
+        /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// The same without what in there is called like a folder of a forked worker.
+        /// Disk usage without subfolders that have the name of a forked worker's folder, in bytes.
         apart: u64,
-        /// The folder that it lies in, by the number of the template that has it; what is called so can be anyone's.
+        /// Spawn number of the template whose folder contains this one, if any. The name alone proves
+        /// nothing, because any worker can create a folder with such a name.
         of: Option<u64>,
     },
-    /// Run a job of a crash report again, in a worker that is started for it alone.
+    /// Run a job of a crash report again, in a separate worker.
     Replay {
-        /// What to run.
+        /// The job to run.
         order: ReplayOrder,
-        /// Whether it is begun.
+        /// Receives whether the replay has begun.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
-        /// What came of it, when the worker is gone. Dropped if the supervisor stops before.
+        /// Receives the result when the worker is gone. Dropped if the supervisor stops first.
         done: oneshot::Sender<Replayed>,
     },
-    /// Serve a client of the control plane's own, whose hello and rights are out of question.
+    /// Serve a client connection opened by the control plane. Its handshake and permissions have been
+    /// checked.
     Client {
         /// The data plane's end of the connection.
         socket: UnixStream,
-        /// Of the few that may be; it is free again when the data plane has done with the client.
+        /// Permit that limits the number of such connections. Released when the data plane has closed the
+        /// connection.
         place: OwnedSemaphorePermit,
-        /// The user that it is for.
+        /// User id that the client acts for.
         uid: u32,
     },
-    /// Serve a client of the application that this supervisor is in.
+    /// Serve a client in the application that embeds this supervisor.
     Connect {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::End,
     },
-    /// A client was turned away at the admin socket.
+    /// Report a client that was rejected at the admin socket.
     Refused {
-        /// The client, and why.
+        /// The client and the reason.
         refusal: Refusal,
-        /// Of the few that may wait.
+        /// Permit that limits the number of pending reports.
         _place: OwnedSemaphorePermit,
     },
-    /// Put another version of the file in force.
+    /// Apply another version of the configuration.
     Reload {
-        /// What is different.
+        /// The differences.
         reload: Box<Reload>,
-        /// Whether it is in force, and what was dropped for it.
+        /// Receives the live changes that were dropped, or an error if nothing was applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
-    /// Say what a reload would drop, and change nothing.
+    /// Return the live changes that a reload would drop, without applying it.
     TryReload {
-        /// What is different.
+        /// The differences.
         reload: Box<Reload>,
-        /// What would be dropped.
+        /// Receives the live changes.
         reply: oneshot::Sender<LiveDropped>,
     },
     /// Write a summary of the state to the log.
     Summarise,
-    /// Wait for orphans that this process inherited and that have ended.
+    /// Reap exited orphans that this process has inherited.
     ReapOrphans {
-        /// True if there may be more.
+        /// Receives true if there may be more.
         reply: oneshot::Sender<bool>,
     },
 }
 
 impl Command {
-    /// Whether its sender does not wait for the answer any more, and nothing else is to come of it.
+    /// True if the sender no longer waits for the answer and the command has no other effect.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -199,7 +202,7 @@ impl Command {
         }
     }
 
-    /// How much of a turn of the data plane it takes, compared with others.
+    /// Returns the relative cost of the command in one iteration of the data plane.
     pub fn weight(&self) -> usize {
         match self {
             Self::Client { .. } | Self::Connect { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
@@ -209,26 +212,26 @@ impl Command {
     }
 }
 
-/// The four things an operator can do to a bulkhead.
+/// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// Replace each worker, the replacement ready first.
+    /// Replace each worker once its replacement is ready.
     Restart,
-    /// Take no more jobs.
+    /// Reject new jobs.
     Drain,
-    /// Take jobs again.
+    /// Accept jobs again.
     Resume,
-    /// Forget the restart history, so that failed slots try again now.
+    /// Forget the restart history, so that failed slots retry at once.
     Reset,
 }
 
-/// What is wrong with a change by itself, in one sentence.
+/// Validates a change on its own. Returns the problem as a sentence.
 pub fn problem_of_change(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
-/// The same of one tenant's.
+/// Validates a change of one tenant on its own. Returns the problem as a sentence.
 pub fn problem_of_tenant_change(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
@@ -259,29 +262,29 @@ fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
     is_out.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
 }
 
-/// Why a command was not carried out.
+/// An error while carrying out a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SteerError {
-    /// No bulkhead has that name.
+    /// There is no bulkhead with this name.
     #[error("there is no bulkhead of that name")]
     NotFound,
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// The tenant has not been here, or not for a long time.
+    /// The tenant has sent no job recently, or none at all.
     #[error("this tenant has sent no job to this bulkhead")]
     NoTenant,
-    /// It does not fit what else is in force; why, and what to do.
+    /// The request conflicts with other settings. Holds the reason and the fix.
     #[error("{0}")]
     Unfit(String),
 }
 
-/// A job of a crash report.
+/// A job of a crash report, to run again.
 #[derive(Debug)]
 pub struct ReplayOrder {
-    /// The bulkhead whose worker died of it.
+    /// The bulkhead whose worker died.
     pub bulkhead: String,
-    /// What the handler is to do.
+    /// The operation for the handler.
     pub operation: String,
     /// The tenant of the job.
     pub tenant: String,
@@ -289,43 +292,43 @@ pub struct ReplayOrder {
     pub payload: Vec<u8>,
 }
 
-/// Why a job of a crash report was not run again.
+/// An error that prevents a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// No bulkhead has that name any more.
+    /// The bulkhead is no longer configured.
     #[error("its bulkhead is not configured any more")]
     NotConfigured,
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// As many as may be are under way.
+    /// The limit of concurrent replays is reached.
     #[error("{REPLAYS_MAX} replays are under way already; try again when one has ended")]
     Busy,
 }
 
-/// Replays under way at once: each has a worker beyond those that are configured.
+/// Maximum number of concurrent replays. Each uses a worker beyond the configured ones.
 pub const REPLAYS_MAX: usize = 2;
 
-/// What came of a job that was run again.
+/// The result of a replay.
 #[derive(Debug)]
 pub struct Replayed {
-    /// The worker that was started for it.
+    /// Process id of the worker that was started.
     pub pid: Option<u32>,
-    /// How the job ended, or why it was not run.
+    /// The verdict of the job, or the reason why it did not run.
     pub end: Result<Verdict, String>,
-    /// What worker or program died of, if one did.
+    /// The cause of death of the worker or program, if it died.
     pub cause: Option<Cause>,
-    /// How long the worker had it.
+    /// Time that the worker had the job.
     pub ran: Duration,
 }
 
-/// Why the data plane does not hear a command.
+/// An error while sending a command to the data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unheard {
-    /// It has [`COMMANDS_MAX`] before this one.
+    /// The queue already holds [`COMMANDS_MAX`] commands.
     #[error("the supervisor does not take commands at the moment")]
     Busy,
-    /// It is gone.
+    /// The data plane has ended.
     #[error("the supervisor has ended")]
     Ended,
 }
@@ -339,24 +342,24 @@ pub struct Commander {
 }
 
 impl Commander {
-    /// Sends into `commands`, whose receiver sleeps until `waker` wakes it.
+    /// Creates a sender for `commands`. The receiver sleeps until `waker` is called.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stops: Arc::default() }
     }
 
-    /// Has the data plane stop: drain for as long as `drain_timeout`, or, if it is stopping already, at once. This
-    /// has a way of its own, which is never full.
+    /// Stops the data plane: drains for up to `drain_timeout`, or, if it is already stopping, ends at once.
+    /// Uses a counter instead of the queue, so a full queue cannot delay a stop.
     pub fn stop(&self) -> Result<(), Unheard> {
         self.stops.fetch_add(1, Ordering::SeqCst);
         self.waker.wake().map_err(|_| Unheard::Busy)
     }
 
-    /// How often it was asked to stop.
+    /// Returns the counter of stop requests.
     pub fn stops(&self) -> Arc<AtomicU32> {
         self.stops.clone()
     }
 
-    /// Hands over a command; never waits.
+    /// Queues a command without blocking.
     pub fn send(&self, command: Command) -> Result<(), Unheard> {
         self.commands.try_send(command).map_err(|error| match error {
             TrySendError::Full(_) => Unheard::Busy,
@@ -365,8 +368,8 @@ impl Commander {
         self.waker.wake().map_err(|_| Unheard::Busy)
     }
 
-    /// Sends the command that has the answer come to this sender. `None` if the data plane has too much to do, or does
-    /// not answer in time.
+    /// Queues the command that `command` builds around a reply channel, and waits for the reply. Returns
+    /// `None` if the queue is full or no reply arrives within two seconds.
     pub async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.send(command(reply)).ok()?;
@@ -374,50 +377,50 @@ impl Commander {
     }
 }
 
-/// What the data plane tells the control plane of what happens; some of it is dropped when it is too much. What must
-/// not be has ways of its own: see [`crate::notices`].
+/// A notice that may be dropped under load. [`crate::notices`] has separate channels for messages that must
+/// not be lost.
 #[derive(Debug)]
 pub enum Notice {
-    /// Something happened that an operator may want to know.
+    /// An event of interest to operators.
     Event(Box<Event>),
-    /// A worker or a program crashed. What it wrote last is still to be added.
+    /// A worker or program crashed. The control plane still adds the tail of its output.
     Crash {
-        /// What is known of it.
+        /// The crash report.
         report: Box<CrashReport>,
-        /// Its place among those that are to be kept.
+        /// Permit that limits the number of reports that wait to be stored.
         place: OwnedSemaphorePermit,
     },
 }
 
-/// One event, before it has a number.
+/// An event before it gets its number.
 #[derive(Clone, Debug)]
 pub struct Event {
-    /// When it happened.
+    /// Time of the event.
     pub at: SystemTime,
-    /// How much it matters.
+    /// Severity.
     pub severity: Severity,
-    /// What has happened.
+    /// Kind of the event, with its fields.
     pub what: What,
-    /// The bulkhead concerned, if one is.
+    /// The bulkhead concerned, if any.
     pub bulkhead: Option<Arc<str>>,
-    /// The tenant whose part of the bulkhead it is, where tenants are apart.
+    /// The isolated tenant concerned, if any.
     pub tenant: Option<Arc<str>>,
-    /// The crash report about it.
+    /// Id of the related crash report.
     pub report: Option<CrashId>,
-    /// What the process said last.
+    /// Last output of the process.
     pub stderr_tail: Option<String>,
-    /// How many of the kind were left out before it.
+    /// Number of suppressed events of this kind since the previous one.
     pub suppressed: Option<u64>,
 }
 
 impl Event {
-    /// Something that happens now.
+    /// Creates an event with the current time.
     pub fn new(severity: Severity, bulkhead: Option<Arc<str>>, what: What) -> Self {
         let at = SystemTime::now();
         Self { at, severity, what, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
     }
 
-    /// What is told of it beside its kind, in the order in which the log has it.
+    /// Returns the fields in log order, without the kind.
     pub fn fields(&self) -> Vec<(&'static str, Value)> {
         let mut fields = self.what.fields();
         let is_told = fields.iter().any(|(name, _)| *name == "tenant");

@@ -1,7 +1,8 @@
-//! From the words of `sandbox` to what the keeper is ordered: settled once, before the first worker.
+//! Translates the keys of `sandbox` into orders for the keeper. This happens once per bulkhead, before the
+//! first worker starts.
 //!
-//! A layer that this machine cannot give and that is not in `best_effort` stops the bulkhead's workers
-//! from being started, with a sentence that says why. None is left out quietly.
+//! A layer that this machine does not support and that is not in `best_effort` keeps the bulkhead's workers
+//! from starting. The reason is reported as a sentence. No layer is left out silently.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,25 +16,25 @@ use bulkhead_keeper::{
     Temporary, Terms,
 };
 
-/// What this machine can do, and what the supervisor keeps to itself.
+/// Confinement abilities of this machine, and the paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, Ability>,
     withheld: Vec<String>,
     config: PathBuf,
     ids: IdSource,
-    /// What these are part of, where this user gives no others.
+    /// The range in `/etc/subuid` that `ids` belong to, if this user has no other ids.
     subordinate: Option<Arc<SubordinateIds>>,
-    /// Whether the configuration says which ids these are to be.
+    /// True if the configuration sets `worker_uids`.
     names_ids: bool,
 }
 
-/// Where the ids of workers come from.
+/// Source of user ids for workers.
 enum IdSource {
-    /// From a range of this host's.
+    /// A range of ids on this host.
     Host(Arc<Ids>),
-    /// There are none, for this reason: workers have the supervisor's own user.
+    /// No ids, for this reason. Workers run as the supervisor's user.
     Shared(String),
-    /// There are none, and the supervisor's own user is root.
+    /// No ids, and the supervisor runs as root, so that workers do not start.
     Refused(String),
 }
 
@@ -48,13 +49,14 @@ impl IdSource {
 }
 
 impl SandboxSupport {
-    /// The same from what a keeper's guard has found: this process has threads, and forks nothing.
+    /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
+    /// because a probe forks.
     pub fn found(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
         Self::of(config, Claim::Lasting, found.abilities, move || found.ids)
     }
 
-    /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
-    /// process has threads. Beside a supervisor that may be running, `claim` is [`Claim::Trial`].
+    /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork
+    /// with threads running. Use [`Claim::Trial`] if a supervisor with the same configuration may be running.
     pub fn find(config: &bulkhead_config::Config, claim: Claim) -> Self {
         Self::of(config, claim, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
@@ -87,12 +89,12 @@ impl SandboxSupport {
         support
     }
 
-    /// What the keeper needs to start workers with ids from `/etc/subuid`.
+    /// Returns the range of `/etc/subuid` that the keeper needs to start workers, if any.
     pub fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
         self.subordinate.clone()
     }
 
-    /// The ids that workers take, where there are any.
+    /// Returns the ids for workers, if any.
     pub fn ids(&self) -> Option<Arc<Ids>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
@@ -100,12 +102,12 @@ impl SandboxSupport {
         }
     }
 
-    /// Why none of these layers' parts can be had, or that they all can.
+    /// Returns the reason why the layer is not available, or `None` if all its parts are.
     fn lack(&self, layer: Layer) -> Option<String> {
         parts(layer).iter().find_map(|part| self.misses(part))
     }
 
-    /// Why this part cannot be had, or that it can.
+    /// Returns the reason why the part is not available, or `None` if it is.
     fn misses(&self, part: &str) -> Option<String> {
         match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
@@ -124,7 +126,7 @@ impl SandboxSupport {
     }
 }
 
-/// The lines of `bulkhead-supervisor doctor` that a layer stands on.
+/// Returns the entries of `bulkhead-supervisor doctor` that a layer needs.
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
@@ -141,7 +143,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
     }
 }
 
-/// What no worker is given, though it may lie in a folder that is.
+/// Returns the paths that no worker gets access to, even inside a folder that it can access.
 fn secrets(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
     let mut paths: Vec<&Path> = vec![config];
     // An embedded supervisor has no sockets.
@@ -160,13 +162,13 @@ fn text(path: &Path) -> String {
 pub enum WorkerIdentity {
     /// The supervisor's own user.
     Own,
-    /// One user for all.
+    /// A single user for all workers.
     One(Identity),
-    /// Each an id of its own.
+    /// A separate user id for each worker.
     Each,
 }
 
-/// How the workers of one bulkhead are confined.
+/// Confinement of the workers of one bulkhead.
 pub struct Sandbox {
     profile: Profile,
     terms: Terms,
@@ -177,22 +179,22 @@ pub struct Sandbox {
     withheld: Vec<String>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile, and parts of them, that this machine does not have and need not.
+    /// Layers of the profile, and parts of layers, that are missing on this machine and allowed to be.
     missing: Vec<&'static str>,
-    /// What an operator should know of it.
+    /// Sentences for operators about weaknesses of the confinement.
     remarks: Vec<String>,
-    /// What a worker with our SDK puts in force before its first job.
+    /// Restrictions that a worker with the SDK applies before its first job.
     seal: Option<Vec<u8>>,
-    /// Why a worker runs no more than one program at once.
+    /// The reason why a worker must not run several programs at once, if any.
     one_at_once: Option<String>,
-    /// How much its temporary folder or file system may hold.
+    /// Maximum size of the temporary folder or file system, in bytes.
     temporary_bytes: u64,
-    /// Why no worker can be started.
+    /// The reason why no worker can start, if any.
     obstacle: Option<String>,
 }
 
 impl Sandbox {
-    /// Settles what is ordered; `programs` are what a worker executes, or loads.
+    /// Resolves the confinement. `programs` are the files that a worker executes or loads.
     pub fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
@@ -251,22 +253,22 @@ impl Sandbox {
         }
     }
 
-    /// Why a worker may not run more than one job at once, if it may not.
+    /// Returns the reason why a worker must not run several jobs at once, if any.
     pub fn one_at_once(&self) -> Option<&str> {
         self.one_at_once.as_deref()
     }
 
-    /// Why no worker can be started, for people.
+    /// Returns the reason why no worker can start, as a sentence.
     pub fn obstacle(&self) -> Option<&str> {
         self.obstacle.as_deref()
     }
 
-    /// What an operator should know of it, each a sentence.
+    /// Returns sentences for operators about weaknesses of the confinement.
     pub fn remarks(&self) -> &[String] {
         &self.remarks
     }
 
-    /// Whether the kernel counts the processes of each worker by themselves.
+    /// True if the kernel limits the number of processes for each worker separately.
     pub fn counts_its_processes(&self) -> bool {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
@@ -279,18 +281,18 @@ impl Sandbox {
         self.seal.as_deref()
     }
 
-    /// How much the temporary folder may hold, if it is no file system of its own.
+    /// Returns the maximum size of the temporary folder in bytes, unless it is a separate file system.
     pub fn temporary_bytes(&self) -> Option<u64> {
         let is_bounded = self.terms.temporary == Temporary::Folder && self.profile != Profile::None;
         is_bounded.then_some(self.temporary_bytes)
     }
 
-    /// Whether system calls are filtered: then SIGSYS is the sandbox's.
+    /// True if system calls are filtered. SIGSYS then comes from the sandbox.
     pub fn filters(&self) -> bool {
         self.terms.seccomp != Seccomp::Off
     }
 
-    /// What one worker is ordered, with the id that it has if each has its own.
+    /// Returns the order for one worker. `id` is the user id of the worker if each has a separate one.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
             return Confinement { terms: self.terms, ..Confinement::default() };
@@ -311,7 +313,7 @@ impl Sandbox {
         }
     }
 
-    /// What a snapshot says of a worker.
+    /// Returns the description for snapshots, from the state that the keeper observed in a worker.
     pub fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
@@ -333,11 +335,11 @@ impl Sandbox {
     }
 }
 
-/// How it is called where nothing bounds the processes of one worker.
+/// Name in `missing` if the number of processes is not limited for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
-/// Whether RLIMIT_NPROC, which counts per user, or a control group bounds one worker alone. In a user namespace
-/// of its own a user is counted by itself, except for root, which that limit does not bind.
+/// True if RLIMIT_NPROC or a cgroup limits a single worker. RLIMIT_NPROC counts per user and user namespace,
+/// and does not apply to root.
 fn counts_its_processes(identity: WorkerIdentity, terms: &Terms) -> bool {
     let is_root = match identity {
         WorkerIdentity::Own => rustix::process::geteuid().is_root(),
@@ -348,11 +350,11 @@ fn counts_its_processes(identity: WorkerIdentity, terms: &Terms) -> bool {
     has_group || identity == WorkerIdentity::Each || terms.namespaces.user && !is_root
 }
 
-/// Parts of Landlock that came later than the rest, and what they are called where they are missing.
+/// Newer parts of Landlock, and their names in `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
-/// What is as configured and may yet surprise.
+/// Returns warnings about settings that work as configured but may surprise.
 fn remarks(
     bulkhead: &BulkheadConfig,
     missing: &[&str],
@@ -373,7 +375,7 @@ fn remarks(
                 .to_owned(),
         );
     }
-    // Rules can only add: what the configuration gives is given with all that is in it.
+    // Landlock rules can only add access: a folder in `read` or `write` includes everything in it.
     let given = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| given().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld.iter().find(is_open) {
@@ -382,8 +384,8 @@ fn remarks(
     remarks
 }
 
-/// Files that the command line names: an operator who writes `["python3", "main.py"]` means it to be read. Folders are
-/// not among them: they may be anything; nor are the supervisor's own files.
+/// Returns the files that the command line names, because `["python3", "main.py"]` implies that the worker
+/// can read them. Leaves out folders, whose contents are unknown, and the supervisor's own files.
 fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
         return Vec::new();
@@ -397,10 +399,10 @@ fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     files.map(|path| text(&path)).collect()
 }
 
-/// Variables of the environment that say where programs find programs and libraries.
+/// Environment variables with search paths for programs and libraries.
 const SEARCH_PATHS: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NODE_PATH"];
 
-/// Folders that the configured environment has programs search.
+/// Returns the folders in the search paths of the configured environment.
 fn named_folders(environment: &[(String, String)]) -> Vec<String> {
     let lists = environment.iter().filter(|(name, _)| SEARCH_PATHS.contains(&name.as_str()));
     let folders = lists.flat_map(|(_, list)| list.split(':'));
@@ -415,26 +417,26 @@ fn list(texts: &[String]) -> Vec<&str> {
     texts.iter().map(String::as_str).collect()
 }
 
-/// Whether a worker of the bulkhead, or of one of its tenants, runs several jobs at once.
+/// True if a worker of the bulkhead or of one of its tenants runs several jobs at once.
 fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
     let of_tenants = bulkhead.tenant.values().filter_map(|tenant| tenant.max_in_flight);
     let of_tenants = of_tenants.filter(|_| bulkhead.isolation().is_some());
     of_tenants.chain([bulkhead.max_in_flight]).any(|most| most > 1)
 }
 
-/// One bulkhead's layers, while it is found out which there are.
+/// State while the layers of one bulkhead are resolved.
 struct Settling<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
-    /// Layers that there must be, and are not.
+    /// Required layers that are missing, with the reason.
     lacking: Vec<(Layer, String)>,
-    /// Why there is no user that the workers may run as.
+    /// The reason why there is no user for the workers, if any.
     refused: Option<String>,
 }
 
 impl Settling<'_> {
-    /// Whether a layer that the profile has can be had.
+    /// Returns true if the layer is available. Otherwise records it as missing.
     fn want(&mut self, layer: Layer) -> bool {
         match self.support.lack(layer) {
             None => true,
@@ -457,17 +459,17 @@ impl Settling<'_> {
         }
     }
 
-    /// "No signals to other processes" is promised, not a layer: rules that scope keep it, an id of each worker's
-    /// own, or process numbers of its own. Where the rules may be missing as a whole, so may this.
+    /// Requires Landlock scopes unless a separate user id or pid namespace already keeps the worker from
+    /// sending signals to other processes. Does nothing if Landlock itself is missing.
     fn want_no_signals(&mut self, terms: &Terms, identity: WorkerIdentity) {
         if terms.landlock && identity != WorkerIdentity::Each && !terms.namespaces.pid {
             self.want(Layer::LandlockScopes);
         }
     }
 
-    /// Forked workers share a user and process numbers. What keeps them from each other, and from forking as their
-    /// template does, there must be, whatever else may be missing; and the first process of a namespace to end what
-    /// they leave behind.
+    /// Requires the layers that separate forked workers, which share a user and a pid namespace, and that
+    /// keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
+    /// required, because its first process ends the descendants of a worker.
     fn want_forked_apart(&mut self, profile: Profile, terms: &Terms) {
         if profile == Profile::None || self.refused.is_some() {
             return;
@@ -519,7 +521,7 @@ impl Settling<'_> {
                 }
             },
             IdSource::Shared(why) => {
-                // Said where it is asked for, and where the profile promises everything.
+                // Report the missing layer only if `user` is set, or the profile is `strict`.
                 let is_strict = sandbox.profile == Profile::Strict;
                 if is_strict && self.support.names_ids {
                     self.lack(Layer::Identity, why.clone());
@@ -565,7 +567,7 @@ impl Settling<'_> {
             Profile::Strict => self.namespaces(sandbox.network),
             Profile::Default | Profile::None => self.processes(),
         };
-        // A worker of another user without our privileges is one in the namespace that has these ids.
+        // Such a worker joins the user namespace that maps these ids, and gets no other.
         let subordinate = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate, ..namespaces };
         let no_new_privs = self.want(Layer::NoNewPrivs);
@@ -577,7 +579,7 @@ impl Settling<'_> {
         let temporary = match sandbox.tmp_bytes {
             0 => Temporary::None,
             bytes if namespaces.mount => Temporary::FileSystem(bytes),
-            // On disk it could neither be looked at nor removed by our user.
+            // The supervisor's user could neither inspect nor remove files of these ids on disk.
             bytes if subordinate => Temporary::Mounted(bytes),
             _ => Temporary::Folder,
         };
@@ -597,8 +599,8 @@ impl Settling<'_> {
         }
     }
 
-    /// Whether the programs that run at once in one worker are kept from each other. Returns why no worker may
-    /// ever run more than one.
+    /// Checks that programs running at once in one worker can be separated. Returns the reason why a worker
+    /// must not run more than one, if any.
     fn program_scopes(&mut self, bulkhead: &BulkheadConfig) -> Option<String> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
@@ -614,13 +616,13 @@ impl Settling<'_> {
         (!is_allowed).then_some(why)
     }
 
-    /// Its control group, whatever its profile.
+    /// Returns the cgroup limits, which are independent of the profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<Cgroup> {
         let limits = bulkhead.cgroup.as_ref()?;
         if !self.want(Layer::Cgroup) {
             return None;
         }
-        // Where a limit may be missing, the group still ends whole trees, and has the other limits.
+        // If a controller is missing, the group still kills whole process trees and applies the other limits.
         let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(Cgroup {
             memory_bytes: self.controlled("cgroup memory", limits.memory),
@@ -629,14 +631,14 @@ impl Settling<'_> {
         })
     }
 
-    /// How many processes a control group may have whose limit for them is not given.
+    /// Returns the default process limit of a cgroup that sets none.
     fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());
         (is_confined && is_free && self.support.has("cgroup pids")).then_some(RLIMIT_NPROC)
     }
 
-    /// A limit of a control group, if its controller can be had.
+    /// Returns the cgroup limit if its controller is available.
     fn controlled(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
         let limit = limit?;
         match self.support.misses(controller) {
@@ -649,7 +651,7 @@ impl Settling<'_> {
     }
 
     fn namespaces(&mut self, network: bool) -> Namespaces {
-        // Root makes the others without.
+        // Root creates the other namespaces without a user namespace.
         let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
             self.support.lack(Layer::UserNamespace).is_none()
@@ -665,8 +667,9 @@ impl Settling<'_> {
         }
     }
 
-    /// Process numbers of their own, under `default`: then the kernel ends all that a worker has started, whatever
-    /// else has been killed. Where they cannot be had, that is told, and the keeper ends it.
+    /// Returns the namespaces of the `default` profile: a pid namespace, so that the kernel ends all
+    /// descendants of a worker even if the keeper is killed. If that is not available, records it as missing,
+    /// and the keeper ends the descendants.
     fn processes(&mut self) -> Namespaces {
         if self.support.has(keeper::TREE_END) {
             let user = !self.support.has("CAP_SYS_ADMIN");

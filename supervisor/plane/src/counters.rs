@@ -1,4 +1,4 @@
-//! Counters that the data plane and the control plane share. The data plane never waits for one.
+//! Counters shared by the data plane and the control plane. The data plane never blocks on them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
@@ -7,46 +7,47 @@ use std::sync::{Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Kinds of refused jobs that are counted apart until the data plane has taken the counts: a few for each bulkhead, and
-/// names that there are not.
+/// Maximum number of distinct keys in [`RefusedJobs`] between two reads. Each bulkhead needs a few, and so do
+/// unknown names.
 const REFUSED_KINDS_MAX: usize = 16 * 1024;
 
-/// Counts that the data plane keeps for the control plane to look at.
+/// Counters shared by both planes.
 #[derive(Debug, Default)]
 pub struct SharedCounters {
-    /// Notices that were dropped since the control plane did not keep up.
+    /// Notices dropped because the control plane did not keep up.
     pub notices_dropped: AtomicU64,
-    /// Spans of jobs that were dropped since they were not taken fast enough.
+    /// Job spans dropped because the span thread did not keep up.
     pub spans_dropped: AtomicU64,
-    /// Counts what changed the state of bulkheads by order, or once and for all.
+    /// Incremented when the cached state of bulkheads is no longer valid.
     pub revision: AtomicU64,
-    /// Clients that are connected.
+    /// Number of connected clients.
     pub clients: AtomicU64,
-    /// Bytes of payloads that wait in the data plane.
+    /// Size of payloads waiting in the data plane, in bytes.
     pub buffered: AtomicUsize,
-    /// Bytes of payloads that wait in the control plane, where they come in. They count with the others: it is
-    /// the control plane that keeps this one.
+    /// Size of payloads being received by the control plane, in bytes. Counts towards `max_buffered`. Written
+    /// by the control plane.
     pub spooled: AtomicUsize,
-    /// Whether the data plane gives its last answers, or has: what it has not heard of by then, it never will.
+    /// True once the data plane is ending. Jobs not received by then get no answer.
     pub is_over: AtomicBool,
-    /// So many of these are to be given up, since others need the room.
+    /// Number of bytes that the control plane must free, because others need the memory.
     pub spool_unwanted: AtomicUsize,
-    /// Called when some are.
+    /// Notified when `spool_unwanted` grows.
     pub spool_called: tokio::sync::Notify,
-    /// So many of them may be there, however much others hold.
+    /// Number of bytes that the control plane may always hold, whatever others hold.
     pub spool_share: AtomicUsize,
-    /// The keeper's process.
+    /// Process id of the keeper.
     pub keeper: AtomicU32,
-    /// Jobs that were refused as they came in by HTTP, of which the data plane has not heard.
+    /// Jobs refused by the HTTP interface before they reached the data plane.
     pub refused: RefusedJobs,
 }
 
-/// Jobs by bulkhead, priority and why they were refused. The data plane takes the counts before it next answers.
+/// Number of refused jobs by bulkhead, priority and reason. The data plane reads the counts before it next
+/// answers.
 #[derive(Debug, Default)]
 pub struct RefusedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
 impl RefusedJobs {
-    /// Counts one.
+    /// Counts one job.
     pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REFUSED_KINDS_MAX {
@@ -54,7 +55,7 @@ impl RefusedJobs {
         }
     }
 
-    /// Takes the counts, unless one is being added: then they are there the next time.
+    /// Takes the counts without blocking. If the lock is held, the counts are returned by a later call.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }

@@ -1,16 +1,16 @@
-//! Crash reports as the data plane makes them: it fills one in, the control plane adds what the process said last,
-//! and `observe::crashes` keeps it.
+//! Crash reports on the data plane. The data plane creates a report, the control plane adds the tail of the
+//! output, and `observe::crashes` stores it.
 
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{Cause, CauseKind, CrashId, CrashJob, CrashReport, Stage, Usage, Victim};
 use bulkhead_policy::{Death, KillReason, describe_end};
 
-/// Reports on their way from the data plane to where they are kept; what comes beyond is counted, and not kept.
+/// Maximum number of reports that wait to be stored. The excess is counted and dropped.
 pub const REPORTS_WAITING_MAX: usize = 64;
 
-/// The cause of a death; `None` if the supervisor ended the process for reasons of its own. An exit with
-/// status 0 is a cause like another: whether it was fine depends on what the process had to do.
+/// Returns the cause of a death, or `None` if the supervisor ended the process for its own reasons. Exit
+/// status 0 is a cause too: the caller knows whether the process was supposed to exit.
 pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
     let kind = match (killed, death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
@@ -44,7 +44,7 @@ pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
     }
 }
 
-/// A report with one job, for tests.
+/// Returns a report with one job, for tests.
 #[doc(hidden)]
 pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
     let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);

@@ -1,6 +1,6 @@
-//! What a bulkhead was asked for: how many jobs were in flight and waiting for how long, and how long they ran
-//! and waited, over the last one to two hours. Kept on the data plane at a few nanoseconds for each turn and
-//! each job; what to make of it is for `advice`, on another thread.
+//! The demand of a bulkhead over the last one to two hours: jobs in flight and queued, weighted by time, and
+//! the run and waiting times of jobs. Recording costs the data plane a few nanoseconds per iteration and job.
+//! `advice` evaluates the numbers on another thread.
 
 use std::time::Duration;
 
@@ -9,20 +9,20 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::Pair;
 
-/// How a compartment stands since some moment.
+/// The load of a compartment since some moment.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Level {
     since: Time,
     in_flight: u32,
     queued: u32,
-    /// Whether an ordinary job would have to wait, or be turned away.
+    /// True if an ordinary job would have to wait or be rejected.
     is_full: bool,
-    /// Whether workers are missing that there should be.
+    /// True if fewer workers run than configured.
     is_short: bool,
 }
 
 impl Level {
-    /// How it stands now.
+    /// Returns the current load.
     pub fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
         Self {
             since: now,
@@ -34,73 +34,74 @@ impl Level {
     }
 }
 
-/// What was seen in one window of time. Where tenants are apart, each tenant's time counts by itself, since
-/// `processes`, `max_in_flight` and `max_queue` are each tenant's. Only time with jobs counts at all: a night
-/// without any says nothing about what the day needs.
+/// Observations of one time window. With isolated tenants, the time of each tenant counts separately, because
+/// `processes`, `max_in_flight` and `max_queue` apply to each tenant. Time without jobs does not count,
+/// because an idle night says nothing about the demand of the day.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
-    /// By jobs in flight and waiting together, in nanoseconds.
+    /// Nanoseconds by number of jobs in flight and queued.
     pub demand: Histogram,
-    /// By jobs waiting, in nanoseconds.
+    /// Nanoseconds by number of queued jobs.
     pub queued: Histogram,
-    /// By microseconds that a job ran, and that it waited before.
+    /// Number of jobs by run time, and by waiting time, in microseconds.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// How long jobs were in flight, all of them together, in nanoseconds.
+    /// Sum of the time that each job was in flight, in nanoseconds.
     pub in_flight_ns: u128,
-    /// What the limits in force had to do with.
+    /// Observations that depend on the current limits.
     pub bound: Bound,
 }
 
-/// What was seen under the limits in force.
+/// Observations that depend on the current limits.
 #[derive(Clone, Debug, Default)]
 pub struct Bound {
-    /// By jobs in flight, in nanoseconds. Its total is the time with jobs.
+    /// Nanoseconds by number of jobs in flight. The total is the time with jobs.
     pub in_flight: Histogram,
-    /// How long no permit was free, and how long workers were missing.
+    /// Time without a free permit, and time with missing workers, in nanoseconds.
     pub full_ns: u64,
     pub short_ns: u64,
-    /// Jobs that missed their deadline in a worker's hands, and those of them that had all of the bulkhead's own.
+    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's own
+    /// deadline.
     pub late: u64,
     pub late_by_own: u64,
-    /// What was counted before it.
+    /// Counters at the beginning of the window.
     base: Counters,
 }
 
-/// `processes`, `max_in_flight` and `max_queue`.
+/// Values of `processes`, `max_in_flight` and `max_queue`.
 pub type Numbers = (u32, u32, u32);
 
-/// What a bulkhead was asked for lately.
+/// The recent demand of a bulkhead.
 #[derive(Default)]
 pub struct Demand {
     windows: Pair<Window>,
-    /// Since when there is anything, and since when the numbers are what they are.
+    /// Time of creation, and of the last change of the limits.
     began: Time,
     changed: Option<Time>,
     numbers: Numbers,
 }
 
 impl Demand {
-    /// Nothing, from now on.
+    /// Starts an empty record.
     pub fn new(now: Time, limits: &Limits) -> Self {
         let mut demand = Self { began: now, numbers: numbers_of(limits), ..Self::default() };
         demand.windows.roll(now);
         demand
     }
 
-    /// Whether [`Self::settle`] has something to do.
+    /// True if [`Self::settle`] has work to do.
     #[inline]
     pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.numbers != numbers_of(limits)
     }
 
-    /// Begins another window if it is time, and forgets what other numbers than those in force had to do with.
-    /// `counters` are those of now.
+    /// Starts a new window if it is time, and discards observations made under other limits. `counters` are
+    /// the current ones.
     pub fn settle(&mut self, now: Time, numbers: Numbers, counters: Counters) {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.bound.base = counters.clone();
-            // One that was passed over has nothing of its own.
+            // An empty window has no baseline yet.
             let previous = &mut self.windows.previous;
             if previous.demand.total() == 0 {
                 previous.bound.base = counters.clone();
@@ -114,7 +115,7 @@ impl Demand {
         }
     }
 
-    /// Counts the time that a compartment stood so.
+    /// Records the load of a compartment for the time since `level` was taken.
     #[inline]
     pub fn stood(&mut self, level: Level, now: Time) {
         let ns = u64::try_from(now.since(level.since).as_nanos()).unwrap_or(u64::MAX);
@@ -134,7 +135,7 @@ impl Demand {
         }
     }
 
-    /// Counts a job that a worker had.
+    /// Records a job that a worker ran.
     #[inline]
     pub fn served(&mut self, ran: Duration, waited: Duration) {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
@@ -142,8 +143,8 @@ impl Demand {
         self.windows.current.wait_us.record(micros(waited), 1);
     }
 
-    /// Counts a job that missed its deadline or run limit while it ran, and whether it was the bulkhead's own
-    /// deadline.
+    /// Records a job that missed its deadline or run limit while running. `is_by_own` is true for the
+    /// bulkhead's own deadline.
     #[inline]
     pub fn was_late(&mut self, is_by_own: bool) {
         let bound = &mut self.windows.current.bound;
@@ -151,7 +152,7 @@ impl Demand {
         bound.late_by_own += u64::from(is_by_own);
     }
 
-    /// All that was seen. [`Self::settle`] comes before it.
+    /// Returns all observations. Call [`Self::settle`] first.
     pub fn observation(&self, now: Time, limits: &Limits, counters: Counters) -> Observation {
         let since = self.windows.began().max(self.began).max(self.changed.unwrap_or(Time::ZERO));
         let numbers = InForce {
@@ -174,12 +175,12 @@ impl Demand {
     }
 }
 
-/// Those of them that decide how many jobs there can be.
+/// Returns the limits that determine the number of jobs.
 pub fn numbers_of(limits: &Limits) -> Numbers {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }
 
-/// The limits of a bulkhead that advice is about; each tenant's, where tenants are apart.
+/// Limits of a bulkhead, or of each isolated tenant, that advice can be about.
 #[derive(Clone, Debug)]
 pub struct InForce {
     pub processes: u32,
@@ -190,19 +191,19 @@ pub struct InForce {
     pub deadline_max: Duration,
 }
 
-/// What the data plane has seen of a bulkhead, for another thread to make something of.
+/// Observations of a bulkhead, for evaluation on another thread.
 #[derive(Debug)]
 pub struct Observation {
-    /// How long, under the limits in force.
+    /// Length of the observation under the current limits.
     pub watched: Duration,
-    /// Whether that is since they were changed.
+    /// True if the observation begins with a change of the limits.
     pub was_changed: bool,
-    /// What was counted before, and is now.
+    /// Counters at the beginning of the observation, and now.
     pub base: Counters,
     pub counters: Counters,
     pub windows: Pair<Window>,
     pub numbers: InForce,
-    /// The limit that follows how long jobs take, if there is one.
+    /// State of the adaptive limit, if there is one.
     pub adaptive: Option<bulkhead_api::Adaptive>,
 }
 
@@ -258,7 +259,7 @@ mod tests {
         let observation = demand.observation(at(7300), &limits, counters(170));
         assert_eq!(concurrency(&observation).max(), 1);
         assert_eq!((observation.base.submitted, observation.watched.as_secs()), (100, 3700));
-        // All of it is, after a pause.
+        // A long pause discards everything.
         demand.settle(at(40_000), numbers_of(&limits), counters(170));
         let observation = demand.observation(at(40_000), &limits, counters(175));
         assert_eq!(concurrency(&observation).total(), 0);

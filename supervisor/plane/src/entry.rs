@@ -1,5 +1,5 @@
-//! The process that comes in at either socket, beyond what the one or the other asks: a process that can be told, and none
-//! that descends from here.
+//! Identity checks that both sockets apply to each client: the peer process must be identifiable, and must
+//! not descend from the supervisor.
 
 use std::os::fd::AsFd;
 
@@ -9,37 +9,38 @@ use rustix::io::Errno;
 use bulkhead_linux::peer::{Descent, Outsiders, Peer};
 
 vocabulary! {
-    /// One of the supervisor's sockets, as events have it.
+    /// A socket of the supervisor, as named in events.
     SocketKind {
-        /// For jobs.
+        /// The jobs socket.
         Jobs = "jobs",
-        /// For operators.
+        /// The admin socket.
         Admin = "admin",
     }
 }
 
-/// Why a client is turned away.
+/// A rejected client connection.
 #[derive(Clone, Debug)]
 pub struct Refusal {
-    /// What it is told: this and the message.
+    /// Reason code sent to the client.
     pub reason: RejectReason,
-    /// What it is told, in a sentence.
+    /// Explanation sent to the client.
     pub message: String,
     /// The client; `None` if it cannot be identified.
     pub peer: Option<Peer>,
-    /// Of a process that descends from this one: its line of ancestors up to here, itself the first.
+    /// If the client descends from this process: the pids of the client and its ancestors, up to this
+    /// process.
     pub line: Vec<u32>,
 }
 
 impl Refusal {
-    /// Of a client that is known, and may not.
+    /// Rejects an identified client that lacks permission.
     pub fn forbidden(peer: Peer, message: String) -> Self {
         Self { reason: RejectReason::Forbidden, message, peer: Some(peer), line: Vec::new() }
     }
 
-    /// Of a client of which too little can be told.
+    /// Rejects a client that cannot be identified.
     pub fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
-        // Without a descriptor to look with, it is for want of room.
+        // With EMFILE or ENFILE the cause is overload, not the client.
         let is_full =
             [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
         let reason = if is_full { RejectReason::Overloaded } else { RejectReason::Unauthenticated };
@@ -52,13 +53,13 @@ impl Refusal {
     }
 }
 
-/// The process that connected this socket.
+/// Returns the process that connected this socket.
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
     Peer::of(socket).map_err(|error| Refusal::unknown(None, &error))
 }
 
-/// A worker has no business at our sockets, whatever user it runs as, and nor has what it started. Processes in
-/// `outsiders` were found before to have come from elsewhere.
+/// Rejects workers and their descendants, whatever user they run as. Processes in `outsiders` have passed
+/// this check before.
 pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), Refusal> {
     match peer.descent_beside(socket, outsiders) {
         Ok(Descent::Outside) => Ok(()),

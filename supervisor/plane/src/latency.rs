@@ -1,4 +1,4 @@
-//! How long jobs took in the last one to two minutes, so that old times do not hide new ones.
+//! Latency percentiles over the last one to two minutes.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use bulkhead_policy::Time;
 
 use crate::windows::Pair;
 
-/// How long the jobs of a bulkhead ran and queued lately.
+/// Recent run and queue times of a bulkhead's jobs.
 #[derive(Default)]
 pub struct Latency(Pair<Seen, 60>);
 
-/// In nanoseconds.
+/// Histograms of one window, in nanoseconds.
 #[derive(Default)]
 struct Seen {
     run: Histogram,
@@ -19,7 +19,7 @@ struct Seen {
 }
 
 impl Latency {
-    /// Counts a job that a worker had.
+    /// Records the times of a job that a worker ran.
     #[inline]
     pub fn record(&mut self, now: Time, run: Duration, queue: Duration) {
         let nanos = |value: Duration| u64::try_from(value.as_nanos()).unwrap_or(u64::MAX);
@@ -28,7 +28,7 @@ impl Latency {
         self.0.current.queue.record(nanos(queue), 1);
     }
 
-    /// What was seen lately.
+    /// Returns the percentiles of both windows together.
     pub fn percentiles(&self) -> Latencies {
         let [current, previous] = self.0.both();
         Latencies {
@@ -38,7 +38,7 @@ impl Latency {
     }
 }
 
-/// In milliseconds.
+/// Returns the percentiles in milliseconds.
 fn percentiles(seen: &Histogram) -> Percentiles {
     let told = |nanos: u64| (seen.total() > 0).then_some(nanos as f64 / 1e6);
     let quantile = |share| told(seen.quantile(share));

@@ -1,8 +1,10 @@
-//! What the data plane and the control plane say to each other, and what both know of a bulkhead: commands one way and
-//! notices the other, both bounded; the programs and rules that follow from the configuration, translated into the
-//! keeper's orders; counters that they share without a lock.
+//! The interface between the data plane and the control plane:
 //!
-//! It runs nothing: no thread, no loop, no socket is its own.
+//! - commands to the data plane, and notices from it, both over bounded channels
+//! - resolved programs and confinement, translated from the configuration into orders for the keeper
+//! - lock-free counters that both planes share
+//!
+//! This crate runs no threads or event loops, and owns no sockets.
 #![expect(
     missing_docs,
     reason = "the library of the supervisor documents what others than the two planes may use"

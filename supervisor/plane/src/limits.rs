@@ -1,27 +1,28 @@
-//! What holds for all bulkheads together.
+//! Limits that all bulkheads share.
 
 use std::time::Duration;
 
 use bulkhead_config::SupervisorConfig;
 
-/// What all bulkheads share.
+/// Limits that all bulkheads share.
 pub struct DataPlaneLimits {
-    /// Clients that may be connected.
+    /// Maximum number of connected clients.
     pub clients_max: usize,
-    /// Bytes of a payload.
+    /// Maximum size of a payload, in bytes.
     pub payload_bytes_max: u64,
-    /// The largest payload there ever could be: a result of then may still be on its way.
+    /// Largest `max_payload` since the start, in bytes. Results accepted under an earlier limit may still be
+    /// in transit.
     pub result_bytes_max: u64,
-    /// Bytes of all payloads that wait.
+    /// Maximum total size of waiting payloads, in bytes.
     pub buffered_bytes_max: usize,
-    /// Bytes of memory files.
+    /// Maximum total size of memory files, in bytes.
     pub pooled_bytes_max: u64,
-    /// How long workers may take to end what they have, when all of it ends.
+    /// Maximum time for jobs to finish when the supervisor stops.
     pub drain_timeout: Duration,
 }
 
 impl DataPlaneLimits {
-    /// From the file.
+    /// Takes the limits from the configuration.
     pub fn new(config: &SupervisorConfig) -> Self {
         Self {
             clients_max: config.max_clients,

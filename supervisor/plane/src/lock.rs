@@ -1,6 +1,6 @@
-//! What a supervisor that was killed a moment ago still has: locks and addresses are let go of when the last of its
-//! threads is gone, which on a full machine is later than it can be seen to be dead. A service manager that starts the next one then
-//! is not to be told that another one is running.
+//! Retries for locks and addresses that a killed supervisor still holds. The kernel releases them when the
+//! last thread of the process has exited, which on a busy machine is some time after the process appears
+//! dead. A service manager that restarts the supervisor must not get the error that another one is running.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -11,30 +11,30 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// How long is waited before something counts as another's.
+/// Maximum time to wait before a lock or address counts as held by another process.
 const LET_GO_WITHIN: Duration = Duration::from_millis(500);
 
-/// How often is looked meanwhile.
+/// Interval between attempts.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Why there is no lock.
+/// An error while taking a lock.
 #[derive(Debug)]
 pub enum NoLock {
-    /// The file cannot be opened, or made.
+    /// The file cannot be opened or created.
     Unopened(io::Error),
-    /// Another process has it, and keeps it.
+    /// Another process holds the lock.
     Held,
-    /// The file system refuses.
+    /// The file system does not support the lock.
     Refused(Errno),
 }
 
-/// Locks a file that only its owner may open, and makes it if it is missing. The lock lasts as long as the file is
-/// open.
+/// Locks a file with mode 0600, and creates the file if it is missing. The lock is released when the returned
+/// file is closed.
 pub fn lock(path: &Path) -> Result<File, NoLock> {
     lock_within(LET_GO_WITHIN, path)
 }
 
-/// Tries until it works, or fails for another reason than that another process has it, or for half a second.
+/// Repeats `attempt` for up to half a second while its error satisfies `is_taken`.
 pub fn try_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,

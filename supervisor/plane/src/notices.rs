@@ -1,7 +1,8 @@
-//! What the data plane tells the control plane, each kind on a way of its own: a storm of events is dropped in part
-//! and counted, and takes nothing else along.
+//! Bounded channels from the data plane to the control plane, one per kind of notice, so that a flood of
+//! events cannot crowd out the others.
 //!
-//! Descriptors that find no room stay with their worker, which is asked again; milestones always have room.
+//! Excess events are dropped and counted. Output descriptors that do not fit stay with the worker's entry and
+//! are sent later. Milestones always fit.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,51 +12,51 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::command::Notice;
 
-/// Events and crash reports that wait for the control plane at most; what comes beyond is dropped and counted.
+/// Maximum number of queued events and crash reports. The excess is dropped and counted.
 const NOTICES_MAX: usize = 16 * 1024;
 
-/// Workers whose output waits to be read by the control plane at most: four descriptors of ours for each.
+/// Maximum number of queued worker outputs. Each accounts for four open descriptors of the supervisor.
 const OUTPUTS_MAX: usize = 256;
 
-/// Milestones that there are, each once.
+/// Number of milestones. Each is sent once.
 const MILESTONES_MAX: usize = 2;
 
-/// A worker was started; these are the reading ends of its standard output and error.
+/// The read ends of a new worker's standard output and standard error.
 #[derive(Debug)]
 pub struct WorkerOutput {
     /// The worker's bulkhead.
     pub bulkhead: Arc<str>,
-    /// Its process.
+    /// Process id of the worker.
     pub pid: u32,
-    /// Whether other workers have what it has open, and may write there when it is gone.
+    /// True for a template. Its workers inherit the write ends and can write after the template has ended.
     pub is_template: bool,
-    /// Its standard output.
+    /// Read end of standard output.
     pub stdout: OwnedFd,
-    /// Its standard error.
+    /// Read end of standard error.
     pub stderr: OwnedFd,
 }
 
-/// What happens once in a supervisor's life.
+/// An event that happens once in the lifetime of a supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Milestone {
-    /// Every bulkhead's first start has ended, ready or failed.
+    /// The first start of every bulkhead has finished, successfully or not.
     Started,
     /// The supervisor has begun to stop.
     Stopping,
 }
 
-/// What the control plane hears.
+/// A message from the data plane.
 #[derive(Debug)]
 pub enum Heard {
-    /// A milestone.
+    /// A milestone was reached.
     Milestone(Milestone),
-    /// A new worker's output is to be read.
+    /// The output of a new worker can be read.
     Output(WorkerOutput),
-    /// An event, or a crash report.
+    /// An event or a crash report.
     Notice(Notice),
 }
 
-/// The data plane's ends.
+/// The sending ends, owned by the data plane.
 #[derive(Debug)]
 pub struct Speaker {
     milestones: Sender<Milestone>,
@@ -63,7 +64,7 @@ pub struct Speaker {
     notices: Sender<Notice>,
 }
 
-/// The control plane's ends.
+/// The receiving ends, owned by the control plane.
 #[derive(Debug)]
 pub struct Listener {
     milestones: Receiver<Milestone>,
@@ -71,7 +72,7 @@ pub struct Listener {
     notices: Receiver<Notice>,
 }
 
-/// Both ends of every way.
+/// Creates the channels.
 pub fn ways() -> (Speaker, Listener) {
     let (milestones, milestones_heard) = channel(MILESTONES_MAX);
     let (outputs, outputs_heard) = channel(OUTPUTS_MAX);
@@ -81,32 +82,32 @@ pub fn ways() -> (Speaker, Listener) {
 }
 
 impl Speaker {
-    /// Tells of an event or a crash. Returns whether there was room.
+    /// Sends an event or crash report. Returns false if the channel is full.
     #[inline]
     pub fn notice(&self, notice: Notice) -> bool {
         self.notices.try_send(notice).is_ok()
     }
 
-    /// Tells of a milestone, once.
+    /// Sends a milestone. Must be called at most once per milestone.
     #[inline]
     pub fn milestone(&self, milestone: Milestone) {
         let told = self.milestones.try_send(milestone);
         debug_assert!(!matches!(told, Err(TrySendError::Full(_))), "{milestone:?} was told before");
     }
 
-    /// Hands a worker's output over, or back if there is no room now.
+    /// Sends a worker's output. Returns the output if the channel is full.
     pub fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
-            // Without a control plane nothing is read.
+            // Without a control plane, the output is not needed.
             Err(TrySendError::Closed(_)) | Ok(()) => Ok(()),
         }
     }
 }
 
 impl Listener {
-    /// The next word: milestones and descriptors before events, so that what is told of a worker comes after its
-    /// output. `None` at the end.
+    /// Receives the next message. Milestones and outputs go before events, so that the output of a worker is
+    /// known before its events. Returns `None` when the channels are closed.
     pub async fn hear(&mut self) -> Option<Heard> {
         tokio::select! {
             biased;
@@ -142,7 +143,7 @@ mod tests {
         for pid in 0..OUTPUTS_MAX as u32 {
             assert!(speaker.output(output(pid)).is_ok());
         }
-        // There is no room, and they are still ours.
+        // The channel is full, so the sender gets the output back.
         assert_eq!(speaker.output(output(7)).unwrap_err().pid, 7);
         speaker.milestone(Milestone::Started);
         speaker.milestone(Milestone::Stopping);

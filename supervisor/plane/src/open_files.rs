@@ -1,41 +1,43 @@
-//! The limit of open files: raised as far as it may be, and shared between clients, workers and operators.
+//! The limit of open files (`RLIMIT_NOFILE`), and its division between clients, workers and operators.
 
 use std::sync::Arc;
 
 use bulkhead_config::{BulkheadConfig, Config, StartMode};
 
-/// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
+/// Descriptors reserved for the supervisor itself, operators' connections, and short-lived files.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// The smallest lease of memory files, in bytes, and what each takes.
+/// Minimum size of a memory file lease in bytes, and number of descriptors per lease.
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// A part of the limit, one to so many, may be leases; and another may be lends on their way.
+/// Divisor of the limit that gives the maximum number of leases, and also of loans in transit.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// One in so many open files may be a connection that is closed and holds a lend that its receiver has not read.
+/// Divisor of the limit that gives the maximum number of closed connections that still hold a loan, because
+/// the receiver has not read it.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
-/// Leases of memory files that there may be at once, with such a limit of open files.
+/// Returns the maximum number of memory file leases for a limit of open files.
 pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
     (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
 }
 
-/// Descriptors of a worker: both ends of its link, pidfd, two pipes, its journal; twice, for the one that replaces it.
+/// Descriptors per worker: both ends of its link, its pidfd, two pipes and its journal. Doubled, because a
+/// replacement starts before the worker ends.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
-/// Open files that this process may have.
+/// Returns the current limit of open files.
 pub fn limit_in_force() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// A template takes what a worker takes.
+/// Returns the number of templates. A template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// Open files that this process may have, and those that neither clients nor workers may take up.
+/// The limit of open files, and the shares that neither clients nor workers can use.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,
@@ -44,25 +46,25 @@ pub struct OpenFiles {
 }
 
 impl OpenFiles {
-    /// Raises the limit as far as it may be. Each worker takes a handful; workers themselves keep the limit that the
-    /// keeper was started with. `foreign` are descriptors of others that may be held at once, `http` those of the
-    /// admin API over TCP, where it is served.
+    /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started.
+    /// `foreign` is the maximum number of descriptors received from peers that are held at once. `http` is
+    /// the number for the admin API over TCP, if enabled.
     pub fn raise(foreign: u64, http: u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
-        // Without the right to raise it, there is what there is; that it is used up is told then.
+        // Best effort: if the limit stays low, `leave_room` logs a warning.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
         Self::keep(foreign, http)
     }
 
-    /// The same with the limit as it is, which is an application's.
+    /// Keeps the limit unchanged, because it belongs to the embedding application.
     pub fn keep(foreign: u64, http: u64) -> Self {
         let limit = limit_in_force();
         Self { limit, foreign, http }
     }
 
-    /// Takes no more clients than leave descriptors for workers and operators. The configuration stays the same one where
-    /// that is so.
+    /// Lowers `max_clients` so that workers and operators always find descriptors. Clones the configuration
+    /// only if the value changes.
     pub fn leave_room(&self, config: &mut Arc<Config>) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =

@@ -1,21 +1,22 @@
-//! What can be counted of a bulkhead as it is configured: a series that cannot grow is not told while it is zero. Each
-//! that can is told from the start, since what has no zero before its first count has no rate.
+//! Selects the metric series that can grow under the configuration of a bulkhead. Possible series are
+//! exported from the start, because a rate needs a zero before the first count. Impossible series are left
+//! out while they are zero.
 
 use bulkhead_config::TenantConfig;
 use bulkhead_policy::{BreakerState, Limits, Overflow, RestartCause};
 use bulkhead_shared::{Priority, RejectReason};
 
-/// What can happen in a bulkhead.
+/// Events that are possible in a bulkhead.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Possible {
-    /// Its clients may not do everything.
+    /// `[[access]]` restricts some clients.
     pub has_access: bool,
-    /// It has fallbacks, so that its jobs can meet what is configured there.
+    /// The bulkhead has fallbacks, so its jobs can meet the rejections configured there.
     pub has_fallback: bool,
-    /// It is a fallback.
+    /// The bulkhead is a fallback of another.
     pub has_guests: bool,
     pub has_spares: bool,
-    /// An operator has opened its breaker, which may not be configured.
+    /// An operator has opened the breaker, which works even without `breaker` in the configuration.
     pub was_opened: bool,
     has_breaker: bool,
     has_poison: bool,
@@ -28,7 +29,7 @@ pub struct Possible {
 }
 
 impl Possible {
-    /// By the numbers of the bulkhead, and those that single tenants have in place of them.
+    /// Derives the events from the limits of the bulkhead and from limits of individual tenants.
     pub fn new<'t>(limits: &Limits, own: impl IntoIterator<Item = &'t TenantConfig>) -> Self {
         let (tenants, recycle) = (&limits.tenants, &limits.recycle);
         let mut possible = Self {
@@ -50,7 +51,8 @@ impl Possible {
         possible
     }
 
-    /// What was possible before stays so: no series that was told goes because of a reload.
+    /// Adds the events of another configuration. Events are never removed, so no exported series disappears
+    /// on a reload.
     pub fn add(&mut self, other: &Self) {
         self.has_access |= other.has_access;
         self.has_fallback |= other.has_fallback;
@@ -69,13 +71,13 @@ impl Possible {
         }
     }
 
-    /// Whether jobs of this priority can be rejected for this.
+    /// True if jobs of this priority can be rejected for this reason.
     pub fn rejects(&self, priority: Priority, reason: RejectReason) -> bool {
         use RejectReason::*;
         match reason {
-            // A job for a bulkhead that there is not, or of a client that was not let in, belongs to no bulkhead.
+            // These jobs belong to no bulkhead: the name is unknown, or the client was not admitted.
             NotFound | Unauthenticated => false,
-            // By a more important one, at its own bulkhead or at a fallback.
+            // By a more important job, here or at a fallback.
             Shed => priority != Priority::Critical,
             Forbidden => self.has_access,
             _ if self.has_fallback => true,
@@ -90,12 +92,12 @@ impl Possible {
         }
     }
 
-    /// Whether a job can have to leave the queue for a newer one.
+    /// True if a newer job can evict a queued one.
     pub fn evicts(&self) -> bool {
         self.evicts
     }
 
-    /// Whether a worker can follow another for this.
+    /// True if workers can be restarted for this cause.
     pub fn restarts(&self, cause: RestartCause) -> bool {
         let [jobs, memory, age] = self.recycles;
         match cause {
@@ -106,12 +108,13 @@ impl Possible {
         }
     }
 
-    /// Whether the breaker can be in this state: without one, operators can open it all the same.
+    /// True if the breaker can be in this state. Without `breaker` in the configuration, an operator can
+    /// still open it.
     pub fn is_state(&self, state: BreakerState) -> bool {
         self.has_breaker || matches!(state, BreakerState::Closed | BreakerState::ForcedOpen)
     }
 
-    /// Whether the breaker can go from one state to the other.
+    /// True if this breaker transition is possible.
     pub fn goes(&self, from: BreakerState, to: BreakerState) -> bool {
         use BreakerState::*;
         let is_a_way = match (from, to) {

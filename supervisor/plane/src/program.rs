@@ -1,4 +1,4 @@
-//! What a bulkhead runs, from the configuration's words to an order for the keeper.
+//! Translates the program of a bulkhead from the configuration into spawn orders for the keeper.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use crate::confinement::{Sandbox, SandboxSupport};
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
 
-/// Tells a worker that it is a template.
+/// Environment variable that makes a worker act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// The descriptor under which a worker finds its link.
+/// Descriptor number of a worker's link.
 const LINK_DESCRIPTOR: i32 = 3;
 
-/// A resolved program, ready to be started any number of times.
+/// A resolved program that can be started any number of times.
 pub struct Program {
     path: String,
     arguments: Vec<String>,
@@ -25,16 +25,16 @@ pub struct Program {
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
-    /// Whether each job is a program of its own.
+    /// True if each job runs a separate program.
     runs_programs: bool,
-    /// Whether its workers are forked from a template.
+    /// True if workers are forked from a template.
     is_forked: bool,
-    /// What the user named, for messages.
+    /// The configured program, for messages.
     subject: String,
 }
 
 impl Program {
-    /// Resolves what `bulkhead` runs. `host` is the program behind `exec` and `library`.
+    /// Resolves the program of `bulkhead`. `host` is the program that runs `exec` and `library`.
     pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, support: &SandboxSupport) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let named = match &bulkhead.program {
@@ -55,7 +55,7 @@ impl Program {
                 (host, arguments.map(str::to_owned).to_vec(), text(path))
             }
             config::Program::Exec { argv, path } => {
-                // Limits of an `exec` bulkhead are each program's own, so the host sets them.
+                // In an `exec` bulkhead the limits apply to each program, so the host sets them.
                 rlimits.retain(|limit| limit.resource == Resource::Core.number());
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in bounds.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
@@ -79,24 +79,24 @@ impl Program {
         Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, is_forked, subject }
     }
 
-    /// Whether each job is a program of its own.
+    /// True if each job runs a separate program.
     pub fn runs_programs(&self) -> bool {
         self.runs_programs
     }
 
-    /// Whether its workers are forked from a template.
+    /// True if workers are forked from a template.
     pub fn is_forked(&self) -> bool {
         self.is_forked
     }
 
-    /// The order for a template that forks workers.
+    /// Returns the order for a template that forks workers.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);
         SpawnOrder { is_template: true, ..order }
     }
 
-    /// The order that starts it once, with the user id that it has if each worker has its own.
+    /// Returns the order for one worker. `id` is the user id of the worker if each has a separate one.
     pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
@@ -110,25 +110,25 @@ impl Program {
         }
     }
 
-    /// Logs what an operator should know of its sandbox. Not for the data plane.
+    /// Logs weaknesses of the confinement. Must not be called on the data plane, which never logs.
     pub fn log_warnings(&self, bulkhead: &str) {
         for remark in self.sandbox.remarks() {
             tracing::warn!(bulkhead, "{remark}");
         }
     }
 
-    /// How its workers are confined.
+    /// Returns the confinement of the workers.
     pub fn sandbox(&self) -> &Sandbox {
         &self.sandbox
     }
 
-    /// What it is, for messages.
+    /// Returns the configured program, for messages.
     pub fn describe(&self) -> &str {
         &self.subject
     }
 }
 
-/// The host's arguments about the end of a program.
+/// Returns the host's options for exit statuses and files.
 fn meaning_of_end(bulkhead: &BulkheadConfig) -> Vec<String> {
     let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
     let mut options = Vec::from_iter(grace);
@@ -144,12 +144,13 @@ fn meaning_of_end(bulkhead: &BulkheadConfig) -> Vec<String> {
     options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
-/// No file fits in there, and unlike 0 it keeps the kernel from handing a dump to a program
-/// (`kernel.core_pattern` with `|`).
+/// Core limit of one byte, which is too small for any dump. With 0, the kernel would still pass dumps to a
+/// program in `kernel.core_pattern` (`|`).
 const NO_DUMP: u64 = 1;
 
-/// Hard equals soft, so that a worker cannot raise what it was given; but for processor time, where
-/// the second that lies between makes the kernel name the cause (SIGXCPU) before it kills.
+/// Converts limits for the kernel. Hard limits equal soft limits, so that a worker cannot raise them. Only
+/// for processor time the hard limit is a second higher, so that the kernel sends SIGXCPU, which names the
+/// cause, before SIGKILL.
 fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
     rlimits
         .iter()
@@ -164,10 +165,10 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
         .collect()
 }
 
-/// The name of the host's program, which is installed beside the supervisor's own.
+/// Name of the host program, which is installed next to the supervisor.
 const HOST: &str = "bulkhead-worker";
 
-/// The host for C libraries and plain programs is missing.
+/// The host program for C libraries and plain programs is missing.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
@@ -175,7 +176,7 @@ const HOST: &str = "bulkhead-worker";
 )]
 pub struct NoHost(String);
 
-/// Finds the host: beside this program, or else in `PATH`.
+/// Finds the host program next to this program or in `PATH`.
 pub fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -183,7 +184,7 @@ pub fn find_host() -> Option<PathBuf> {
     beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
 }
 
-/// The host, where it is found; it must be if a bulkhead needs it.
+/// Finds the host program. Fails if it is missing and a bulkhead needs it.
 pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
@@ -192,12 +193,12 @@ pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> 
     }
 }
 
-/// Whether a bulkhead needs the host.
+/// True if the bulkhead needs the host program.
 pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
-/// The numbers that policy decides by; where tenants are kept apart, for one of them.
+/// Returns the limits for policy. With isolated tenants, they apply to each tenant.
 pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,
@@ -227,7 +228,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     }
 }
 
-/// How tenants share. Those that are kept apart share nothing.
+/// Returns the limits for sharing between tenants. Isolated tenants share nothing.
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);

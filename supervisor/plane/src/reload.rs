@@ -1,5 +1,5 @@
-//! Another version of the file: what it changes, told in the file's own keys, and everything that the data
-//! plane needs to put it in force without a look at a file.
+//! A reload of the configuration: the changed keys, under the names used in the file, and everything that the
+//! data plane needs to apply the changes without reading files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,47 +18,47 @@ use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
-/// One in so many bytes of what a worker may hold may be memory files.
+/// Divisor of a worker's memory limit that gives the maximum size of its memory files.
 const LENT_PART: u64 = 4;
 
-/// One bulkhead of a file, as the data plane works with it.
+/// Settings of a bulkhead, prepared for the data plane.
 pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
     pub limits: Limits,
-    /// Tenants with numbers of their own.
+    /// Limits of individual tenants.
     pub own: BTreeMap<String, TenantConfig>,
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
-    /// How many tenants may have workers, if they are kept apart.
+    /// Maximum number of isolated tenants with workers; `None` if tenants are not isolated.
     pub max_active: Option<usize>,
-    /// Whether `pressure` is written for it, which needs a queue.
+    /// True if the bulkhead sets `pressure`, which needs a queue.
     pub has_own_pressure: bool,
-    /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
+    /// Memory at which a worker is replaced or ended, in bytes.
     pub memory_limit: Option<u64>,
-    /// Bytes of memory files that one worker may be lent.
+    /// Maximum total size of memory files lent to one worker, in bytes.
     pub lent_max: Option<u64>,
 }
 
-/// Other values for a bulkhead that goes on.
+/// New settings for an existing bulkhead.
 pub struct Reconfigured {
     pub spec: BulkheadSpec,
-    /// What the file said before: what was changed live since is told from it.
+    /// Limits of the previous file, which tell live changes from configured values.
     pub limits_before: Limits,
     pub own_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
-/// By the bulkhead's name: the keys set live that do not go together with its file.
+/// Keys with live changes that the reload drops, by bulkhead.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
-/// What the data plane is to put in force.
+/// Changes for the data plane to apply.
 pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<Reconfigured>,
     pub added: Vec<BulkheadSpec>,
-    /// If it is another.
+    /// The permissions, if they changed.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
 }
@@ -69,18 +69,18 @@ impl fmt::Debug for Reload {
     }
 }
 
-/// What a specification is made with, and holds from start to stop.
+/// Inputs for a bulkhead's specification, which do not change until the supervisor stops.
 #[derive(Clone, Copy)]
 pub struct SpecInputs<'s> {
-    /// The program behind `exec` and `library`.
+    /// The host program for `exec` and `library`.
     pub host: Option<&'s Path>,
     pub support: &'s SandboxSupport,
-    /// The tenants that metrics name.
+    /// Tenants that metrics name.
     pub labels: &'s Arc<[String]>,
 }
 
 impl BulkheadSpec {
-    /// Looks up what is needed.
+    /// Resolves the configuration of a bulkhead.
     pub fn new(bulkhead: &BulkheadConfig, inputs: SpecInputs<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
@@ -98,13 +98,14 @@ impl BulkheadSpec {
     }
 }
 
-/// The least of what ends or replaces a worker for its memory.
+/// Returns the lowest memory limit at which a worker is ended or replaced.
 fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
     let cgroup = bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory);
     cgroup.into_iter().chain(bulkhead.recycle.rss).min()
 }
 
-/// Memory files count as the memory of the worker that has them, or fill its addresses: they are to have a part of it.
+/// Returns the maximum size of memory files lent to a worker: a fixed fraction of its memory limit. Memory
+/// files count towards the worker's memory, or fill its address space.
 fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
     let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
     let least = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
@@ -112,7 +113,7 @@ fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
 }
 
 impl Reload {
-    /// Logs what the confinement of new workers goes without.
+    /// Logs weaknesses in the confinement of new workers.
     pub fn log_warnings(&self) {
         let replaced = self.changed.iter().filter(|changed| changed.replaces_workers);
         for spec in replaced.map(|changed| &changed.spec).chain(&self.added) {
@@ -121,7 +122,7 @@ impl Reload {
     }
 }
 
-/// What is different in `after`.
+/// Returns the differences between two configurations.
 pub fn changes(before: &Config, after: &Config) -> Changes {
     let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
     let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
@@ -133,7 +134,7 @@ pub fn changes(before: &Config, after: &Config) -> Changes {
         }
     });
     let (one, other) = (fields(&before.supervisor), fields(&after.supervisor));
-    // The mode of the folder is no key, but follows from one.
+    // `folder_mode` is derived from another key.
     let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
     let keys = one.keys().filter(is_other).cloned();
     let (supervisor, ignored) = keys.partition(|key| !config::waits_for_start(key));
@@ -172,7 +173,7 @@ fn named<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {
     wanted.map(|change| change.bulkhead.as_str()).collect()
 }
 
-/// Everything it takes to go from `before` to `after`. Looks at the disk.
+/// Prepares the reload from `before` to `after`. Reads files.
 pub fn prepare(
     changes: &Changes,
     before: &Config,
@@ -204,7 +205,7 @@ pub fn prepare(
     }
 }
 
-/// What is in force after a reload: `after`, but for keys that hold from start to stop.
+/// Returns the configuration in force after a reload: `after`, except for keys that need a restart.
 pub fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, max_pooled, .. } =
         after.supervisor;
@@ -219,22 +220,22 @@ pub fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
     after
 }
 
-// Keys. They come from the values themselves, so that none can be forgotten.
+// The keys come from the serialized configuration, so that none can be forgotten.
 
 fn fields(value: &impl Serialize) -> Map<String, Value> {
     match serde_json::to_value(value) {
         Ok(Value::Object(fields)) => fields,
-        // Plain values always make an object.
+        // Unreachable: these values always serialize to an object.
         Ok(_) | Err(_) => Map::new(),
     }
 }
 
-/// A bulkhead's values by the keys that they are written under.
+/// Returns the settings of a bulkhead under the keys of the configuration file.
 fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     let mut keys = fields(bulkhead);
     keys.remove("name");
     if let Some(Value::Object(program)) = keys.remove("program") {
-        // One key, whatever belongs to it.
+        // The program is a single key, whatever settings it includes.
         keys.extend(program.into_iter().map(|(kind, value)| (kind, Value::String(value.to_string()))));
     }
     if let Some(Value::Object(tenants)) = keys.get_mut("tenants") {
@@ -253,7 +254,8 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     keys
 }
 
-/// The keys with different values; those of tables as `table.key`, unless the whole table came or went.
+/// Returns the keys with different values. Keys inside tables are named `table.key`, unless the whole table
+/// was added or removed.
 fn differing(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let mut keys = Vec::new();
@@ -333,7 +335,7 @@ mod tests {
         assert!(program.bulkheads[0].replaces_workers);
     }
 
-    /// What users read is what they wrote.
+    /// Checks that changes name the keys of the configuration reference.
     #[test]
     fn every_key_is_one_of_the_reference() {
         let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
@@ -374,7 +376,7 @@ mod tests {
         );
     }
 
-    /// The rows say which keys hold at once, and these are what is put in force.
+    /// Checks that a reload applies exactly the keys marked as reloadable.
     #[test]
     fn what_holds_at_once_is_put_in_force() {
         let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\

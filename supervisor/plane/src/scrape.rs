@@ -1,5 +1,5 @@
-//! The numbers behind the metrics, as they were at one moment: copied on the data plane's thread, written as
-//! text on another one.
+//! A consistent copy of the numbers behind the metrics. The data plane's thread takes the copy, and another
+//! thread renders the text.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 use crate::possible::Possible;
 use crate::tally::Tally;
 
-/// All numbers of the data plane, of one moment.
+/// All numbers of the data plane at one moment.
 #[derive(Debug)]
 pub struct Scrape {
-    /// Clients that are connected.
+    /// Number of connected clients.
     pub clients: u64,
     /// Bytes that count towards `max_buffered`.
     pub buffered_bytes: u64,
-    /// Bytes of memory files.
+    /// Total size of all memory files, in bytes.
     pub memory_file_bytes: u64,
-    /// The tenants that have a label, sorted.
+    /// Tenants with a label, sorted.
     pub labels: Arc<[String]>,
-    /// The bulkheads that take jobs or have some left.
+    /// Bulkheads that accept jobs or still have some.
     pub bulkheads: Vec<BulkheadNumbers>,
 }
 
-/// What became of attempts to put another configuration in force.
+/// Counts of configuration reloads.
 #[derive(Clone, Copy, Debug)]
 pub struct ReloadCounts {
     pub succeeded: u64,
     pub rejected: u64,
-    /// Whether the last one succeeded; the file that the supervisor was started with has.
+    /// True if the last reload succeeded. True before the first reload.
     pub was_successful: bool,
 }
 
@@ -44,24 +44,24 @@ impl Default for ReloadCounts {
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
     pub tally: Tally,
-    /// What can be counted as it is configured.
+    /// Series that can grow under the configuration.
     pub possible: Possible,
     pub active: u64,
     pub limit: u64,
-    /// The limit that follows how long jobs take, if there is one.
+    /// State of the adaptive limit, if there is one.
     pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
-    /// The breaker that matters most.
+    /// State of the breaker; with isolated tenants, the most severe one.
     pub breaker: BreakerState,
-    /// The state of its workers.
+    /// Aggregate state of the workers.
     pub state: BulkheadState,
-    /// How well it serves.
+    /// Service level of the last minute.
     pub service: Service,
-    /// Its workers; the slots of tenants that are apart are numbered through.
+    /// Workers. The slots of isolated tenants are numbered consecutively.
     pub workers: Vec<StaffView>,
-    /// Slots that are shown, whether they have a worker or not.
+    /// Number of slots shown, with or without a worker.
     pub slots: u32,
-    /// How many bytes a worker may hold before it is replaced or ended.
+    /// Memory at which a worker is replaced or ended, in bytes.
     pub memory_limit: Option<u64>,
 }

@@ -1,6 +1,6 @@
-//! How well a bulkhead serves its clients: how the jobs of the last minute ended. This is beside the state of its
-//! workers, which may all be ready while no job ends `ok`. Counting a job costs a few additions; a window is summed
-//! when it is shown.
+//! The service level of a bulkhead, derived from the outcomes of the last minute. This is separate from the
+//! state of its workers, which can all be ready while no job ends `ok`. Counting a job costs a few additions.
+//! The window is only summed when the level is read.
 
 use std::time::Duration;
 
@@ -9,23 +9,23 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::cut;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// How long a part of the window is.
+/// Length of one part of the window.
 const PART: Duration = Duration::from_secs(5);
 
-/// Parts that count: the last minute.
+/// Number of parts in the window, which make up one minute.
 const PARTS: usize = 12;
 
-/// Fewer jobs say nothing.
+/// Minimum number of jobs for a level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Over this share of jobs that did not end `ok`, a service is degraded or failing.
+/// Percentages of jobs not ended `ok` above which the service is degraded or failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Bytes of a handler's own code that a cause names.
+/// Maximum length of a handler's error code in a cause, in bytes.
 const CODE_BYTES_MAX: usize = 64;
 
-// Where each way to end is counted; the first is `ok`. Codes begin at 1 and leave no gap.
+// Indices of the outcomes. Codes of reasons begin at 1 and are contiguous.
 const OK: usize = 0;
 const FAILED: usize = 1;
 const LATE_QUEUED: usize = 2;
@@ -34,7 +34,7 @@ const REJECTED: usize = 4;
 const CRASHED: usize = REJECTED + RejectReason::ALL.len();
 const ENDS: usize = CRASHED + CrashReason::ALL.len();
 
-/// The place of a verdict; `None` for one that is the caller's own.
+/// Returns the index of a verdict, or `None` if the caller is responsible.
 fn place(verdict: &Verdict) -> Option<usize> {
     match verdict {
         Verdict::Ok => Some(OK),
@@ -49,18 +49,18 @@ fn place(verdict: &Verdict) -> Option<usize> {
     }
 }
 
-/// How the jobs of the last minute ended.
+/// Outcomes of the last minute.
 #[derive(Debug, Default)]
 pub struct Window {
-    /// Allocated with the first job: most bulkheads of many are idle.
+    /// Allocated with the first job, because most bulkheads of a large configuration are idle.
     parts: Vec<Part>,
-    /// The code of the last failure, in the handler's words.
+    /// Error code of the last failure, as given by the handler.
     code: String,
 }
 
 #[derive(Clone, Debug)]
 struct Part {
-    /// Which part of time it is; one of an older number holds nothing.
+    /// Number of the time slice. Parts with a number outside the window are ignored.
     number: u64,
     ends: [u32; ENDS],
 }
@@ -68,7 +68,7 @@ struct Part {
 const EMPTY: Part = Part { number: 0, ends: [0; ENDS] };
 
 fn number_of(now: Time) -> u64 {
-    // Never 0, so that an empty part is of no time.
+    // Larger than 0, so that an empty part never matches.
     now.since(Time::ZERO).as_secs() / PART.as_secs() + PARTS as u64
 }
 
@@ -98,7 +98,7 @@ impl Window {
         Sum::of(self, now).service()
     }
 
-    /// The service with the cause, in words, unless it is `ok`.
+    /// Returns the service level, and its cause unless the level is `ok`.
     pub fn told(&self, now: Time) -> (Service, Option<String>) {
         let sum = Sum::of(self, now);
         let service = sum.service();
@@ -137,7 +137,7 @@ impl Sum {
         }
     }
 
-    /// The most frequent outcome that is not `ok` with its reason, and how many they are.
+    /// Describes the most frequent bad outcome with its reason and count.
     fn cause(&self, code: &str) -> String {
         let (mut first, mut most) = (FAILED, 0);
         for (place, &count) in self.ends.iter().enumerate().skip(OK + 1) {
@@ -229,7 +229,7 @@ mod tests {
         }
         assert_eq!(window.service(at(60)), Service::Ok);
         assert_eq!(window.service(at(3600)), Service::Ok);
-        // The same place in the ring is of another time.
+        // The ring index is reused by a later time slice.
         count(&mut window, at(60), &Verdict::Ok, 10);
         assert_eq!(window.service(at(60)), Service::Ok);
     }

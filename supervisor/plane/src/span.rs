@@ -1,4 +1,5 @@
-//! A job's span, from the data plane to the thread that writes it down: plain values, of bounded size, unrendered.
+//! The span of a job, sent from the data plane to the thread that renders it. Holds plain values of bounded
+//! size.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -7,61 +8,61 @@ use bulkhead_shared::limits::cut;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Executed, Fault, JobId, Outcome, Priority, Verdict};
 
-/// Bytes of an outcome's sentence for people that a span has.
+/// Maximum size of the outcome's message in a span, in bytes.
 const MESSAGE_BYTES_MAX: usize = 512;
 
-/// Where the data plane puts the spans of jobs that have ended.
+/// Sender for the spans of finished jobs.
 pub type SpanSender = tokio::sync::mpsc::Sender<Box<JobSpan>>;
 
-/// What became of a sampled job, from its receipt to its outcome, whatever happened in between.
+/// The span of a sampled job, from its receipt to its outcome.
 #[derive(Debug)]
 pub struct JobSpan {
-    /// What the job came with: the trace, and the span of its caller.
+    /// Trace context of the request: the trace and the caller's span.
     pub given: Traceparent,
-    /// What its worker was given: the same trace, and this span.
+    /// Trace context given to the worker: the same trace, and this span.
     pub own: Traceparent,
-    /// When the job was received.
+    /// Time of receipt.
     pub began: SystemTime,
-    /// From then to its outcome.
+    /// Time from receipt to outcome.
     pub took: Duration,
-    /// Where it was sent. If there is no such bulkhead, that is anything.
+    /// Requested bulkhead. Untrusted if no such bulkhead exists.
     pub bulkhead: Arc<str>,
-    /// As its client said; anything.
+    /// Operation given by the client; untrusted.
     pub operation: Box<str>,
-    /// As its client said; anything.
+    /// Tenant given by the client; untrusted.
     pub tenant: Box<str>,
-    /// How much it matters.
+    /// Priority of the job.
     pub priority: Priority,
-    /// Bytes of its payload.
+    /// Size of the payload in bytes.
     pub payload_bytes: usize,
-    /// What became of it.
+    /// Outcome of the job.
     pub end: SpanEnd,
 }
 
-/// What an outcome says to a span.
+/// The part of an outcome that a span records.
 #[derive(Debug)]
 pub struct SpanEnd {
-    /// `ok`, or what else became of it.
+    /// Name of the outcome.
     pub outcome: &'static str,
-    /// Why, where there is a reason; a handler's own code is anything.
+    /// Reason of the outcome, if any. A handler's code is untrusted.
     pub reason: Option<Box<str>>,
-    /// A sentence for people, or the beginning of it; a handler's own is anything.
+    /// Message for people, cut to a maximum length. A handler's message is untrusted.
     pub message: Option<Box<str>>,
-    /// Whether something is wrong here, and not with the job.
+    /// True if the error lies with the server, not with the job.
     pub is_error: bool,
     /// Whether the handler began.
     pub executed: Executed,
-    /// Its number there; `None` if it was not taken.
+    /// Number of the job; `None` if it was not accepted.
     pub job: Option<JobId>,
-    /// The bulkhead that served it, or was asked to: a fallback, perhaps.
+    /// Bulkhead that served the job or was asked to, which can be a fallback.
     pub served_by: Box<str>,
-    /// How often a worker was given it.
+    /// Number of dispatches to a worker.
     pub attempts: u32,
-    /// How long it waited.
+    /// Time in the queue.
     pub queued: Duration,
-    /// How long workers had it.
+    /// Time with workers.
     pub ran: Duration,
-    /// The process that had it last.
+    /// Process id of the last worker.
     pub worker_pid: Option<u32>,
 }
 
@@ -84,7 +85,7 @@ impl From<&Outcome> for SpanEnd {
     }
 }
 
-/// A server's span is in error for what is the server's fault, as with the status 500 and above in HTTP.
+/// Returns true for errors of the server, which correspond to HTTP status 500 and above.
 fn is_error(verdict: &Verdict) -> bool {
     match verdict {
         Verdict::Failed(failure) => failure.fault == Fault::Dependency,

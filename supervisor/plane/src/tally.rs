@@ -1,5 +1,5 @@
-//! What is counted of a bulkhead for its metrics, since the start: plain numbers in arrays of fixed size, each
-//! at the place that a code names. Counting a job costs a few additions; nothing here formats or looks up.
+//! Cumulative counters of a bulkhead for its metrics: plain numbers in fixed-size arrays, indexed by codes.
+//! Counting a job costs a few additions, without formatting or lookups.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,17 +7,17 @@ use std::time::Duration;
 use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
-/// The outcomes of the contract, by [`outcome`].
+/// Outcome names of the metrics, indexed by [`outcome`].
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
-// Codes begin at 1 and leave no gap.
+// Codes begin at 1 and are contiguous.
 const REJECT_REASONS: usize = RejectReason::ALL.len() + 1;
 const CRASH_REASONS: usize = CrashReason::ALL.len() + 1;
 const CAUSES: usize = RestartCause::ALL.len();
 const BREAKER_STATES: usize = BreakerState::ALL.len();
 
-/// The place of a verdict's outcome in [`OUTCOMES`].
+/// Returns the index of a verdict's outcome in [`OUTCOMES`].
 pub const fn outcome(verdict: &Verdict) -> usize {
     match verdict {
         Verdict::Ok => 0,
@@ -29,60 +29,60 @@ pub const fn outcome(verdict: &Verdict) -> usize {
     }
 }
 
-/// What is counted of one bulkhead, all its tenants together.
+/// Counters of one bulkhead, for all its tenants together.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    /// Jobs that asked to be taken, by priority.
+    /// Submitted jobs, by priority.
     pub submitted: [u64; PRIORITIES],
-    /// How they ended.
+    /// Finished jobs, by priority and outcome.
     pub jobs: [[u64; OUTCOMES.len()]; PRIORITIES],
-    /// Why they were not taken, by the code of the reason.
+    /// Rejected jobs, by priority and reason code.
     pub rejected: [[u64; REJECT_REASONS]; PRIORITIES],
-    /// How their workers ended, by the code of the reason.
+    /// Crashed jobs, by reason code.
     pub crashed: [u64; CRASH_REASONS],
-    /// By a tenant's label; the last is for all that have none.
+    /// Counters by tenant label. The last entry is for all tenants without a label.
     pub tenants: Vec<TenantTally>,
-    /// How jobs ended that another bulkhead had instead. One that is no fallback any more keeps its counts.
+    /// Outcomes of jobs that a fallback took. Former fallbacks keep their counts.
     pub fallback: Vec<FallbackTally>,
-    /// Jobs that were sent here, that a fallback has now, and whose outcome will count here.
+    /// Number of jobs submitted here that are now at a fallback. Their outcomes will count here.
     pub elsewhere: u64,
-    /// Jobs of other bulkheads that are here as their fallback, and count there.
+    /// Number of jobs of other bulkheads that are here as their fallback. Their outcomes will count there.
     pub guests: u64,
-    /// Jobs given to another worker since their own had died.
+    /// Jobs dispatched again after their worker died.
     pub retries: u64,
-    /// Replies for jobs that were answered already, or that the worker never had.
+    /// Replies for jobs that were already answered, or that the worker never had.
     pub late_replies: u64,
-    /// Workers that followed another, by why.
+    /// Worker restarts, by cause.
     pub restarts: [u64; CAUSES],
-    /// By state before and after.
+    /// Breaker transitions, by old and new state.
     pub breaker: [[u64; BREAKER_STATES]; BREAKER_STATES],
     pub queue_wait: Histogram,
     pub execution: Histogram,
     pub duration: Histogram,
 }
 
-/// What is counted of the jobs that one fallback had.
+/// Outcomes of jobs at one fallback.
 #[derive(Clone, Debug)]
 pub struct FallbackTally {
     pub target: Arc<str>,
     pub jobs: [u64; OUTCOMES.len()],
 }
 
-/// What is counted of the tenants under one label.
+/// Counters for one tenant label.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TenantTally {
     pub jobs: [u64; OUTCOMES.len()],
-    /// Jobs that left a full queue for a newer one.
+    /// Jobs evicted from a full queue by a newer job.
     pub evicted: u64,
 }
 
 impl Tally {
-    /// Nothing yet, of so many labelled tenants.
+    /// Creates counters at zero for this number of tenant labels.
     pub fn new(labels: usize) -> Self {
         Self { tenants: vec![TenantTally::default(); labels + 1], ..Self::default() }
     }
 
-    /// Makes room for these fallbacks, if there is none.
+    /// Adds counters for fallbacks that have none yet.
     pub fn name_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
@@ -91,7 +91,7 @@ impl Tally {
         }
     }
 
-    /// Counts how a job ended at a fallback.
+    /// Counts the outcome of a job at a fallback.
     pub fn fallback(&mut self, target: &str, verdict: &Verdict) {
         if let Some(tally) = self.fallback.iter_mut().find(|tally| &*tally.target == target) {
             tally.jobs[outcome(verdict)] += 1;
@@ -103,7 +103,7 @@ impl Tally {
         self.submitted[priority as usize] += 1;
     }
 
-    /// Counts how a job ended that was submitted before.
+    /// Counts the outcome of a submitted job.
     #[inline]
     pub fn end(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
         let (priority, outcome) = (priority as usize, outcome(verdict));
@@ -118,7 +118,7 @@ impl Tally {
         }
     }
 
-    /// Counts how long a job was here that was taken, whatever became of it.
+    /// Records the waiting and run time of an accepted job, whatever its outcome.
     #[inline]
     pub fn time(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
@@ -133,8 +133,8 @@ impl Tally {
     }
 }
 
-/// The upper bounds of the histograms, which belong to their buckets: in nanoseconds, and in seconds as they
-/// are written. Values that are larger have a bucket without a bound.
+/// Inclusive upper bounds of the histogram buckets, in nanoseconds and as text in seconds. Larger values are
+/// counted in one more bucket without a bound.
 pub const BOUNDS: [(u64, &str); 21] = [
     (10_000, "1e-05"),
     (25_000, "2.5e-05"),
@@ -159,11 +159,11 @@ pub const BOUNDS: [(u64, &str); 21] = [
     (60_000_000_000, "60.0"),
 ];
 
-/// How many values lie in which bucket. Those of `latency` are for percentiles of the last minutes; these have
-/// the bounds that are told, exactly, and never forget.
+/// A cumulative histogram with the fixed bounds of [`BOUNDS`]. Unlike the histograms of `latency`, which give
+/// percentiles of the last minutes, it is never reset.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// One bucket for each of [`BOUNDS`], not cumulative, and one for what is larger.
+    /// Number of values in each bucket of [`BOUNDS`] (not cumulative), and above the last bound.
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }

@@ -1,5 +1,5 @@
-//! Threads, and tasks, without which a supervisor is none: when one of them ends before all of it does, be it by a
-//! panic, the supervisor ends as a whole, with its workers, and says why. One that lives on by half would look well.
+//! Supervises the essential threads and tasks: if one exits early or panics, the whole supervisor shuts down
+//! with its workers and reports why. A supervisor that lacks a thread would look healthy without working.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,63 +8,63 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long the rest may take to end. Whatever hangs then ends with the process; the keeper ends the workers.
+/// Maximum time for an orderly shutdown. After that the process exits, and the keeper ends the workers.
 const END_WITHIN: Duration = Duration::from_secs(20);
 
-/// The exit code of a process that could not even end in order: `EX_SOFTWARE` of sysexits.h.
+/// Exit code if the shutdown hangs: `EX_SOFTWARE` of sysexits.h.
 const HANGS: i32 = 70;
 
-/// What all threads of a supervisor share.
+/// Monitor of the essential threads. Clones share one state.
 #[derive(Clone, Default)]
 pub struct Fate(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
-    /// All that is needed has been started.
+    /// True once all essential threads have started.
     is_running: AtomicBool,
-    /// From here on threads may end.
+    /// True once threads may end.
     is_ending: AtomicBool,
-    /// The one that ended first, and before that.
+    /// Name of the first thread that ended early.
     lost: OnceLock<&'static str>,
-    /// The process is the application's, and goes on.
+    /// True if the process belongs to an application and must survive.
     is_embedded: bool,
-    /// Wakes the data plane.
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
 impl Fate {
-    /// That of a supervisor in an application, whose process goes on whatever becomes of the supervisor.
+    /// Creates the monitor of an embedded supervisor. The application's process survives a failure of the
+    /// supervisor.
     pub fn of_embedded() -> Self {
         Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
     }
 
-    /// The waker that is called when a thread is lost.
+    /// Sets the waker to call when a thread is lost.
     pub fn wake_by(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
 
-    /// All that is needed has been started: from here on a loss is told at once. Before that, it is what comes of a
-    /// start that fails.
+    /// Marks the start as complete. From now on a lost thread is reported at once. Before that, threads end
+    /// because the start has failed.
     pub fn begin(&self) {
         self.0.is_running.store(true, Ordering::SeqCst);
     }
 
-    /// The supervisor ends, and so do its threads.
+    /// Marks the shutdown, after which threads may end.
     pub fn expect_end(&self) {
         self.0.is_ending.store(true, Ordering::SeqCst);
     }
 
-    /// The thread that has ended and should not have.
+    /// Returns the name of the thread that ended early, if any.
     pub fn lost(&self) -> Option<&'static str> {
         self.0.lost.get().copied()
     }
 
-    /// Notices when its owner is dropped too early, as it is by the end of a thread or task.
+    /// Returns a guard that reports the thread or task as lost if it is dropped before the shutdown.
     pub fn needs(&self, name: &'static str) -> Needed {
         Needed { name, fate: self.clone() }
     }
 
-    /// Starts a thread that the supervisor needs.
+    /// Starts an essential thread.
     pub fn spawn(
         &self,
         name: &'static str,
@@ -72,13 +72,13 @@ impl Fate {
     ) -> io::Result<JoinHandle<()>> {
         let needed = self.needs(name);
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            // What it was has been said by the panic's own message. To join it finds an end like any other.
+            // The panic hook has already printed the message. `join` then succeeds as usual.
             let _ = catch_unwind(AssertUnwindSafe(run));
             drop(needed);
         })
     }
 
-    /// Makes a task one that the supervisor needs.
+    /// Wraps an essential task.
     pub fn task<F: Future>(&self, name: &'static str, task: F) -> impl Future<Output = F::Output> + use<F> {
         let needed = self.needs(name);
         async move {
@@ -102,7 +102,7 @@ impl Fate {
         self.end_in_time();
     }
 
-    /// Ends the process if the supervisor does not come to its end in order, and the process is the supervisor's.
+    /// Exits the process if the orderly shutdown hangs. Does nothing in an embedded supervisor.
     pub fn end_in_time(&self) {
         if self.0.is_embedded {
             return;
@@ -111,12 +111,12 @@ impl Fate {
             std::thread::sleep(END_WITHIN);
             std::process::exit(HANGS);
         };
-        // Without it, the supervisor ends if nothing hangs.
+        // Best effort: without this thread, a hanging shutdown is not cut short.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
     }
 }
 
-/// Held by a thread or task for as long as it lives.
+/// Guard that an essential thread or task holds until it ends.
 pub struct Needed {
     name: &'static str,
     fate: Fate,
@@ -128,7 +128,7 @@ impl Drop for Needed {
     }
 }
 
-/// For tests, in debug builds alone: panics once the file exists that `BULKHEAD_PANIC_<NAME>` names.
+/// For tests in debug builds: panics once the file named by the variable `BULKHEAD_PANIC_<NAME>` exists.
 pub async fn panic_on_request(name: &'static str) {
     let file = if cfg!(debug_assertions) { std::env::var_os(format!("BULKHEAD_PANIC_{name}")) } else { None };
     let Some(file) = file else { return std::future::pending().await };

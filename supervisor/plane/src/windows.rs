@@ -1,13 +1,14 @@
-//! What was seen lately, and forgotten when it is old.
+//! Values over a sliding pair of time windows.
 
 use std::time::Duration;
 
 use bulkhead_policy::Time;
 
-/// The seconds of an hour.
+/// Seconds per hour.
 pub const HOUR: u64 = 3600;
 
-/// Something in the present window of so many seconds and in the one before it. The windows of all begin together.
+/// The values of the current and the previous window of `SECONDS` each. Windows are aligned to
+/// [`Time::ZERO`], so that all pairs roll over together.
 #[derive(Clone, Debug, Default)]
 pub struct Pair<T, const SECONDS: u64 = HOUR> {
     pub current: T,
@@ -16,13 +17,13 @@ pub struct Pair<T, const SECONDS: u64 = HOUR> {
 }
 
 impl<T: Default, const SECONDS: u64> Pair<T, SECONDS> {
-    /// Whether the present window is another one by now.
+    /// True if the current window has ended.
     #[inline]
     pub fn is_over(&self, now: Time) -> bool {
         Self::number_of(now) != self.number
     }
 
-    /// Forgets what is too old.
+    /// Starts a new window if the current one has ended, and discards values older than the previous window.
     #[inline]
     pub fn roll(&mut self, now: Time) {
         let number = Self::number_of(now);
@@ -34,7 +35,7 @@ impl<T: Default, const SECONDS: u64> Pair<T, SECONDS> {
         self.number = number;
     }
 
-    /// Since when there may be something in it.
+    /// Returns the beginning of the previous window.
     pub fn began(&self) -> Time {
         Time::ZERO
             + Duration::from_secs(SECONDS) * u32::try_from(self.number.saturating_sub(1)).unwrap_or(u32::MAX)
@@ -47,7 +48,7 @@ impl<T: Default, const SECONDS: u64> Pair<T, SECONDS> {
 }
 
 impl<T, const SECONDS: u64> Pair<T, SECONDS> {
-    /// The present window and the one before it.
+    /// Returns the current and the previous window.
     #[inline]
     pub fn both(&self) -> [&T; 2] {
         [&self.current, &self.previous]

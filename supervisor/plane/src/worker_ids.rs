@@ -1,8 +1,8 @@
-//! The user ids that workers get: no other process of this host has them.
+//! User ids for workers, which no other process on this host uses.
 //!
-//! An id is passed over while a file of the system or a process has it, or another supervisor. A supervisor locks the
-//! byte of a common file that has the id's number, for as long as a worker or a bulkhead has it: so that no two have the
-//! same, and none keeps from others what it does not need.
+//! An id is skipped if a system database, systemd, a process or another supervisor uses it. While a worker or
+//! bulkhead has an id, the supervisor locks the byte at that offset in a common file. Two supervisors thus
+//! never use the same id, and neither blocks ids that it does not need.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -22,69 +22,69 @@ use bulkhead_config::UidRange;
 use bulkhead_config::defaults::WORKER_UIDS;
 use bulkhead_keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 
-/// What all supervisors of a host lock their ids in that may have any.
+/// Lock file that all supervisors on the host share if they can use any id.
 const LOCKS: &str = "/run/bulkhead-uids.lock";
 
-/// What all supervisors of a user without privileges lock theirs in, in the home that the database of users names:
-/// wherever they are started from, they find the same, and no other user can take it.
+/// Lock file that all supervisors of an unprivileged user share, relative to the home folder in the user
+/// database. The path does not depend on the environment, and other users cannot create the file.
 const OWN_LOCKS: &str = ".local/state/bulkhead/worker-ids.lock";
 
-/// Where systemd notes the ids that it gives to services, from the same range.
+/// Folder where systemd records the ids of services with `DynamicUser=`, which come from the same range.
 const SYSTEMD: &str = "/run/systemd/dynamic-uid";
 
-/// Users and groups of this host. Those of other databases are not looked up: it may take the network.
+/// Local user and group databases. Remote ones are not queried, because that could block on the network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
-/// Which ids a user namespace has.
+/// Id mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
-/// How long the workers of a supervisor that was killed may take to be gone, so that the next one gives its bulkheads
-/// the ids that they had.
+/// Maximum time to wait for the workers of a killed predecessor, so that bulkheads get the same ids again.
 const PREDECESSOR_WITHIN: Duration = Duration::from_secs(5);
 
-/// From one look at an id that is in use to the next.
+/// Interval between checks of an id that is in use.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Ids that are looked at for one worker: all of the usual range, in some 20 ms. Of a larger one, the next attempt looks
-/// at the next ones.
+/// Maximum number of ids to check for one worker: the whole default range, in about 20 ms. In a larger range,
+/// the next attempt continues after them.
 const LOOKS_MAX: u64 = 8192;
 
-/// The ids of one supervisor's workers.
+/// Allocator of user ids for the workers of one supervisor.
 #[derive(Debug)]
 pub struct Ids {
     range: UidRange,
-    /// Each is in all of these.
+    /// Id mappings. A usable id is in all of them.
     maps: Vec<Vec<Span>>,
     claim: Claim,
     locks: PathBuf,
     state: Mutex<State>,
 }
 
-/// What ids are taken for.
+/// Purpose of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// To run a supervisor.
+    /// For a running supervisor.
     Lasting,
-    /// For a look: what a bulkhead keeps may be in use by the supervisor that runs it.
+    /// For a check, which does not lock the ids of bulkheads, because a running supervisor may hold them.
     Trial,
 }
 
-/// Ids from the first to the last.
+/// Inclusive range of ids.
 type Span = (u64, u64);
 
 #[derive(Debug, Default)]
 struct State {
     file: Option<File>,
-    /// Those that workers have.
+    /// Ids of running workers.
     lent: BTreeSet<u32>,
-    /// Where in the range the next one is looked for. Round and round: an id rests for as long as possible.
+    /// Next offset in the range to try. Allocation cycles through the range, so that an id is reused as late
+    /// as possible.
     next: u64,
-    /// Those that bulkheads keep.
+    /// Permanent ids, by bulkhead.
     kept: BTreeMap<String, u32>,
     named: Named,
 }
 
-/// Ids that the system's databases name, as of when they were last changed.
+/// Ids in the system databases, with the modification times of the files.
 #[derive(Debug, Default)]
 struct Named {
     ids: BTreeSet<u32>,
@@ -92,7 +92,8 @@ struct Named {
 }
 
 impl Ids {
-    /// Those of `worker_uids`, or else of the range that is meant for it. Fails if none can be used here.
+    /// Uses the range `worker_uids`, or the default range. Fails if no id of the range is mapped in this user
+    /// namespace.
     pub fn new(worker_uids: Option<UidRange>, claim: Claim) -> Result<Self, String> {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| spans(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
@@ -104,7 +105,7 @@ impl Ids {
         Err(format!("this user namespace has none of the ids {range} (/proc/self/uid_map)"))
     }
 
-    /// Those that a user without privileges has, or of them those of `worker_uids`.
+    /// Uses the range of an unprivileged user, or its part `worker_uids`.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -120,7 +121,7 @@ impl Ids {
         Ok(ids)
     }
 
-    /// One that no other worker has.
+    /// Allocates an id that no other worker uses.
     pub fn take(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..self.count().min(LOOKS_MAX) {
@@ -134,19 +135,21 @@ impl Ids {
         Err(self.none_is_free("a worker", "start fewer `processes`"))
     }
 
-    /// Takes one back, of a worker of which nothing is left.
+    /// Frees the id of a worker whose processes have all ended.
     pub fn give_back(&self, id: u32) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.lent.remove(&id) {
-            // If it stays locked, others pass it over.
+            // If unlocking fails, other supervisors keep skipping this id.
             let _ = self.set_lock(&mut state, id, libc::F_UNLCK);
         }
     }
 
-    /// The one that a bulkhead keeps, since its workers leave files behind: that of the owner of what they may
-    /// write, or else one that follows from the names of the configuration and the bulkhead.
+    /// Returns the permanent id of a bulkhead whose workers write files: the owner of a path in `write` if
+    /// its id is in the range. Otherwise derives the id from the paths of the configuration and the name of
+    /// the bulkhead.
     pub fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
-        // Neither a file system nor another supervisor is waited for with the lock held: the data plane takes it.
+        // Look up files and wait for other supervisors before taking the lock, because the data plane takes
+        // it too.
         let owner = write.iter().find_map(|path| {
             let owner = std::fs::metadata(path).ok()?.uid();
             (self.range.first..=self.range.last).contains(&owner).then_some((path, owner))
@@ -171,7 +174,7 @@ impl Ids {
         })
     }
 
-    /// Bulkheads that write to the same folder have the same id.
+    /// Keeps the id of a folder's owner. Bulkheads that write to the same folder share the id.
     fn keep_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
         if self.claim == Claim::Trial || state.is_kept(id) {
             return Ok(id);
@@ -182,7 +185,7 @@ impl Ids {
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
-    /// Ids that come and go are taken from the other end of the range.
+    /// Keeps an id from the upper half of the range. Ids for single workers are allocated from the lower end.
     fn keep_derived(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
             let is_taken = state.lent.contains(&id) || state.is_kept(id);
@@ -201,7 +204,7 @@ impl Ids {
         ))
     }
 
-    /// The ids that a bulkhead may keep; the first one follows from the names.
+    /// Returns candidates for the permanent id of a bulkhead. The first one depends only on the names.
     fn derived(&self, config: &Path, bulkhead: &str) -> impl Iterator<Item = u32> {
         let (first, count) = (self.range.first, self.count());
         let lower = count / 2;
@@ -210,8 +213,8 @@ impl Ids {
         (0..upper).map(move |step| first + (lower + (begin + step) % upper) as u32)
     }
 
-    /// Waits until the first id that a bulkhead may keep is free, if another supervisor or a process has it: the one
-    /// before this, which was killed, and its workers, which end a little later. After some time another id is taken.
+    /// Waits up to 5 s while another supervisor or process uses the bulkhead's preferred id. That is normally
+    /// a killed predecessor whose workers are about to end. After that, another id is chosen.
     fn wait_for_predecessor(&self, config: &Path, bulkhead: &str) {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -220,7 +223,7 @@ impl Ids {
             if is_ours || self.claim == Claim::Trial || !self.is_fit(&mut state, id) {
                 return false;
             }
-            // What the lock fails with is told by the attempt that follows.
+            // The following attempt reports errors of the lock.
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let began = Instant::now();
@@ -233,7 +236,7 @@ impl Ids {
         u64::from(self.range.last - self.range.first) + 1
     }
 
-    /// Whether an id was free, and now is ours.
+    /// Locks an id. Returns false if it is in use.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
         if !self.is_fit(state, id) || !self.lock(state, id)? {
             return Ok(false);
@@ -245,12 +248,12 @@ impl Ids {
         Ok(true)
     }
 
-    /// Whether it is an id here, and none that the system has given away.
+    /// True if the id is mapped here and not assigned by the system.
     fn is_fit(&self, state: &mut State, id: u32) -> bool {
         self.is_mapped(id) && !state.named.has(id) && !Path::new(SYSTEMD).join(id.to_string()).exists()
     }
 
-    /// Locks its byte in the common file.
+    /// Locks the id's byte in the common file. Returns false if another supervisor has locked it.
     fn lock(&self, state: &mut State, id: u32) -> io::Result<bool> {
         self.set_lock(state, id, libc::F_WRLCK)
     }
@@ -307,8 +310,8 @@ impl Named {
     }
 }
 
-/// Those that `/etc/subuid` gives our user, if workers can be started with them; else why not. `misses` says why a part
-/// of what this machine can do cannot be had; `find` finds them.
+/// Returns the ids of this user in `/etc/subuid`, or the reason why workers cannot use them. `misses` returns
+/// the reason why an ability of the machine is missing, and `find` looks up the ids.
 pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
@@ -325,7 +328,7 @@ pub fn find_subordinate(
     settle().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
-/// The file that this user locks ids in; its folder is made, unless this is only a look.
+/// Returns the path of this user's lock file. Creates the file and its folder, except for a trial.
 fn own_locks(claim: Claim) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
@@ -356,7 +359,7 @@ fn open_locks(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// FNV-1a: the same in every version of this program.
+/// FNV-1a hash, which must stay the same in every version of this program.
 fn digest(texts: &[&[u8]]) -> u64 {
     const START: u64 = 0xcbf2_9ce4_8422_2325;
     const FACTOR: u64 = 0x0000_0100_0000_01b3;
@@ -364,18 +367,18 @@ fn digest(texts: &[&[u8]]) -> u64 {
     bytes.fold(START, |so_far, byte| (so_far ^ u64::from(*byte)).wrapping_mul(FACTOR))
 }
 
-/// Whether a process runs under this id.
+/// True if a process runs as this user id.
 fn is_used(id: u32) -> bool {
     getpriority_user(Uid::from_raw(id)) != Err(Errno::SRCH)
 }
 
-/// The numbers in a file of users or groups.
+/// Returns the ids in a passwd or group file.
 fn named_in(text: &str) -> BTreeSet<u32> {
     let fields = text.lines().map(|line| line.split(':').skip(2).take(2).filter_map(|id| id.parse().ok()));
     fields.flatten().collect()
 }
 
-/// What a file of `/proc` says that a user namespace has.
+/// Parses an id mapping of `/proc`.
 fn spans(text: &str) -> Vec<Span> {
     let span = |line: &str| {
         let mut numbers = line.split_whitespace().map(|number| number.parse::<u64>().ok());
@@ -419,7 +422,7 @@ mod tests {
         ids.give_back(1_900_000_001);
         assert_eq!(ids.take().unwrap(), 1_900_000_001);
         taken.into_iter().for_each(|id| ids.give_back(id));
-        // The one that was given back last was taken last.
+        // The last id given back was allocated last.
         assert_eq!([ids.take().unwrap(), ids.take().unwrap()], [1_900_000_002, 1_900_000_000]);
     }
 
@@ -434,7 +437,7 @@ mod tests {
         let others: BTreeSet<u32> = (0..9).map(|_| other.take().unwrap()).collect();
         assert!(others.len() == 9 && !others.contains(&id));
         assert!(one.take().is_err() && other.take().is_err());
-        // Nor is one given back that is not lent.
+        // Giving back an id that is not allocated has no effect.
         other.give_back(id);
         assert!(other.take().is_err());
     }
@@ -456,7 +459,7 @@ mod tests {
     #[test]
     fn those_that_the_system_names_or_that_are_not_mapped_are_passed_over() {
         let folder = tempfile::tempdir().unwrap();
-        // Root and its group, daemon, bin: of every system; and none above is mapped.
+        // Ids up to 40 include users of every system (root, daemon, bin), and no higher id is mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
         assert!(
@@ -504,7 +507,7 @@ mod tests {
             while after.state.lock().unwrap().file.is_none() {
                 std::thread::yield_now();
             }
-            // It has found the id taken.
+            // At this point `after` has found the id taken.
             drop(before);
             kept.join().unwrap()
         });

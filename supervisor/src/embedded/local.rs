@@ -1,4 +1,4 @@
-//! A supervisor whose data plane is on the caller's thread.
+//! A supervisor whose data plane runs on the caller's thread.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -20,20 +20,22 @@ use super::parts::{Part, Whole};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Turns in a row in which clients of this process alone are heard.
+/// Maximum number of iterations in a row that serve only in-process clients.
 const HEARD_MAX: usize = 16;
 
-/// How often what is driven together is looked at before others of the runtime have a turn.
+/// Maximum number of polls before yielding to other tasks of the runtime.
 const ROUNDS_MAX: usize = 16;
 
-/// A supervisor in this process whose data plane is on the caller's thread: [`super::Builder::start_local`].
+/// A supervisor in this process whose data plane runs on the caller's thread; see
+/// [`super::Builder::start_local`].
 ///
-/// It runs while [`LocalSupervisor::run_until`] does, and stands still in between, with every timer: no deadline passes, no
-/// worker is killed, started or heard. When it goes on after more than half a second too late, the event `held_up` tells
-/// so; workers are not held to have been silent. Its keeper, and with it the end of its workers when the application
-/// ends, does not depend on that.
+/// The data plane only makes progress inside [`LocalSupervisor::run_until`]. Otherwise all its timers stand
+/// still: no deadline expires, and no worker is started, served or killed. A data plane that resumes more
+/// than half a second late emits the event `held_up`, and does not treat workers as unresponsive. The keeper
+/// does not depend on the data plane, and ends the workers when the application ends.
 ///
-/// Dropped without [`LocalSupervisor::shutdown`], it ends all workers at once, which takes some milliseconds.
+/// Dropping the supervisor without [`LocalSupervisor::shutdown`] ends all workers at once, which takes a few
+/// milliseconds.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -52,13 +54,13 @@ const ROUNDS_MAX: usize = 16;
 /// }
 /// ```
 pub struct LocalSupervisor {
-    /// `None` once it has ended.
+    /// `None` once the supervisor has ended.
     ready: Option<Ready>,
-    /// What serves the connections of clients.
+    /// Futures that serve the connections of clients.
     served: Mutex<Vec<Served>>,
-    /// The process that has started it.
+    /// Process id of the creator.
     owner: u32,
-    /// Why it has ended, if that was not as it was told to.
+    /// The reason if the supervisor ended without being stopped.
     failed: Option<String>,
 }
 
@@ -76,9 +78,9 @@ impl LocalSupervisor {
         Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id(), failed: None }
     }
 
-    /// A client of its own connection; clones of it share that. Call it within a tokio runtime, best one of the same
-    /// thread. Its jobs are served while the supervisor is driven. Once the supervisor has ended, jobs end as
-    /// `Disconnected`.
+    /// Creates a client with a separate connection, which is shared by the clones of the client. Must be
+    /// called within a tokio runtime, preferably on this thread. Jobs are only served inside
+    /// [`LocalSupervisor::run_until`]. Once the supervisor has ended, jobs end as `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
             Some(ready) => {
@@ -90,11 +92,11 @@ impl LocalSupervisor {
         }
     }
 
-    /// Drives the supervisor until this future ends, in turns with whatever else the runtime's thread has to do.
+    /// Runs the supervisor until `future` completes, and yields to other tasks of the runtime in between.
     ///
-    /// Each poll of this drives it, so that it may be given up and called again; a future that is ready at its first poll
-    /// ends it before. Once the supervisor has ended as it was told to, the future is merely awaited. Errors tell why it
-    /// has ended otherwise; the future is dropped.
+    /// Cancel safe: the returned future can be dropped and `run_until` called again. `future` is polled
+    /// first. If `future` is ready at once, the supervisor does no work. If the supervisor has been stopped,
+    /// `future` is awaited alone. If the supervisor fails, `future` is dropped and the error has the reason.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         self.check()?;
         let mut future = pin!(future);
@@ -102,23 +104,24 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // It was told to stop, which the future may wait for.
+                // The supervisor was stopped. `future` may be waiting for that.
                 Ok(future.await)
             }
         }
     }
 
-    /// Has it stop: jobs in hand get as long as `drain_timeout`, and new ones are told `draining`; a second time, all is
-    /// ended at once. It has to be driven for that.
+    /// Stops the supervisor without waiting. Running and queued jobs get up to `drain_timeout` to finish, and
+    /// new jobs are rejected with `draining`. A second call ends all jobs at once. The supervisor only makes
+    /// progress inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
     pub fn stop(&self) {
         if let Some(ready) = &self.ready {
-            // If it is not heard, it has ended.
+            // A send error means that the supervisor has already ended.
             let _ = ready.commander.stop();
         }
     }
 
-    /// Has it stop, as [`LocalSupervisor::stop`] does, and drives it until nothing of it is left. Errors tell what has
-    /// ended before.
+    /// Stops the supervisor like [`LocalSupervisor::stop`], and runs it until all its processes have ended.
+    /// Returns an error if the supervisor has already failed.
     pub async fn shutdown(mut self) -> Result<(), RunError> {
         self.check()?;
         self.stop();
@@ -136,7 +139,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Drives it, and what serves its clients, until the future ends; or else it has come to its own end, like this.
+    /// Polls the data plane and the client connections until `future` completes. Returns `Err` with the
+    /// result of the data plane if that ends first.
     async fn drive_beside<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let whole = Arc::<Whole>::default();
@@ -146,7 +150,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             whole.enter(context);
             for _ in 0..ROUNDS_MAX {
-                // First, since what has come for it may be all that it waits for.
+                // The future goes first, because it may be ready without any work of the data plane.
                 if let Some(Poll::Ready(output)) = of_future.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -176,13 +180,14 @@ fn is_any_woken(future: &Part, driven: &Part, clients: &[Part]) -> bool {
     future.is_woken() || driven.is_woken() || clients.iter().any(Part::is_woken)
 }
 
-/// Returns when it has come to its end.
+/// Runs the event loop and returns when the data plane has ended.
 async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let Some(ready) = ready else { return Ok(()) };
     let data_plane = &mut ready.data_plane;
     #[expect(deprecated, reason = "what follows it is unsafe; an owned descriptor is open as long as this")]
     let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
-    // Before anything is awaited: this may be dropped then, and called again.
+    // Run one iteration before the first await, so that every call makes progress even if its future is
+    // dropped there.
     if data_plane.goes_on() {
         guarded(data_plane, |it| Ok(it.settle()))?;
         guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
@@ -194,7 +199,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             patience => {
                 let patience = patience.unwrap_or(Duration::MAX);
                 match next(data_plane, &arrivals, patience).await? {
-                    // Without a system call, but for the others' sake not always.
+                    // Saves the system call of a full iteration. The limit keeps sockets and timers from
+                    // starving.
                     Next::Clients if heard < HEARD_MAX => {
                         heard += 1;
                         guarded(data_plane, DataPlane::hear_clients)?;
@@ -212,8 +218,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
 }
 
 impl LocalSupervisor {
-    /// What has come for clients is theirs, and no more will come: the runtime serves them from now on. Without one, their
-    /// jobs are told that the connection is lost.
+    /// Hands the client connections over to the tokio runtime, so that clients can read the remaining
+    /// replies. Without a runtime the connections are dropped, and their jobs end as `Disconnected`.
     fn release_clients(&mut self) {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         for it in served.drain(..) {
@@ -223,7 +229,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// It has come to its end: ends the keeper with all workers, and the other threads.
+    /// Ends the keeper with all workers, and joins the other threads. `ended` is the result of the data
+    /// plane.
     fn end(&mut self, ended: io::Result<()>) -> Result<(), RunError> {
         let Some(Ready { data_plane, control, span_thread, fate, pulse, .. }) = self.ready.take() else {
             return Ok(());
@@ -244,17 +251,17 @@ fn failed(error: io::Error) -> RunError {
     RunError::System("run the event loop", error)
 }
 
-/// What is to be looked at.
+/// The source of the next work.
 enum Next {
-    /// Clients of this process, and no more.
+    /// Only in-process clients.
     Clients,
     Other,
 }
 
-/// Waits until something has come, or as long as that.
+/// Waits until an event arrives, for at most `patience`.
 async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Duration) -> io::Result<Next> {
     let come = poll_fn(|context| {
-        // First, so that it is not missed however much clients send.
+        // Sockets go first, so that a flood of in-process jobs cannot starve the other events.
         if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
             ready?.clear_ready();
             return Poll::Ready(Ok(Next::Other));
@@ -264,7 +271,7 @@ async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Dur
     tokio::time::timeout(patience, come).await.unwrap_or(Ok(Next::Other))
 }
 
-/// A panic of the data plane is its end, and not the caller's.
+/// Runs `act` and converts a panic of the data plane into an error, so that the caller's thread survives.
 fn guarded<T>(
     data_plane: &mut DataPlane,
     act: impl FnOnce(&mut DataPlane) -> io::Result<T>,
@@ -279,7 +286,7 @@ fn panicked() -> io::Error {
 impl Drop for LocalSupervisor {
     fn drop(&mut self) {
         if self.owner != std::process::id() {
-            // What is forked off has a copy, and no thread to wait for; the keeper is not its own.
+            // A forked child has only a copy, without the threads to join. The keeper belongs to the parent.
             std::mem::forget(self.ready.take());
             std::mem::forget(std::mem::take(&mut self.served));
         }

@@ -1,33 +1,34 @@
-//! Futures that are polled as parts of one: each only when it was woken itself, and again before the whole sleeps if
-//! another part of it wakes it, which then takes no turn of the runtime.
+//! Combines several futures into one. A part is polled only after a call of its waker. If one part wakes
+//! another during a poll, the other part is polled in the same pass, without going through the runtime.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// The whole, as its parts wake it.
+/// The combined future, shared by the wakers of all parts.
 #[derive(Default)]
 pub(super) struct Whole {
-    /// Whether it is polled now, so that it will look at each part before it sleeps.
+    /// True while the combined future is polled. Every poll checks all parts again before returning.
     is_polled: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
 impl Whole {
-    /// It is polled now.
+    /// Marks the beginning of a poll and stores the runtime's waker.
     pub(super) fn enter(&self, context: &Context<'_>) {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
         let is_known = waker.as_ref().is_some_and(|known| known.will_wake(context.waker()));
         let unwanted = if is_known { None } else { waker.replace(context.waker().clone()) };
-        // Without the lock: a task may go with its last waker, and wake this whole.
+        // Dropped after the lock is released: dropping the last waker of a task can drop the task, which may
+        // call `wake` here.
         drop(waker);
         drop(unwanted);
         self.is_polled.store(true, Ordering::SeqCst);
     }
 
-    /// It will not look at its parts any more before it is woken; what was woken since the last look is to be found by a
-    /// look after this.
+    /// Marks the end of a poll. The caller must check the parts once more after this call, because a wake-up
+    /// before it did not reach the runtime.
     pub(super) fn leave(&self) {
         self.is_polled.store(false, Ordering::SeqCst);
     }
@@ -55,14 +56,14 @@ impl Wake for Alarm {
     }
 }
 
-/// One part's turn.
+/// The waker of one part.
 pub(super) struct Part {
     alarm: Arc<Alarm>,
     waker: Waker,
 }
 
 impl Part {
-    /// It is to be polled first.
+    /// Creates a part that is woken already, so that it gets a first poll.
     pub(super) fn new(whole: &Arc<Whole>) -> Self {
         let alarm = Arc::new(Alarm { whole: whole.clone(), has_rung: AtomicBool::new(true) });
         Self { waker: alarm.clone().into(), alarm }
@@ -72,7 +73,7 @@ impl Part {
         self.alarm.has_rung.load(Ordering::SeqCst)
     }
 
-    /// Polls it if it was woken. `None` if not.
+    /// Polls the future if its waker was called. Otherwise returns `None`.
     pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
         if !self.alarm.has_rung.swap(false, Ordering::SeqCst) {
             return None;

@@ -1,5 +1,6 @@
-//! An application with a supervisor in it, and the keeper of that. The first argument says which; the folder that it runs
-//! in is its own, and the environment names the worker's program. What goes wrong is a panic.
+//! An application with an embedded supervisor, and the keeper of that supervisor. The first argument selects
+//! the scenario. The working folder is private, and the environment names the worker's program. Any failure
+//! is a panic.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -27,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // In good time for the test to tell of it, and after each scenario has had its own.
+    // Longer than each scenario's own limit, and early enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -61,7 +62,7 @@ fn main() {
     println!("done");
 }
 
-/// A configuration with one bulkhead `a`, with further keys for the supervisor and for it.
+/// Returns a configuration with one bulkhead `a`, and further keys for the supervisor and the bulkhead.
 fn settings(supervisor_keys: &str, keys: &str) -> config::Config {
     let worker = std::env::var("MISBEHAVE").unwrap();
     let text = format!(
@@ -90,7 +91,7 @@ fn parent(pid: u32) -> u32 {
     bulkhead_tests::parent(pid).unwrap()
 }
 
-/// A worker, its keeper, and the keeper's guard.
+/// Returns the process ids of a worker, its keeper, and the keeper's guard.
 fn line(client: &Client) -> [u32; 3] {
     let worker = number(client, "pid");
     let keeper = parent(worker);
@@ -125,7 +126,7 @@ fn jobs() {
     assert!(matches!(late, Err(JobError::Disconnected { .. })), "{late:?}");
 }
 
-/// Large payloads travel in memory files here, too.
+/// Checks that large payloads use memory files.
 fn lends_files() {
     let supervisor = Supervisor::start_blocking(settings("max_pooled = \"64MiB\"", "")).unwrap();
     let client = supervisor.blocking_client().unwrap();
@@ -137,7 +138,7 @@ fn lends_files() {
     supervisor.shutdown().unwrap();
 }
 
-/// What a client of a socket is refused, one of this process is too.
+/// Checks that in-process clients meet the same limits as clients of a socket.
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
@@ -154,10 +155,10 @@ fn admission() {
         let results = results.map(|handle| outcome(&handle.wait()));
         results.contains(&"rejected/queue_full".to_owned()).then_some(())
     });
-    // To drop it cancels it, and what is sent next runs.
+    // Dropping the job cancels it, and the next job runs.
     drop(running);
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    // So does the end of its client.
+    // Dropping the client has the same effect.
     let other = supervisor.blocking_client().unwrap();
     let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
     std::mem::drop((gone, other));
@@ -177,8 +178,8 @@ fn admission() {
     wait_for("there is room again", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Tells its processes, and waits to be killed; with the argument `forks`, a process that was forked off has all
-/// descriptors of this one meanwhile.
+/// Prints the process ids and waits to be killed. With the argument `forks`, a forked child also holds all
+/// descriptors of this process.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -192,7 +193,7 @@ fn is_killed() {
 
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn fork_and_sleep() -> i32 {
-    // SAFETY: the child makes two system calls.
+    // SAFETY: the child only makes two system calls.
     unsafe {
         match libc::fork() {
             0 => {
@@ -211,14 +212,15 @@ static OWN: AtomicI32 = AtomicI32::new(0);
 #[expect(unsafe_code, reason = "what the kernel tells a handler")]
 extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void) {
     SEEN.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: of SIGCHLD it has a process.
+    // SAFETY: for SIGCHLD this field is valid.
     let pid = unsafe { (*told).si_pid() };
     if pid != OWN.load(Ordering::SeqCst) {
         STRANGER.store(pid, Ordering::SeqCst);
     }
 }
 
-/// All that can end ends: a worker, a keeper, a supervisor. The application is told of its own child alone.
+/// Checks that the application only sees the death of its own child, while a worker, a keeper and the
+/// supervisor end.
 #[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
@@ -226,13 +228,13 @@ fn waits_for_all() {
         nix::sys::signal::SaFlags::SA_RESTART,
         nix::sys::signal::SigSet::empty(),
     );
-    // SAFETY: the handler touches atomics alone.
+    // SAFETY: the handler only accesses atomics.
     unsafe { nix::sys::signal::sigaction(Signal::SIGCHLD, &action) }.unwrap();
     let found = Arc::new(Mutex::new(Vec::new()));
     let seen = found.clone();
     std::thread::spawn(move || {
         loop {
-            // SAFETY: no status is asked for.
+            // SAFETY: the status pointer may be null.
             match unsafe { libc::waitpid(-1, std::ptr::null_mut(), 0) } {
                 pid if pid > 0 => seen.lock().unwrap().push(pid),
                 _ => std::thread::sleep(Duration::from_micros(100)),
@@ -251,12 +253,12 @@ fn waits_for_all() {
     supervisor.shutdown().unwrap();
     assert_eq!((found.lock().unwrap().len(), SEEN.load(Ordering::SeqCst)), (0, 0));
     let (ends, may_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-    // SAFETY: the child makes three system calls.
+    // SAFETY: the child only makes three system calls.
     let own = unsafe {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Until the parent closes its end, which it does once it knows the number of this process.
+                // Blocks until the parent, which then knows the child's process id, closes its end.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -270,14 +272,14 @@ fn waits_for_all() {
     assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
 }
 
-/// Of a status in `/proc`: the masks of signals that are blocked, ignored and caught.
+/// Returns the masks of blocked, ignored and caught signals in a `/proc` status file.
 fn signals(status: &str) -> Vec<String> {
     let text = std::fs::read_to_string(status).unwrap();
     let wanted = |line: &&str| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name));
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// What of the process must stay as it is.
+/// Returns the state of the process that a supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -300,11 +302,12 @@ extern "C" fn on_signal(_: i32) {
     HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
 }
 
-/// The state of the process is as before; signals come to the application's threads; nothing is left open.
+/// Checks that the process state is unchanged, that signals arrive on the application's threads, and that no
+/// descriptors are left.
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
-        // SAFETY: the handler touches atomics alone, and asks for a number.
+        // SAFETY: the handler only accesses atomics and asks for a thread id.
         unsafe { nix::sys::signal::signal(signal, SigHandler::Handler(on_signal)) }.unwrap();
     }
     once();
@@ -318,7 +321,8 @@ fn keeps_its_own() {
         let masks = signals(task.join("status").to_str().unwrap());
         let is_ours = task.ends_with(std::process::id().to_string()) || name.starts_with("bulkhead-client");
         let blocked = u64::from_str_radix(masks[0].split_whitespace().last().unwrap(), 16).unwrap();
-        // All that a thread can block, but for two of the C library's own.
+        // All signals except SIGKILL and SIGSTOP, which cannot be blocked, and two that the C library
+        // reserves.
         assert!(is_ours || blocked | 1 << 31 | 1 << 32 == !(1 << 8 | 1 << 18), "{name}: {masks:?}");
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -336,12 +340,12 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// With its first thread, the C library takes a signal for itself; with its first runtime, tokio makes a pair of sockets.
+/// Triggers one-time initialization: the C library's signal of its first thread, and tokio's socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// A client's thread ends in its own time.
+/// Waits until no descriptors are left, because a client's thread ends asynchronously.
 fn assert_nothing_open(before: usize) {
     wait_for("nothing is left open", || (descriptors(std::process::id()) <= before).then_some(()));
 }
@@ -352,7 +356,8 @@ fn assert_same_state(before: &[String]) {
     }
 }
 
-/// Jobs are told, another keeper is there, and the application's own children live.
+/// Checks that after the keeper's death jobs get outcomes, a new keeper starts, and the application's own
+/// children survive.
 fn loses_its_keeper() {
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -377,8 +382,8 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Has a hostile worker try everything under this profile: its bulkheads are in `workers.toml`, what it aims at in
-/// `targets`.
+/// Runs all attempts of the hostile worker under this profile. `workers.toml` has the bulkheads and `targets`
+/// the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -388,7 +393,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // What it tries first has no target but files.
+    // The first attempt only needs files as targets.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();
@@ -423,7 +428,7 @@ fn holds() {
     supervisor.shutdown().unwrap();
 }
 
-/// The same with the data plane on this thread, and clients on others.
+/// Runs the scenario with the data plane on this thread and clients on other threads.
 async fn local_holds() {
     let (mut supervisor, client) = start_local(HOLDS);
     let books =
@@ -432,8 +437,8 @@ async fn local_holds() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// While workers, keepers and guards are killed, each job has one outcome, none is begun twice, and none that is said not
-/// to have run has. A second argument says for how many seconds, so that it can be more than a few.
+/// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed
+/// has run, while workers, keepers and guards are killed. The second argument is the duration in seconds.
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
@@ -448,7 +453,8 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
-                // What it was may have ended since, and all else here is ours.
+                // The victim may have ended and its pid may be reused, so only kill processes with these
+                // names.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {
                     continue;
@@ -495,17 +501,17 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Jobs that wait where none runs, and how many that is.
+/// Keys for a bulkhead whose jobs wait, and the number of waiting jobs.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// A job that ends, or does not, with a supervisor that is told to end at once.
+/// Checks the outcome of a job after the supervisor was stopped at once.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("none has run");
     assert!(told.executed() != Executed::Yes, "{told}");
 }
 
-/// Each of a thousand jobs that wait is told when the supervisor ends.
+/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor ends.
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
@@ -518,7 +524,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// The same on this thread, also where it is dropped without a turn in which they could be told.
+/// Runs the scenario on this thread. Also drops the supervisor without an iteration in which it could send
+/// the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);
@@ -548,7 +555,8 @@ async fn local_is_told() {
     }
 }
 
-/// Panics of the application, futures that are given up, other threads and other runtimes end nothing.
+/// Checks that the supervisor survives panics of the application, dropped futures, and use from other threads
+/// and runtimes.
 fn local_goes_on() {
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let keys = "max_in_flight = 4\nmax_queue = 300\ngrace = \"100ms\"";
@@ -578,7 +586,7 @@ fn local_goes_on() {
         assert!(threads.block_on(given_up).is_err());
     }
     echo(&mut supervisor, &threads);
-    // From all threads at once, beside one that keeps the driven one busy.
+    // From all threads at once, next to a future that keeps this thread busy.
     let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
     let jobs: Vec<_> = jobs.collect();
     let all = async {
@@ -587,7 +595,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // Driven on another runtime's thread from here on, while the first one ends.
+    // From now on another runtime drives the supervisor, while the first one ends.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -596,7 +604,8 @@ fn local_goes_on() {
     assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
-/// A drive that is given up at its first poll, again and again, as beside a channel that always has something.
+/// Drops the future of `run_until` after its first poll, repeatedly, like a `select!` with a channel that is
+/// always ready.
 async fn local_polled_once() {
     let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
     let mut jobs = tokio::task::JoinSet::new();
@@ -623,20 +632,21 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Clients are told at once that there is no supervisor any more, and a copy in another process ends nothing.
+/// Checks that clients get an error at once after the end of the supervisor, and that a copy in a forked
+/// child ends nothing.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
     let line = line(&client);
-    // SAFETY: the child uses what it has a copy of, and ends.
+    // SAFETY: the child only uses its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = supervisor.shutdown().is_err_and(|error| error.to_string().contains("forked off"));
-        // SAFETY: ends this process.
+        // SAFETY: only exits.
         unsafe { libc::_exit(if refused { 7 } else { 8 }) };
     }
     let mut status = 0;
-    // SAFETY: the status is a variable of this function.
+    // SAFETY: the pointer is to a local variable.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(libc::WEXITSTATUS(status), 7);
     assert_eq!(self::line(&client), line);
@@ -652,7 +662,7 @@ fn ends_for_good() {
     }
 }
 
-/// Processes of a supervisor.
+/// Names of the supervisor's processes.
 const OURS: [&str; 3] = ["misbehave", "bulkhead-keeper", "bulkhead-guard"];
 
 fn two() {
@@ -667,7 +677,7 @@ fn two() {
     assert_eq!(line(&of_second), other);
     second.shutdown().unwrap();
     assert_gone(&other);
-    // And one after the other.
+    // Then one after the other.
     for _ in 0..3 {
         let (third, client) = start("");
         assert_eq!(outcome(&send(&client, "echo", "")), "ok");
@@ -675,7 +685,7 @@ fn two() {
     }
 }
 
-/// Whatever is wrong is an error, and leaves nothing behind.
+/// Checks that each invalid start is an error and leaves nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());
@@ -700,14 +710,14 @@ fn refused() {
         let error = started(program);
         assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
     }
-    // An application that forgets to ask is told so in place of starting itself again and again.
+    // An application without the call gets an error instead of starting itself recursively.
     let own = std::env::current_exe().unwrap();
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
     let crash_dir = settings("crash_dir = \"/proc/crashes\"", "");
     let error = Supervisor::start_blocking(crash_dir).unwrap_err().to_string();
     assert!(error.contains("/proc/crashes"), "{error}");
-    // And then one starts as if nothing had been.
+    // A valid start still works.
     let (supervisor, client) = start("");
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
     drop(client);
@@ -715,7 +725,7 @@ fn refused() {
     assert_nothing_open(open);
 }
 
-/// Without the call at the beginning of `main`.
+/// Starts a supervisor without calling `keeper_main_if_asked` first.
 fn forgets() {
     let error = Supervisor::start_blocking(settings("", "")).unwrap_err();
     assert!(matches!(error, StartError::NotAKeeper), "{error}");
@@ -726,7 +736,7 @@ fn forgets() {
     assert!(error.contains("did not become a keeper"), "{error}");
 }
 
-/// What is in hand when it is dropped has its outcome.
+/// Checks that dropping the supervisor lets running jobs finish.
 fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
@@ -740,7 +750,7 @@ fn drains() {
     assert_eq!(outcome(&running.wait()), "ok");
     dropped.join().unwrap();
     assert_gone(&line);
-    // One that is stopped twice does not wait.
+    // After two stops, running jobs are not awaited.
     std::fs::remove_file("go").unwrap();
     let (supervisor, client) = start("");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
@@ -749,7 +759,7 @@ fn drains() {
     assert_ne!(outcome(&running.wait()), "ok");
 }
 
-/// Started within a runtime, in a process with many threads that all allocate.
+/// Starts supervisors within a runtime, in a process with many threads that all allocate.
 async fn in_a_runtime() {
     let is_over = Arc::new(AtomicUsize::new(0));
     let threads: Vec<_> = (0..50)
@@ -760,7 +770,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // Shorter naps would take all processors for timers.
+                    // Shorter sleeps would use up all processors for timers.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })
@@ -782,7 +792,7 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    // A start that is abandoned at once ends all its processes and threads.
+    // Dropping the future of a start ends all processes and threads of the supervisor.
     drop(tokio::time::timeout(Duration::ZERO, Supervisor::start(settings("", ""))).await);
     tokio::task::spawn_blocking(|| {
         wait_for("no thread of a supervisor is left", || {
@@ -795,7 +805,8 @@ async fn in_a_runtime() {
     .unwrap();
 }
 
-/// Tells how a bad job ends, with the data plane on a thread of its own and on this one; what comes after it is served.
+/// Prints how a misbehaving job ends, with the data plane on a separate thread and on this thread. Checks
+/// that the next job is served.
 fn after(operation: &str, payload: &str) {
     let (supervisor, client) = start("deadline = \"20s\"");
     let told = client.job("a", payload).operation(operation).send();
@@ -833,7 +844,7 @@ async fn pid_of(client: &bulkhead_client::Client) -> u32 {
     send_to(client, "pid").await.unwrap().outcome().worker_pid.unwrap()
 }
 
-/// The data plane is on this thread.
+/// Runs the data plane on this thread.
 async fn local() {
     std::thread::spawn(|| run(async {})).join().unwrap();
     let before = process_state();
@@ -855,7 +866,8 @@ async fn local() {
         [second, parent(second), parent(parent(second))]
     });
     let line = line.await.unwrap();
-    // Nothing is heard, and no timer runs, while it is not driven; a worker is not taken for one that hangs.
+    // While the supervisor is not driven, it receives nothing and its timers stand still. Workers do not
+    // count as hung.
     let waits = client.job("a", "").operation("echo").deadline(Duration::from_millis(100));
     let waits = tokio::spawn(waits.send());
     std::thread::sleep(Duration::from_secs(6));
@@ -871,7 +883,7 @@ async fn local() {
     let next = supervisor.run_until(async {
         loop {
             match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
-                // It may answer once more before the kernel ends it.
+                // The worker may answer once more before the kernel ends it.
                 Ok(pid) if pid == line[0] => {}
                 Ok(pid) => return pid,
                 Err(_) => {}
@@ -886,7 +898,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// By a stop, by being dropped, and by the loss of what it cannot do without.
+/// Ends the supervisor by a stop, by dropping it, and by the loss of an essential thread.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -911,11 +923,11 @@ async fn local_ends() {
     let line = [pid, parent(pid), parent(parent(pid))];
     drop(supervisor);
     assert_gone(&line);
-    // One that has never been driven.
+    // A supervisor that was never driven.
     drop(start_local(""));
 }
 
-/// The end of the application is seen without the data plane.
+/// Checks that the keeper notices the end of the application without the data plane.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -924,7 +936,7 @@ async fn local_is_killed() {
     let _ = std::io::stdin().lock().read_line(&mut String::new());
 }
 
-/// An application that adopts orphans by its own will, as the first process of a container does.
+/// Runs an application that is a child subreaper itself, like the first process of a container.
 fn adopts() {
     rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
     let mut own =
@@ -942,20 +954,20 @@ fn adopts() {
     assert_eq!(left, Err(nix::errno::Errno::ECHILD), "not even one that has ended");
 }
 
-/// A process that is forked off has a copy of the supervisor; to drop that does nothing.
+/// Checks that dropping the copy of a supervisor in a forked child has no effect.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn forks() {
     let (supervisor, client) = start("");
     let line = line(&client);
-    // SAFETY: the child drops what it has a copy of, and ends.
+    // SAFETY: the child only drops its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         drop(supervisor);
-        // SAFETY: ends this process.
+        // SAFETY: only exits.
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;
-    // SAFETY: the status is a variable of this function.
+    // SAFETY: the pointer is to a local variable.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(libc::WEXITSTATUS(status), 7);
     assert_eq!(self::line(&client), line);

@@ -1,4 +1,5 @@
-//! A worker that speaks the protocol by hand, and does with memory files what the operation says.
+//! A worker that implements the protocol without the SDK and uses or misuses memory files, as selected by the
+//! operation.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -13,7 +14,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{Named, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
-/// The payload's file and the result's.
+/// Files of the payload and of the result, by lease.
 type Lent = HashMap<u64, (File, File)>;
 
 struct Worker {
@@ -25,7 +26,7 @@ struct Worker {
 fn main() {
     let takes = std::env::args().nth(1).as_deref() != Some("never-takes");
     let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
-    // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
+    // SAFETY: the supervisor passed this descriptor, and nothing else in this process uses it.
     #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
     let mut worker = Worker { socket, lent: Lent::new(), takes };
@@ -113,7 +114,7 @@ impl Worker {
         let size = result.metadata().expect("a file").len();
         match order.operation {
             "where" => self.send(kind::RESULT, job, &Empty, None, b"file"),
-            // What must not be: each in a word.
+            // Reports which forbidden operations succeed.
             "attack" => {
                 let path = format!("/proc/self/fd/{}", payload.as_raw_fd());
                 let tries = [
@@ -127,7 +128,7 @@ impl Worker {
                     tries.into_iter().filter(|(_, is_done)| *is_done).map(|(name, _)| name).collect();
                 self.send(kind::RESULT, job, &Empty, None, format!("done: {}", done.join(" ")).as_bytes());
             }
-            // Answers well, and goes on writing.
+            // Sends a correct answer and continues to write.
             "scribble" => {
                 result.write_all_at(&vec![1; named.bytes as usize], 0).expect("it is writable");
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");

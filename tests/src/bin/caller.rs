@@ -1,4 +1,4 @@
-//! Connects as another client: with other credentials, from a process that is gone, or again and again.
+//! Connects as another client: with other credentials, from a process that has ended, or repeatedly.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,13 +12,13 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match arguments[..] {
-        // Becomes the program, run by a user with a group and, parted by commas, supplementary ones.
+        // Executes a program as a user with a group and comma-separated supplementary groups.
         ["as", uid, gid, groups, program, ref rest @ ..] => become_user(uid, gid, groups, program, rest),
-        // Connects, leaves the connection to another process, and ends.
+        // Connects, passes the connection to another process, and exits.
         ["leave", socket] => leave(socket),
-        // What comes on standard input goes to standard output.
+        // Copies standard input to standard output.
         ["listen"] => std::io::copy(&mut std::io::stdin(), &mut std::io::stdout()).map(drop),
-        // Connects so many times, and hears what it is told. Prints how often it was told anything.
+        // Connects `times` times and prints the number of connections that received an answer.
         ["knock", socket, times] => knock(socket, times),
         _ => return ExitCode::from(2),
     };

@@ -1,14 +1,14 @@
-//! Runs a program under a filter that has some system calls fail, or succeed without being made: as a kernel
-//! without them, a container, or a supervisor above ours may do.
+//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. This
+//! simulates a kernel without these calls, a container, or a supervisor above ours.
 //!
-//! `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`; the error 0 is a success that does nothing.
+//! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
 use libc::{c_long, sock_filter};
 
-/// The calls that a test has asked for so far.
+/// Supported system calls.
 const CALLS: [(&str, c_long); 4] = [
     ("landlock_create_ruleset", libc::SYS_landlock_create_ruleset),
     ("landlock_restrict_self", libc::SYS_landlock_restrict_self),
@@ -60,7 +60,7 @@ fn install(program: &[sock_filter]) -> std::io::Result<()> {
     }
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
     #[expect(unsafe_code, reason = "no library has it in this form")]
-    // SAFETY: the pointer is to a local, and what that points to has the length that it tells.
+    // SAFETY: the pointer is to a local variable, which points to an array of the given length.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }

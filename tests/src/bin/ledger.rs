@@ -1,7 +1,8 @@
-//! Runs the ledger for as long as it is told to and prints what was found:
-//! `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]]`, where `calm` leaves out what the supervisor kills
-//! workers for, and `embedded` has the supervisor in the process of the clients. With `worker` it is the worker behind
-//! it, with `in` the process of an embedded supervisor.
+//! Runs the ledger and prints the results: `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]`.
+//!
+//! - `calm` leaves out everything that makes the supervisor kill workers.
+//! - `embedded` and `embedded-local` run the supervisor in the process of the clients.
+//! - `worker` and `in` are internal: a worker of the ledger, and the process of an embedded supervisor.
 
 use std::process::ExitCode;
 use std::time::Duration;

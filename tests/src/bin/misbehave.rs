@@ -1,5 +1,5 @@
-//! A worker that misbehaves on request. The operation says how; without arguments it serves jobs by the
-//! SDK, with `raw MODE` it speaks the protocol by hand, and wrongly.
+//! A worker that misbehaves on request. Without arguments it uses the SDK, and the operation selects the
+//! misbehaviour. With `raw MODE` it implements the protocol itself, with errors.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -47,7 +47,7 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
-        // Is ready at once the first time, and later only when the file `go` is there.
+        // Becomes ready at once the first time, and later only when the file `go` exists.
         ["slow-again", once] => {
             let once = once.to_owned();
             Server::new()
@@ -76,7 +76,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Says which process initialised it, and which it is. After so many forks it may have no further process.
+/// Answers with the process ids of the template and of the worker. After `forks_max` forks the template sets
+/// a process limit that makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -87,7 +88,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                     let _ = runs.send(());
                     forever()
                 })?;
-                // A thread gets its name by itself.
+                // The thread sets its name after it has started.
                 let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
@@ -102,7 +103,7 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
             |(_, forks), _| if *forks > 0 { Ok(()) } else { Err(HandlerError::new("hook", "not called")) },
         )
         .operation("who", |_, ctx| {
-            // SAFETY: other threads of this process do not draw.
+            // SAFETY: no other thread of this process calls `rand`.
             #[expect(unsafe_code, reason = "the C library's random numbers")]
             let drawn = unsafe { libc::rand() };
             Ok(format!("{} {} {drawn}", ctx.state().0, std::process::id()))
@@ -135,7 +136,7 @@ fn attributes() -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/{file}")).unwrap_or_default();
     let status = read("status");
     let processors = status.lines().find(|line| line.starts_with("Cpus_allowed_list")).unwrap_or_default();
-    // SAFETY: both only return numbers.
+    // SAFETY: both calls only return numbers.
     #[expect(unsafe_code, reason = "there is no safe form")]
     let (nice, io) =
         unsafe { (libc::getpriority(libc::PRIO_PROCESS, 0), libc::syscall(libc::SYS_ioprio_get, 1, 0)) };
@@ -143,7 +144,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Changes as much of that as it may.
+/// Changes as many of these attributes of another process as permitted.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -166,16 +167,16 @@ fn alter(pid: u32) {
 /// Time after which the chains of [`leave_chains`] end by themselves.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
-/// Leaves processes behind, each of which forks a successor and exits, again and again.
+/// Leaves chains of processes behind in which each process forks a successor and exits.
 #[expect(unsafe_code, reason = "fork")]
 fn leave_chains(count: u64) {
     let end = Instant::now() + CHAINS_MAX;
-    // SAFETY: makes orphans of this process the children of the next subreaper above.
+    // SAFETY: only changes which process adopts orphans of this one.
     unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) };
     for _ in 0..count {
-        // SAFETY: the child makes system calls alone.
+        // SAFETY: the child only makes system calls.
         if unsafe { libc::fork() } == 0 {
-            // SAFETY: as above.
+            // SAFETY: only system calls.
             unsafe {
                 libc::setsid();
                 while Instant::now() < end {
@@ -189,7 +190,7 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Forks processes that return: from the initialisation, and from a handler.
+/// Forks processes that return from the initialization and from a handler.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -199,9 +200,9 @@ fn forked_stray() -> ExitCode {
         .serve()
 }
 
-/// Returns in both processes. The parent says how the child ended.
+/// Returns in both processes. The parent returns how the child ended.
 fn fork_stray() -> String {
-    // SAFETY: the child uses nothing but what the SDK does when a handler returns.
+    // SAFETY: the child only does what the SDK does when a handler returns.
     #[expect(unsafe_code, reason = "fork(2) has no safe form")]
     match unsafe { nix::unistd::fork() }.expect("a child") {
         nix::unistd::ForkResult::Child => {
@@ -235,7 +236,7 @@ fn die_later(after: Duration, how: impl FnOnce() + Send + 'static) {
     });
 }
 
-/// Appends a byte to a file; returns how many there were.
+/// Appends a text to a file.
 fn append(path: &str, text: &str) -> std::io::Result<()> {
     use std::io::Write;
     let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;
@@ -255,7 +256,7 @@ fn wait_for_file(path: &str, is_over: impl Fn() -> bool) {
     }
 }
 
-/// Jobs that run in this process now.
+/// Number of jobs that run in this process.
 static RUNNING: AtomicU32 = AtomicU32::new(0);
 
 struct Running;
@@ -273,7 +274,8 @@ impl Drop for Running {
     }
 }
 
-/// Takes steps parted by semicolons. They stand in the operation, so that the payload is free.
+/// Carries out steps separated by semicolons. They come from the operation, so that the payload stays
+/// available.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -283,13 +285,13 @@ fn take_steps(
     let mut answer = b"done".to_vec();
     for step in steps.split(';') {
         match step.split(' ').collect::<Vec<_>>()[..] {
-            // The first so many that come here die; the file counts all.
+            // The first `count` jobs die. The file counts all jobs.
             ["die-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     std::process::abort();
                 }
             }
-            // Stops the whole process the first so many times, so that it reads nothing any more.
+            // The first `count` jobs stop the whole process, which then reads nothing.
             ["freeze-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     kill(Pid::this(), Signal::SIGSTOP)?;
@@ -300,15 +302,16 @@ fn take_steps(
             ["die-on", _] => {}
             ["die"] => std::process::abort(),
             ["count", path] => drop(count_up(path)?),
-            // Notes what it was given, a line for each time.
+            // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
-            // A sign for this process alone.
+            // Waits for a file that is meant for this process only.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
             ["echo"] => answer = job.payload().to_vec(),
             ["pid"] => answer = std::process::id().to_string().into_bytes(),
-            // The most jobs that ran in this process within so many milliseconds, this one included.
+            // Returns the peak number of concurrent jobs in this process within `ms` milliseconds, including
+            // this job.
             ["peak", ms] => {
                 let until = Instant::now() + Duration::from_millis(ms.parse().unwrap_or(0));
                 let mut peak = RUNNING.load(Ordering::SeqCst);
@@ -333,7 +336,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // The result in place, where it can be.
+        // Writes the result in place if possible.
         "invert" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
             if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
@@ -352,7 +355,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         }
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
-        // Ends as soon as it is told to.
+        // Ends when cancelled.
         "yield" => {
             while !ctx.is_cancelled() {
                 std::thread::sleep(Duration::from_millis(1));
@@ -370,7 +373,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // The runtime's own handler takes the first one for a stack overflow, and steps aside.
+        // Rust's SIGSEGV handler takes the first signal for a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -398,7 +401,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             });
         }
         "big" => return Ok(vec![b'x'; usize::try_from(number(job)).unwrap_or(0)]),
-        // Dies while its large answer is on the way.
+        // Dies while its large answer is being sent.
         "die-answering" => {
             die_later(Duration::from_millis(2), || std::process::abort());
             return Ok(vec![b'x'; 32 << 20]);
@@ -409,7 +412,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Keeps so many MiB for good.
+        // Leaks this many MiB.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -430,7 +433,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
-        // A tree that does its best to outlive us; the payload marks its command lines.
+        // Starts a process tree that tries to outlive the worker. The payload marks the command lines.
         "tree" => {
             let marker = String::from_utf8_lossy(job.payload()).into_owned();
             shell(&format!(
@@ -447,7 +450,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Shows how many run at once: each run leaves a line at its begin and its end.
+        // Appends a line at its beginning and at its end, which shows the number of concurrent jobs.
         "mark" => {
             use std::io::Write;
             let path = String::from_utf8_lossy(job.payload()).into_owned();
@@ -459,7 +462,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                // The client hears of each.
+                // Slow enough that the client receives each update.
                 std::thread::sleep(Duration::from_millis(110));
             }
         }
@@ -468,7 +471,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 ctx.progress(step as f32 / 20_000.0, &format!("step {step}"));
             }
         }
-        // Says something twice, and then nothing until the file is there.
+        // Reports progress twice, and then nothing until the file exists.
         "progress-and-wait" => {
             ctx.progress(0.5, "first");
             ctx.progress(0.6, "second");
@@ -482,13 +485,13 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     Ok(b"done".to_vec())
 }
 
-// By hand.
+// Workers that implement the protocol without the SDK.
 
 struct Raw {
     socket: UnixStream,
     inbox: Inbox,
     scratch: Scratch,
-    /// Jobs that came and were not looked at: number and operation.
+    /// Unprocessed jobs: number and operation.
     jobs: std::collections::VecDeque<(u64, String)>,
 }
 
@@ -518,9 +521,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// A worker that cannot be resized: keeps the jobs it gets until the file `go` is there, and answers each with
-/// the most it has had at once. More than the welcome allows leaves the file `too-many`, and a LIMITS frame
-/// the file `told`.
+/// A worker that cannot be resized. Keeps its jobs until the file `go` exists, and answers each with the
+/// largest number of jobs held at once. More jobs than the welcome allows create the file `too-many`, and a
+/// LIMITS frame creates the file `told`.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();
@@ -571,11 +574,12 @@ fn hoard() -> ExitCode {
     }
 }
 
-/// What it takes to be sent jobs ahead.
+/// Capabilities needed to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
 
-/// Answers every job at once. For the operation `lie` it answers the next job instead. At `ignore` it begins the job,
-/// at the first `ignore all` not even that; from then on it does not read, answer or send heartbeats.
+/// Answers every job at once, with these exceptions. For the operation `lie` it answers the next job instead.
+/// At `ignore` it begins the job, and at the first `ignore all` not even that. After either operation the
+/// worker no longer reads, answers or sends heartbeats.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -603,8 +607,8 @@ fn liar() -> ExitCode {
     }
 }
 
-/// Answers every job at once, but for one with the operation `scribble`, upon which it writes what its payload says
-/// into its journal, and dies: bytes without sense, or a result for itself behind one for another's.
+/// Answers every job at once, with two exceptions. `scribble garbage` writes garbage into the journal and
+/// dies. `scribble results` writes a result for this job behind results for other numbers, and dies.
 fn scribbler() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -644,7 +648,7 @@ fn scribbler() -> ExitCode {
     }
 }
 
-/// Sends no heartbeats: it writes them into its journal, until the file `still` is there.
+/// Writes heartbeats into its journal until the file `still` exists, instead of sending them.
 fn beater() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -664,7 +668,7 @@ fn beater() -> ExitCode {
 }
 
 impl Raw {
-    /// Begins a job as the journal wants it; whether it was not taken back.
+    /// Claims a job in the journal. Returns false if the job was recalled.
     fn begin(&mut self, journal: &std::fs::File, job: u64, arrival: u64) -> bool {
         use std::os::unix::fs::FileExt;
         let is_taken = || {
@@ -688,7 +692,7 @@ impl Raw {
         true
     }
 
-    /// The descriptor that comes before the welcome.
+    /// Receives the descriptor that comes before the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =
@@ -705,7 +709,7 @@ impl Raw {
     fn by_hand() -> Self {
         let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
         #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
-        // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
+        // SAFETY: the supervisor passed this descriptor, and nothing else in this process uses it.
         let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
         let jobs = std::collections::VecDeque::new();
         Self { socket, inbox: Inbox::default(), scratch: Scratch::default(), jobs }
@@ -747,12 +751,12 @@ impl Raw {
         self.frame(kind::HELLO, MAGIC, &hello, b"");
     }
 
-    /// Waits for the next frame about a job, or the welcome.
+    /// Waits for the next job or the welcome. Returns the number.
     fn next(&mut self) -> u64 {
         self.next_job().0
     }
 
-    /// The same, with its operation.
+    /// Waits for the next job or the welcome. Returns the number and the operation.
     fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {

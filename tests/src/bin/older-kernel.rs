@@ -1,5 +1,5 @@
-//! Runs a program for which the kernel knows no `SO_PASSRIGHTS`, as kernels before Linux 6.16:
-//! `older-kernel PROGRAM [ARGUMENT...]`.
+//! Runs a program with a simulated kernel before Linux 6.16, which lacks `SO_PASSRIGHTS`: `older-kernel
+//! PROGRAM [ARGUMENT...]`.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -18,9 +18,9 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// From here on, also after `execve(2)`, `setsockopt(2)` of `SO_PASSRIGHTS` is `ENOPROTOOPT`.
+/// Makes `setsockopt(2)` of `SO_PASSRIGHTS` fail with `ENOPROTOOPT` from now on, also after `execve(2)`.
 fn forget_pass_rights() -> std::io::Result<()> {
-    // Where the kernel puts the number and the lower halves of the arguments; little-endian.
+    // Offsets of the system call number and of the lower halves of the arguments (little-endian).
     const NUMBER: u32 = 0;
     const ARGUMENTS: u32 = 16;
     let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -39,9 +39,9 @@ fn forget_pass_rights() -> std::io::Result<()> {
     ];
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     #[expect(unsafe_code, reason = "no library filters system calls like this")]
-    // SAFETY: the filter and what it points to outlive the calls, which only read them.
+    // SAFETY: the filter and the array outlive the calls, which only read them.
     let done = unsafe {
-        // Without privileges no filter is taken otherwise. With them, nothing else should change.
+        // Unprivileged processes need no_new_privs to install a filter. Root does not, and stays unchanged.
         if libc::geteuid() != 0 {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
         }

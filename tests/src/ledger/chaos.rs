@@ -1,4 +1,4 @@
-//! What happens to the supervisor and its workers while the ledger is kept.
+//! Disturbances of the supervisor and its workers during a run of the ledger.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,12 +19,12 @@ use super::worker::now_us;
 use super::{BULKHEADS, Plan, config};
 use crate::{Supervisor, kill_pid, request, write_config};
 
-/// A small generator of random numbers (splitmix64): the same seed gives the same sequence.
+/// A small random number generator (splitmix64). The same seed gives the same sequence.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of this seed.
+    /// Creates a generator with this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -37,22 +37,22 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 }
 
-/// What was done, and when it began, in µs of CLOCK_MONOTONIC.
+/// Start time in µs of CLOCK_MONOTONIC, and name of a disturbance.
 pub type Deed = (u64, &'static str);
 
-/// Disturbs a supervisor until it is told to end.
+/// Disturbs a supervisor until the run is over.
 pub struct Chaos {
     threads: Vec<JoinHandle<Vec<Deed>>>,
 }
 
 impl Chaos {
-    /// Begins; it ends soon after `is_over` is set.
+    /// Starts the disturbances. They end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),
@@ -69,7 +69,7 @@ impl Chaos {
         Self { threads }
     }
 
-    /// Waits for its end; returns what was done.
+    /// Waits for the end and returns all disturbances.
     pub fn end(self) -> Vec<Deed> {
         self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
     }
@@ -102,7 +102,7 @@ impl Target {
         worker.pid.filter(|pid| *pid > 1)
     }
 
-    /// Signals, restarts and reloads.
+    /// Sends signals, restarts bulkheads, and reloads the configuration.
     fn disturb(&self, mut random: Random) -> Vec<Deed> {
         let mut done = Vec::new();
         let mut revision = 0;
@@ -172,7 +172,7 @@ impl Target {
         }
     }
 
-    /// Clients that mean harm, a burst at a time.
+    /// Runs bursts of hostile clients.
     fn flood(&self, mut random: Random) -> Vec<Deed> {
         let mut done = Vec::new();
         while !self.is_over() {
@@ -186,7 +186,7 @@ impl Target {
                     let metadata = announced.len() - 16;
                     announced[..4].copy_from_slice(&(metadata as u32 + (1 << 20)).to_le_bytes());
                     announced.extend(*b"xx");
-                    // The rest of the connection would be its payload.
+                    // The rest of the connection would be read as payload.
                     push(socket, &announced) && number == 0
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),
@@ -217,12 +217,12 @@ impl Target {
     }
 }
 
-/// Sleeps so many ms.
+/// Sleeps for this number of milliseconds.
 pub fn pause(ms: usize) {
     std::thread::sleep(Duration::from_millis(ms as u64));
 }
 
-/// Whether all was written.
+/// Returns true if everything was written.
 fn push(socket: &mut UnixStream, bytes: &[u8]) -> bool {
     socket.write_all(bytes).is_ok()
 }

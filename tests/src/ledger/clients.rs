@@ -1,5 +1,5 @@
-//! The clients' side of the ledger: many jobs at once over several connections, some of which are cancelled, and
-//! what each was told.
+//! Clients of the ledger. They send many concurrent jobs over several connections, cancel some, and record
+//! every outcome.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,46 +14,46 @@ use super::chaos::Random;
 use super::{AHEAD, BULKHEADS, Bulkhead, Plan, worker};
 use crate::PATIENCE;
 
-/// Connections, and jobs at once on each.
+/// Number of connections, and of concurrent jobs on each.
 pub const CONNECTIONS: usize = 4;
 const LANES: usize = 12;
 
-/// How long the last jobs may take to have their outcomes.
+/// Maximum time for the last jobs to get their outcomes.
 const LAST_OUTCOMES_WITHIN: Duration = Duration::from_secs(60);
 
-/// What a client knows of a job at the end.
+/// A client's record of a job.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// What it was told.
+    /// Outcome of the job.
     pub told: Told,
-    /// What it had said.
+    /// True if the job was marked as idempotent.
     pub is_idempotent: bool,
 }
 
-/// What a client was told of a job.
+/// Outcome of a job as seen by the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// Not yet anything.
+    /// No outcome yet.
     Nothing,
-    /// The client did not want to know any more.
+    /// The client cancelled the job.
     Dropped,
-    /// The result, which was that of this job.
+    /// The correct result.
     Ok,
-    /// Another job's result.
+    /// The result of another job.
     WrongResult,
-    /// Another outcome.
+    /// Any other outcome.
     Ended {
         /// Outcome and reason.
         name: String,
-        /// Whether it may have run.
+        /// Whether the job may have run.
         executed: Executed,
     },
-    /// The connection was lost: the supervisor never ends during the load.
+    /// The connection was lost, which is a fault because the supervisor does not end during the load.
     Lost(String),
 }
 
 impl Told {
-    /// For the tally.
+    /// Returns a name for the counts.
     pub fn name(&self) -> String {
         match self {
             Self::Nothing => "no outcome".into(),
@@ -65,7 +65,7 @@ impl Told {
         }
     }
 
-    /// Whether it is `ok`.
+    /// True for the outcome `ok`.
     pub fn is_ok(&self) -> bool {
         matches!(self, Self::Ok)
     }
@@ -75,13 +75,13 @@ impl Told {
         matches!(self, Self::Ended { executed: Executed::Yes, .. })
     }
 
-    /// Whether the supervisor denies that it ran.
+    /// True if the supervisor reports that the job was not executed.
     pub fn says_not_executed(&self) -> bool {
         matches!(self, Self::Ended { executed: Executed::No, .. })
     }
 }
 
-/// Connects to the socket, and there does as [`drive`].
+/// Connects to the socket and runs [`drive`].
 pub fn run(socket: &Path, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     on_this_thread(async {
         let mut clients = Vec::new();
@@ -92,19 +92,19 @@ pub fn run(socket: &Path, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     })
 }
 
-/// Runs a future on a runtime of this thread, with tasks that stay on it.
+/// Runs a future on a single-threaded runtime, with a `LocalSet` for tasks.
 pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
     tokio::task::LocalSet::new().block_on(&runtime, future)
 }
 
-/// Sends jobs until time is up, waits for the last outcomes, and returns every job by its number. Numbers of
-/// another `round` are others. Within a `LocalSet`.
+/// Sends jobs until the time is up and waits for the last outcomes. Returns the records by job number. Each
+/// `round` uses separate numbers. Must run within a `LocalSet`.
 pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     let book = Rc::new(RefCell::new(HashMap::new()));
     for client in &clients {
-        // Some deadlines are shorter than it takes to connect.
+        // Connect first, because some deadlines are shorter than the time to connect.
         let asked = client.job("missing", "").deadline(LAST_OUTCOMES_WITHIN).send().await;
         assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor answers");
     }
@@ -123,7 +123,7 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
             lanes.spawn_local(lane.run(until));
         }
     }
-    // What is not answered by then stays `Nothing`, and is a fault.
+    // Unanswered jobs stay `Nothing`, which is a fault.
     let _ = tokio::time::timeout(plan.lasts + LAST_OUTCOMES_WITHIN, async {
         while let Some(ended) = lanes.join_next().await {
             ended.expect("no lane panics");
@@ -133,9 +133,9 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
     book.take()
 }
 
-/// Waits until as many jobs of each bulkhead run at once as may: no room is lost.
+/// Waits until every bulkhead runs its maximum number of jobs at once, which proves that no permit was lost.
 pub async fn fill_all(client: &Client) {
-    // Its limit may be lower for a while.
+    // An adaptive limit can be lower for a while.
     for bulkhead in BULKHEADS.iter().filter(|bulkhead| !bulkhead.keys.contains("adaptive")) {
         let began = Instant::now();
         while let Err(told) = fill(client, bulkhead).await {
@@ -145,7 +145,8 @@ pub async fn fill_all(client: &Client) {
     }
 }
 
-/// Has as many jobs meet as may run at once; or else what they were told.
+/// Runs the maximum number of jobs at once, which wait for each other. Returns their outcomes unless all are
+/// `ok`.
 async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     let operation = format!("meet {}", worker::now_us());
     let jobs = (0..bulkhead.bound()).map(|_| {
@@ -159,7 +160,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     if told.iter().all(|told| told == "ok") { Ok(()) } else { Err(told) }
 }
 
-/// One job after the other.
+/// A sequence of jobs, sent one after the other.
 struct Lane {
     client: Client,
     random: Random,
@@ -214,7 +215,7 @@ impl Lane {
             job = job.traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
         }
         if random.below(100) == 0 {
-            // The future is dropped: the job is cancelled, wherever it is.
+            // Dropping the future cancels the job in any state.
             let patience = Duration::from_micros(random.below(5_000) as u64);
             return match tokio::time::timeout(patience, job.send()).await {
                 Ok(result) => told(&payload, result),

@@ -1,5 +1,5 @@
-//! The ledger of a supervisor that is embedded in the clients' own process, which is this one: with a data plane on a
-//! thread of its own, or on that of the clients. There is no admin API, so that all is seen from outside.
+//! The ledger for an embedded supervisor in the process of the clients. The data plane runs on a separate
+//! thread or on the clients' thread. There is no admin API, so all observations are external.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,8 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan};
 use crate::{descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs it in a process of its own, as `ledger` with these arguments, and looks at what is left of it afterwards.
+/// Runs the ledger in a separate process, as the program `ledger` with these arguments, and checks for
+/// remains afterwards.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());
@@ -43,7 +44,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("an ordinary path")
 }
 
-/// Keeps it in this process, which must have called `keeper_main_if_asked`.
+/// Runs the ledger in this process, which must have called `keeper_main_if_asked`.
 pub fn keep(notes: &Path, plan: Plan, is_local: bool) -> Findings {
     let text = format!("[supervisor]\ndrain_timeout = \"20s\"\n{}", super::config(notes, 0, plan));
     let config =
@@ -55,7 +56,7 @@ pub fn keep(notes: &Path, plan: Plan, is_local: bool) -> Findings {
 
 type Kept = (HashMap<u64, Entry>, Vec<Deed>, Findings);
 
-/// The data plane is on a thread of its own.
+/// Runs the data plane on a separate thread.
 fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     let supervisor = Supervisor::start_blocking(config).unwrap_or_else(|error| panic!("{error}"));
     let kept = on_this_thread(keep_with(|| supervisor.client(), notes, plan));
@@ -63,7 +64,7 @@ fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     kept
 }
 
-/// The data plane is on the clients' thread.
+/// Runs the data plane on the clients' thread.
 fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     on_this_thread(async {
         let mut supervisor =
@@ -76,7 +77,7 @@ fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     })
 }
 
-/// As many as are asked for.
+/// Number of clients that a run needs.
 const CLIENTS: usize = 2 * CONNECTIONS + 2;
 
 async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan) -> Kept {
@@ -97,8 +98,8 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
     (told, deeds, findings)
 }
 
-/// How many descriptors this process has, when it has fewest: workers are recycled meanwhile. Its memory is not looked
-/// at, since the clients' book grows in it.
+/// Returns the smallest number of descriptors of this process, because recycling briefly uses more. Memory is
+/// not measured, because the clients' records grow in this process.
 async fn at_rest() -> usize {
     let mut counts = Vec::new();
     while counts.len() < LOOKS_AT_REST {
@@ -108,7 +109,7 @@ async fn at_rest() -> usize {
     counts.into_iter().min().expect("there are some")
 }
 
-/// Disturbs the supervisor of this process until it is told to end.
+/// Disturbs the embedded supervisor until the run is over.
 struct Chaos {
     is_over: std::sync::Arc<AtomicBool>,
     threads: Vec<tokio::task::JoinHandle<Vec<Deed>>>,
@@ -187,14 +188,14 @@ impl Disturbs {
         }
     }
 
-    /// Any worker, or the template of some.
+    /// Returns a random worker or template.
     fn worker(&self, random: &mut Random) -> Option<u32> {
         let workers = processes_with(text(&self.notes));
         let workers: Vec<u32> = workers.into_iter().filter(|pid| *pid != std::process::id()).collect();
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// The keeper or the guard, which stand above each worker.
+    /// Returns an ancestor of a random worker with this name: the keeper or the guard.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
@@ -202,7 +203,7 @@ impl Disturbs {
     }
 }
 
-/// Jobs of clients that mean harm, a burst at a time: for a bulkhead that is missing, and such as nobody waits for.
+/// Runs bursts of hostile jobs: for an unknown bulkhead, or dropped at once.
 fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
     let mut done = Vec::new();
     while !is_over.load(Ordering::SeqCst) {

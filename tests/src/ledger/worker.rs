@@ -1,6 +1,6 @@
-//! The workers' side of the ledger: each job that begins and ends is a record in a file that all workers append to,
-//! and each job that runs holds a lock on one of as many bytes as may run at once. The kernel releases the locks of
-//! a process that dies, before its death can be seen.
+//! Workers of the ledger. All workers append a record of each beginning and end of a job to one file. Each
+//! running job locks one of as many bytes as jobs may run at once. The kernel releases the locks of a dying
+//! process before its death is visible.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
@@ -12,22 +12,22 @@ use std::time::Duration;
 use bulkhead_worker::{HandlerError, Job, Server};
 use nix::fcntl::{FcntlArg, fcntl};
 
-/// The file with the records.
+/// Name of the file with the records.
 const RECORDS: &str = "records";
 
-/// How often all places are looked at before they count as taken.
+/// Number of scans over all places before they count as taken.
 const SCANS: usize = 4;
 
-/// What is written down of a job.
+/// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// Its handler has begun.
+    /// The handler of the job has begun.
     Begun,
-    /// Its handler is about to return.
+    /// The handler of the job is about to return.
     Ended,
-    /// It began while as many ran as may, whose `Held` follow.
+    /// The job began while all places were taken. `Held` records follow.
     OverBound,
-    /// A job that held one of the places of the bulkhead then.
+    /// The job held one of the places at that moment.
     Held,
 }
 
@@ -35,16 +35,16 @@ impl Mark {
     const ALL: [Self; 4] = [Self::Begun, Self::Ended, Self::OverBound, Self::Held];
 }
 
-/// One entry.
+/// A record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The client's number of the job.
     pub job: u64,
-    /// When, in µs of CLOCK_MONOTONIC.
+    /// Time in µs of CLOCK_MONOTONIC.
     pub at_us: u64,
-    /// The process that ran it, as it sees itself.
+    /// Process id of the worker in its own pid namespace.
     pub pid: u32,
-    /// What happened.
+    /// Kind of the record.
     pub mark: Mark,
 }
 
@@ -67,25 +67,25 @@ impl Record {
     }
 }
 
-/// All records, in the order in which they were written.
+/// Reads all records, in the order in which they were written.
 pub fn read(notes: &Path) -> Vec<Record> {
     let bytes = std::fs::read(notes.join(RECORDS)).unwrap_or_default();
     assert_eq!(bytes.len() % Record::BYTES, 0, "a record is written as one");
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// A payload, and the result that is wanted for it: the client's number of the job, again and again. What the job does
-/// is its operation.
+/// Returns the payload of a job, which is also its expected result: the job's number, repeated. The operation
+/// decides what the job does.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
 
-/// Serves jobs until the supervisor wants no more.
+/// Serves jobs until the supervisor ends the worker.
 pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let notes = PathBuf::from(notes);
     let places = notes.join(format!("places-{bulkhead}"));
     let bound: usize = bound.parse().expect("a number");
-    // The folder is sticky, and workers may have several users.
+    // Workers may run as different users, and the folder is sticky.
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
@@ -124,18 +124,18 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // The file's owner alone may, and needs to do it once.
+    // Only the owner of the file can do this, and once is enough.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
 
 fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
-    // One write to a file that is opened to append: records do not mix.
+    // A single write to a file in append mode keeps records from mixing.
     records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
 }
 
-/// Stops the whole process for a tenth of a second, like a call that holds the interpreter's lock. No thread of the
-/// worker reads the link or begins a job meanwhile.
+/// Stops the whole process for a tenth of a second, like a call that holds the interpreter's lock. Meanwhile
+/// no thread of the worker reads the link or begins a job.
 fn freeze() -> std::io::Result<()> {
     let mut waker = shell("sleep 0.1; kill -CONT $PPID").spawn()?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
@@ -143,7 +143,8 @@ fn freeze() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Starts chains of processes, each of which starts a successor and exits. The chains end by themselves, after the job.
+/// Starts chains of processes in which each process starts a successor and exits. The chains end some time
+/// after the job.
 fn start_chains() -> std::io::Result<()> {
     let chains =
         "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
@@ -157,13 +158,13 @@ fn shell(script: &str) -> Command {
     command
 }
 
-/// µs of the clock that all processes share.
+/// Returns the time in µs of CLOCK_MONOTONIC, which all processes share.
 pub fn now_us() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("there is a clock");
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
-/// A lock on one byte.
+/// Returns a lock on one byte.
 fn lock_of(byte: usize) -> nix::libc::flock {
     nix::libc::flock {
         l_type: nix::libc::F_WRLCK as i16,
@@ -174,11 +175,11 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// How long a job waits for the others of its round, in µs: workers may just be replaced, and then they meet in the
-/// next.
+/// Maximum time in µs that a job waits for the others of its round. If workers are being replaced, the jobs
+/// meet in a later round.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at once; the first to see it tells the others by a file.
+/// Waits until all places are taken at once. The first job that sees this informs the others through a file.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -187,7 +188,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     };
     let is_held = |byte: &usize| {
         let mut lock = lock_of(*byte);
-        // One's own lock is not told.
+        // F_OFD_GETLK does not report the caller's own lock.
         fcntl(&own, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && lock.l_type != nix::libc::F_UNLCK as i16
     };
     while !met.exists() {
@@ -202,22 +203,22 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     Ok(())
 }
 
-/// Where a job runs.
+/// Result of taking a place.
 enum Place {
     /// A lock on one byte, held until the file is closed. The job's number is written in the file.
     Taken(File),
-    /// All were held from this moment on, in µs, by these jobs.
+    /// All places were taken from this time on, in µs, by these jobs.
     None { since_us: u64, holders: Vec<u64> },
 }
 
-/// One of `bound` places.
+/// Takes one of `bound` places.
 fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // The file's owner alone may, and needs to do it once.
+    // Only the owner of the file can do this, and once is enough.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
-    // A place that is passed over while it is held may be freed, and the next one taken, by others.
+    // Several scans, because a place can be freed and another taken between two attempts.
     for byte in (0..SCANS).flat_map(|_| 0..bound) {
         if byte == 0 {
             since_us = now_us();

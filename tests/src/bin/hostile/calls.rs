@@ -1,19 +1,19 @@
-//! Raw system calls, and how an attempt says that it was refused.
+//! Raw system calls, and the results of attempts.
 
 use std::io;
 
 use nix::errno::Errno;
 
-/// How an attempt that did not succeed was refused.
+/// The error of a refused attempt.
 pub(crate) struct Refused {
-    /// The name of the error, of the signal that ended a child, or a word for what is no error of the kernel:
-    /// `NOTHING` for an answer without worth.
+    /// Name of the error, or of the signal that ended a child. Other words stand for results that are no
+    /// kernel error: `NOTHING` for an answer without value.
     pub(crate) errno: String,
-    /// What was attempted.
+    /// The attempted action.
     pub(crate) what: String,
 }
 
-/// What came of an attempt: what it got, or how it was refused.
+/// Result of an attempt: a description of the success, or the refusal.
 pub(crate) type Tried = Result<String, Refused>;
 
 impl Refused {
@@ -21,13 +21,13 @@ impl Refused {
         Self { errno: word.to_owned(), what: what.into() }
     }
 
-    /// It was answered, with nothing that is worth anything.
+    /// Returns the refusal for an answer without value.
     pub(crate) fn nothing(what: impl Into<String>) -> Self {
         Self::because("NOTHING", what)
     }
 }
 
-/// Names what was attempted.
+/// Adds the attempted action to an error.
 pub(crate) trait At<T> {
     fn at(self, what: &str) -> Result<T, Refused>;
 }
@@ -53,37 +53,37 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a system call. Not safe in general, whatever the signature says: to go around whatever a library
-/// would look at is what this program is for.
+/// Makes a raw system call, because attempts must bypass the checks of libraries. Not safe in general,
+/// whatever the signature says.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
     let [a, b, c, d, e, f] = all;
     #[expect(unsafe_code, reason = "what is attempted here, no library offers")]
-    // SAFETY: callers pass numbers, null, addresses that are not mapped, or those of their own variables.
+    // SAFETY: callers pass numbers, null, addresses that are not mapped, or addresses of their own variables.
     let result = unsafe { libc::syscall(number, a, b, c, d, e, f) };
     if result == -1 { Err(Errno::last()) } else { Ok(result as usize) }
 }
 
-/// The address of a value, as an argument.
+/// Returns the address of a value, for use as an argument.
 pub(crate) fn address<T>(value: &T) -> usize {
     std::ptr::from_ref(value) as usize
 }
 
-/// The same of one that the kernel writes to.
+/// Returns the address of a value that the kernel writes to.
 pub(crate) fn address_mut<T>(value: &mut T) -> usize {
     std::ptr::from_mut(value) as usize
 }
 
-/// -1 as an argument.
+/// The argument -1.
 pub(crate) const MINUS_ONE: usize = usize::MAX;
 
 pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Where a call whose arguments cannot work got to: these errors come only after the kernel has looked at the
-/// caller, so that they are as good as success.
+/// Classifies a call whose arguments cannot work. The errors in `behind` occur only after the permission
+/// checks, so they count as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
         Ok(_) => Ok(format!("{what}: done")),
@@ -92,7 +92,7 @@ pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str
     }
 }
 
-/// How a child ended.
+/// Converts the wait status of a child.
 pub(crate) fn ended(status: i32, what: &str) -> Tried {
     if libc::WIFSIGNALED(status) {
         let number = libc::WTERMSIG(status);
@@ -105,8 +105,8 @@ pub(crate) fn ended(status: i32, what: &str) -> Tried {
     }
 }
 
-/// Makes a child with these flags of `clone(2)`. What it does may only be raw calls: it is a copy of one
-/// thread of many. It ends with the number that it returns: zero or an error.
+/// Creates a child with these flags of `clone(2)`. The task must only make raw system calls, because the
+/// child is a copy of one thread of a multithreaded process. The exit code is zero or the error.
 pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Result<i32, Errno> {
     let flags = (flags | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0])?;
@@ -117,7 +117,7 @@ pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Res
     wait(pid)
 }
 
-/// Waits for a child, and returns its raw status.
+/// Waits for a child and returns its raw status.
 pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     let mut status = 0_i32;
     loop {
@@ -129,7 +129,7 @@ pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     }
 }
 
-/// Runs this on a thread that ends with it: what it does to itself, it does to no other thread.
+/// Runs the task on a temporary thread, so that changes to thread attributes do not affect other threads.
 pub(crate) fn thread<T: Send>(task: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| match scope.spawn(task).join() {
         Ok(result) => result,

@@ -1,4 +1,4 @@
-//! Devices, and the files by which the kernel is asked and told things.
+//! Attempts with devices, and with kernel interfaces in `/proc` and `/sys`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -33,7 +33,8 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("read-kernel-addresses", |_| read_kernel_addresses()),
 ];
 
-/// A line of the file is `NUMBER:CONTROLLERS:PATH`; the top says nothing.
+/// Reads the path of the cgroup. Lines have the format `NUMBER:CONTROLLERS:PATH`. The root path reveals
+/// nothing.
 fn find_its_cgroup() -> Tried {
     let what = "find the own control group";
     let text = fs::read_to_string("/proc/self/cgroup").at(what)?;
@@ -41,19 +42,19 @@ fn find_its_cgroup() -> Tried {
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
 }
 
-/// The first that there is, or else the first.
+/// Returns the first path that exists, or else the first path.
 fn first<'p>(paths: &[&'p str]) -> &'p str {
     paths.iter().find(|path| Path::new(path).exists()).or(paths.first()).copied().unwrap_or_default()
 }
 
-/// Opens for reading, and reads nothing.
+/// Opens a file for reading without reading from it.
 fn open(path: &str) -> Tried {
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     opened.at(&format!("open {path}"))?;
     Ok(format!("opened {path}"))
 }
 
-/// A terminal of its own, so that no process reads what is typed.
+/// Uses a new terminal, so that no other process reads the typed character.
 fn type_into_a_terminal() -> Tried {
     let flags = libc::O_NOCTTY;
     let master = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/ptmx");
@@ -70,7 +71,7 @@ fn type_into_a_terminal() -> Tried {
     Ok("typed".into())
 }
 
-/// To whom they are closed, the kernel shows them as zeros.
+/// Reads kernel addresses, which the kernel shows as zeros to unprivileged readers.
 fn read_kernel_addresses() -> Tried {
     const ENOUGH: u64 = 4096;
     let what = "read kernel addresses";

@@ -1,4 +1,4 @@
-//! Other people's files, and ways around the path.
+//! Attempts with files of others, and with ways around path checks.
 
 mod set_id;
 
@@ -39,7 +39,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("chmod-neighbour", chmod_neighbour),
     ("chmod-configuration", chmod_configuration),
     ("remove-neighbour", |to| {
-        // It is not empty, so that it cannot go; whether it might have is decided before.
+        // The folder is not empty, so it cannot be removed. The kernel checks the permission first.
         match fs::remove_dir(parent(to.text("secret")?)?) {
             Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it is only not empty".into()),
             other => other.map(|()| "removed".into()).at("remove another's folder"),
@@ -81,7 +81,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
 ];
 
-/// Bytes that are read at most: enough to know.
+/// Maximum number of bytes to read, which is enough to prove access.
 const ENOUGH: u64 = 4096;
 
 pub(crate) fn read(path: &str) -> Tried {
@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// What leads to what it is given does not count.
+/// Lists `/tmp` without the parents of paths that the worker was given.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -107,7 +107,7 @@ fn list_temporary_files(to: &Targets) -> Tried {
     }
 }
 
-/// That of the own temporary folder, where a program has one of its own.
+/// Changes the mode of the folder that contains the temporary folders of all programs.
 fn shut_temporary_folders() -> Tried {
     let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find the own temporary folder"))?;
     let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
@@ -115,7 +115,7 @@ fn shut_temporary_folders() -> Tried {
     Ok(format!("shut {}", shared.display()))
 }
 
-/// Opens and does nothing with it.
+/// Opens a file for writing without writing to it.
 pub(crate) fn open_for_writing(path: &str) -> Tried {
     OpenOptions::new().write(true).open(path).at(&format!("open {path} for writing"))?;
     Ok(format!("opened {path}"))
@@ -125,7 +125,7 @@ fn parent(path: &str) -> Result<&Path, Refused> {
     Path::new(path).parent().ok_or_else(|| Refused::because("NOTARGET", "a path has no parent"))
 }
 
-/// A file that has no name and so is gone when it is closed.
+/// Creates a file without a name, which disappears when closed.
 fn unnamed_file(folder: &str) -> Tried {
     let mut options = OpenOptions::new();
     let opened = options.write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder);
@@ -133,7 +133,7 @@ fn unnamed_file(folder: &str) -> Tried {
     Ok(format!("made a file in {folder}"))
 }
 
-/// A name that nothing else here uses.
+/// Returns a path that no other process uses.
 fn fresh(folder: &Path) -> PathBuf {
     folder.join(format!("hostile-{}", std::process::id()))
 }
@@ -146,7 +146,7 @@ fn write_and_remove(folder: &Path) -> Tried {
     Ok("written and removed".into())
 }
 
-/// Removes the name when the attempt is over, however it went.
+/// Removes the path when dropped.
 struct Gone<'p>(&'p Path);
 
 impl Drop for Gone<'_> {
@@ -171,7 +171,7 @@ fn read_by_hard_link(to: &Targets) -> Tried {
     Ok("read".into())
 }
 
-/// As the exploit called shocker did it to get out of containers.
+/// Opens a file by its handle, like the container escape "shocker".
 fn read_by_handle(to: &Targets) -> Tried {
     const HANDLE_BYTES: usize = 128;
     #[repr(C)]
@@ -201,7 +201,7 @@ fn watch_neighbour(to: &Targets) -> Tried {
     Ok("sees when files are opened and changed there".into())
 }
 
-/// Sets the mode that the file has.
+/// Sets the mode to its current value.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
@@ -209,7 +209,7 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// The mode that the shared one has.
+/// Sets the mode to its current value.
 fn chmod_configuration(to: &Targets) -> Tried {
     const MODE: u32 = 0o644;
     let permissions = fs::Permissions::from_mode(MODE);
@@ -222,7 +222,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// A process that looks for a program there might find another one.
+/// Creates a link where other processes may look for programs.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find the own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -231,7 +231,7 @@ fn link_beside_own_program(_: &Targets) -> Tried {
     Ok("made and removed".into())
 }
 
-/// To the length that it has.
+/// Truncates the file to its current length.
 fn truncate_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let length = fs::metadata(path).at("stat what is only read")?.size();
@@ -240,7 +240,7 @@ fn truncate_readable(to: &Targets) -> Tried {
     Ok("truncated".into())
 }
 
-/// By itself, which changes nothing.
+/// Renames the file and renames it back.
 fn replace_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let aside = format!("{path}.aside");
@@ -249,7 +249,7 @@ fn replace_readable(to: &Targets) -> Tried {
 }
 
 fn make_a_device(_: &Targets) -> Tried {
-    /// What `/dev/null` is.
+    /// Device number of `/dev/null`.
     const NULL: usize = 0x103;
     let node = fresh(&std::env::temp_dir());
     let _gone = Gone(&node);
@@ -272,8 +272,9 @@ fn give_a_file_away(_: &Targets) -> Tried {
     Ok("given away".into())
 }
 
-/// Fills its temporary folder with what is hard to remove, or removes something else: links to elsewhere, a
-/// folder that no user may enter, many files, and more levels than anybody has descriptors, or paths bytes.
+/// Fills the temporary folder with entries that are hard to remove, or whose removal could hit other files:
+/// links to other folders, an inaccessible folder, many files, and more levels than the limits of descriptors
+/// and of path lengths allow.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;
@@ -299,7 +300,7 @@ fn booby_trap(to: &Targets) -> Tried {
     Ok(folder.to_string_lossy().into_owned())
 }
 
-/// The descriptors that are open, without the one that this takes.
+/// Returns the open descriptors, except the descriptor that this function opens.
 pub(crate) fn open_descriptors() -> BTreeSet<i32> {
     let Ok(folder) = fs::read_dir("/proc/self/fd") else { return BTreeSet::new() };
     let open: BTreeSet<i32> =
@@ -323,12 +324,12 @@ fn inherited_descriptors(_: &Targets) -> Tried {
     }
 }
 
-/// Leaves it, so that another process's would be found.
+/// Leaves the shared memory behind, so that a second worker would find it.
 fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
     made.and_then(|file| file.set_len(4096)).at(what)?;
-    // As `sem_open` gives a semaphore its name.
+    // `sem_open` names its semaphores like this.
     fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
     Ok("made".into())
 }

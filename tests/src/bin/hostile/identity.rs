@@ -1,4 +1,4 @@
-//! Users, capabilities, priorities: to be more than one was made.
+//! Attempts to gain privileges: users, capabilities, priorities.
 
 use std::process::Command;
 
@@ -24,7 +24,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("lower-and-raise-a-limit", |_| lower_and_raise_a_limit()),
 ];
 
-/// Of one thread, and only while it lives.
+/// Changes the user of a temporary thread.
 fn become_another_user() -> Tried {
     const NOBODY: usize = 65534;
     let other = if nix::unistd::geteuid().is_root() { NOBODY } else { 0 };
@@ -32,7 +32,7 @@ fn become_another_user() -> Tried {
     Ok(format!("became user {other}"))
 }
 
-/// Some that are worth having, for one thread.
+/// Requests useful capabilities for a temporary thread.
 fn regain_capabilities() -> Tried {
     const VERSION_3: u32 = 0x2008_0522;
     const DAC_OVERRIDE: u32 = 1 << 1;
@@ -40,13 +40,13 @@ fn regain_capabilities() -> Tried {
     const SYS_ADMIN: u32 = 1 << 21;
     let wanted = DAC_OVERRIDE | SETUID | SYS_ADMIN;
     let header = [VERSION_3, 0];
-    // Effective, permitted and inheritable ones; the upper half behind the lower.
+    // Effective, permitted and inheritable sets: lower halves, then upper halves.
     let sets = [wanted, wanted, 0, 0, 0, 0_u32];
     thread(|| call(libc::SYS_capset, [address(&header), address(&sets)])).at("regain capabilities")?;
     Ok("regained".into())
 }
 
-/// The target is this very program, owned by root, with the set-user-id bit.
+/// Runs a copy of this program that is owned by root and has the set-user-id bit.
 fn run_set_user_id_program(to: &Targets) -> Tried {
     let what = "become root by a set-user-id program";
     let own = nix::unistd::geteuid().to_string();
@@ -85,7 +85,7 @@ fn real_time_disk() -> Tried {
     Ok("comes first".into())
 }
 
-/// Whatever can be read could then be executed.
+/// Sets a personality in which all readable memory is executable.
 fn weaken_memory() -> Tried {
     const READ_IMPLIES_EXEC: usize = 0x0040_0000;
     thread(|| call(libc::SYS_personality, [READ_IMPLIES_EXEC])).at("make all memory executable")?;

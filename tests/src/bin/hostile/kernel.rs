@@ -1,4 +1,5 @@
-//! Calls that have been ways into the kernel, or administer the machine, or start programs.
+//! Attempts with system calls that have been used for kernel exploits, administer the machine, or start
+//! programs.
 
 use std::ffi::CString;
 use std::fs;
@@ -59,11 +60,11 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("x32-call", |_| x32_call()),
     #[cfg(target_arch = "x86_64")]
     ("32-bit-call", |_| legacy_call()),
-    // The second number is not the one it should be.
+    // The second magic number is wrong.
     ("reboot", |_| {
         reached(call(libc::SYS_reboot, [0xfee1_dead, 0, 0, 0]), &[Errno::EINVAL], "reboot the machine")
     }),
-    // To nothing.
+    // Passes no new time.
     ("set-the-time", |_| {
         call(libc::SYS_settimeofday, [0, 0]).at("set the time")?;
         Ok("permitted".into())
@@ -121,12 +122,12 @@ fn io_uring() -> Tried {
     Ok("made".into())
 }
 
-/// There is no such command.
+/// Uses an unknown BPF command.
 fn load_bpf() -> Tried {
     reached(call(libc::SYS_bpf, [0xffff, 0, 0]), &[Errno::EINVAL, Errno::EFAULT], "load a BPF program")
 }
 
-/// As success counts what the kernel says behind the filter.
+/// Counts errors that occur after the filter as success.
 fn load_bpf_in_a_child() -> Tried {
     let what = "load a BPF program in a child";
     let load = || match call(libc::SYS_bpf, [0xffff, 0, 0]) {
@@ -136,7 +137,7 @@ fn load_bpf_in_a_child() -> Tried {
     ended(child(0, load).at(what)?, what)
 }
 
-/// To a ring that ends with the thread.
+/// Adds a key to the keyring of a temporary thread.
 fn add_a_key() -> Tried {
     const OF_THE_THREAD: isize = -1;
     let (kind, name) = (c"user".as_ptr() as usize, c"bulkhead".as_ptr() as usize);
@@ -146,14 +147,14 @@ fn add_a_key() -> Tried {
     Ok("kept".into())
 }
 
-/// Most kernels do not know these calls any more, but a filter has to.
+/// Makes an x32 system call. Most kernels no longer support them, but a filter has to reject them anyway.
 #[cfg(target_arch = "x86_64")]
 fn x32_call() -> Tried {
     const X32: libc::c_long = 0x4000_0000;
     reached(call(X32 | libc::SYS_getpid, []), &[Errno::ENOSYS], "make a call as an x32 program")
 }
 
-/// As a program of 32 bits would ask for its number.
+/// Makes a 32-bit `getpid` call.
 #[cfg(target_arch = "x86_64")]
 fn legacy_call() -> Tried {
     const GETPID: u32 = 20;
@@ -174,7 +175,7 @@ fn legacy_call() -> Tried {
     }
 }
 
-/// To the one that it has.
+/// Sets the host name to its current value.
 fn set_the_host_name() -> Tried {
     let name = nix::sys::utsname::uname().at("read the host's name")?.nodename().to_owned();
     let text = CString::new(name.as_encoded_bytes()).map_err(|_| Refused::nothing("a name"))?;

@@ -1,4 +1,4 @@
-//! The link to the supervisor, used otherwise than agreed.
+//! Attempts that misuse the link to the supervisor.
 
 use std::fs::File;
 use std::io::{IoSlice, Write};
@@ -28,11 +28,11 @@ fn link() -> Result<BorrowedFd<'static>, Refused> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok());
     let number = number.ok_or_else(|| Refused::because("NOTARGET", "find the link"))?;
     #[expect(unsafe_code, reason = "the link belongs to the SDK, which does not lend it")]
-    // SAFETY: the SDK keeps it open as long as there are jobs.
+    // SAFETY: the SDK keeps the descriptor open while jobs run.
     Ok(unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// A frame without payload.
+/// Encodes a frame without payload.
 pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Result<Vec<u8>, Refused> {
     let mut metadata = Vec::new();
     let encoded = codec::encode(message, &[], &mut metadata);
@@ -42,9 +42,9 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
     Ok([&header.encode()[..], &metadata].concat())
 }
 
-/// With a frame that is as it should be.
+/// Sends descriptors together with a valid frame.
 fn pass_descriptors() -> Tried {
-    /// Nearly as many as the kernel passes at once.
+    /// Almost the maximum number that the kernel passes in one message.
     const DESCRIPTORS: usize = 250;
     const TIMES: usize = 2;
     let what = "pass descriptors to the supervisor";
@@ -60,7 +60,8 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// By every call that takes flags; on a pair of its own, where it can have one: the reader of a link may be held up by it.
+/// Uses every call that takes flags. Uses a new pair of sockets if possible, because urgent data can block
+/// the reader of the link.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();
@@ -74,7 +75,7 @@ fn urgent_data() -> Tried {
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
-/// A TCP socket whose close takes ten minutes, in whatever process it is.
+/// Passes a TCP socket that takes ten minutes to close, in any process.
 fn pass_lingering_socket() -> Tried {
     let link = link()?;
     let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
@@ -83,7 +84,7 @@ fn pass_lingering_socket() -> Tried {
     rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
     socket.set_nonblocking(true).at("fill the socket")?;
     while socket.write(&[0; 1 << 16]).is_ok() {}
-    // What is not read is not sent.
+    // The peer must not read, so that data stays unsent.
     std::mem::forget(listener);
     let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -92,13 +93,13 @@ fn pass_lingering_socket() -> Tried {
     rights.push(SendAncillaryMessage::ScmRights(&descriptors));
     let sent = sendmsg(link, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at("pass the socket");
     if sent.is_err() {
-        // It is still ours to close.
+        // The sender still holds the socket and must not close it.
         std::mem::forget(socket);
     }
     sent.map(|_| "passed".into())
 }
 
-/// And then nothing, for as long as it takes the supervisor to notice.
+/// Writes garbage and then waits, until the supervisor notices.
 fn garbage_on_the_link() -> Tried {
     let garbage = [0xa5_u8; 64 << 10];
     rustix::io::write(link()?, &garbage).at("write garbage")?;
@@ -107,7 +108,7 @@ fn garbage_on_the_link() -> Tried {
     }
 }
 
-/// Over all of it, and dies: then it is read.
+/// Overwrites the whole journal and dies. The supervisor then reads the journal.
 fn garbage_in_the_journal() -> Tried {
     let maps = std::fs::read_to_string("/proc/self/maps").at("read its memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));
@@ -117,7 +118,7 @@ fn garbage_in_the_journal() -> Tried {
         .and_then(|(begin, end)| number(begin).zip(number(end)))
         .ok_or_else(|| Refused::because("NOTARGET", "find the journal"))?;
     #[expect(unsafe_code, reason = "the journal belongs to the SDK, which does not lend it")]
-    // SAFETY: it is mapped for writing as long as the process lives, and what it says is of no more use here.
+    // SAFETY: the range stays mapped for writing, and its content is no longer needed here.
     unsafe {
         std::ptr::write_bytes(begin as *mut u8, 0xa5, end - begin);
     }

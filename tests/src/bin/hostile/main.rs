@@ -1,15 +1,16 @@
-//! A worker that tries what a worker must not be able to do, one attempt for each job, and says how far it
-//! came. The operation names the attempt; the payload is a JSON object with what to aim at ([`Targets`]).
+//! A worker that attempts forbidden actions. Each job runs one attempt and returns how far it got. The
+//! operation names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
 //!
-//! - `hostile`: a worker of the SDK. With `prepare`, it tries what the payload cannot name, while it starts.
-//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`; the targets are its standard input.
-//! - `hostile template HOW`: a template that does what none does.
-//! - `hostile list`: the attempts that there are.
-//! - `hostile whoami`: its effective user, for attempts that run a set-user-id program.
+//! - `hostile`: a worker of the SDK. With `prepare`, runs attempts during its start that a sealed worker
+//!   could not run later.
+//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Standard input has the targets.
+//! - `hostile template HOW`: a template that violates the protocol.
+//! - `hostile list`: prints the names of the attempts.
+//! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **It must be safe to run without any confinement, as root.** An attempt stops where the kernel has
-//! decided: it asks for nothing, with arguments that cannot work, or for what is the case already. Whatever
-//! it makes, it takes away again; whatever it repeats, it repeats a bounded number of times.
+//! **It must be safe to run without any confinement, as root.** An attempt stops as soon as the kernel has
+//! decided. It requests no effect, passes arguments that cannot work, or sets values that are already in
+//! force. Every attempt removes what it created, and every loop is bounded.
 
 mod calls;
 mod devices;
@@ -32,7 +33,7 @@ use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 use calls::{Refused, Tried};
 use serde_json::{Value, json};
 
-/// What the attempts aim at, by name: paths, process numbers, addresses.
+/// Targets of the attempts, by name: paths, process ids, addresses.
 struct Targets(Value);
 
 impl Targets {
@@ -41,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several, the one that is not in the own temporary folder.
+        // Of several paths, take the one outside of the own temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -55,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several, the one that is not this process.
+        // Of several processes, take one other than this process.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {
@@ -68,7 +69,7 @@ impl Targets {
 
 type Attempt = fn(&Targets) -> Tried;
 
-/// Every attempt, by the modules' order.
+/// Returns all attempts, in the order of the modules.
 fn attempts() -> impl Iterator<Item = (&'static str, Attempt)> {
     [
         files::ATTEMPTS,
@@ -86,7 +87,7 @@ fn attempts() -> impl Iterator<Item = (&'static str, Attempt)> {
     .copied()
 }
 
-/// The descriptors that there were when the program began.
+/// Descriptors that were open when the program began.
 static INHERITED: OnceLock<BTreeSet<i32>> = OnceLock::new();
 
 fn main() -> ExitCode {
@@ -111,7 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Tries, while it starts, what a sealed worker cannot do any more; the operation `prepared` tells.
+/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns the
+/// results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];
@@ -155,11 +157,11 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
             Ok(Value::from(all).to_string().into_bytes())
         }
         "leave-a-runner" => resources::leave_a_runner(),
-        // Leaves a file in its temporary folder, and tells where.
+        // Leaves a file in the temporary folder and returns its path.
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
-            // So that two who are asked at the same time are not one.
+            // Delays the answer, so that two concurrent jobs go to different processes.
             let text = String::from_utf8_lossy(payload);
             std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())

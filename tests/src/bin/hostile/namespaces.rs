@@ -1,4 +1,4 @@
-//! New namespaces, those of others, and what is mounted where.
+//! Attempts with new namespaces, namespaces of others, and mounts.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -35,7 +35,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         close(opened.at("copy what is mounted")?);
         Ok("copied".into())
     }),
-    // To where it is already.
+    // Changes the root to the current root.
     ("change-the-root", |_| {
         call(libc::SYS_chroot, [c"/".as_ptr() as usize]).at("change the root folder")?;
         Ok("changed".into())
@@ -50,7 +50,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
 ];
 
-/// The namespaces that this process is in, by kind.
+/// Returns the namespaces of this process, by kind.
 pub(crate) fn own() -> Value {
     let entries = fs::read_dir("/proc/self/ns").into_iter().flatten().flatten();
     let one = |entry: fs::DirEntry| {
@@ -73,27 +73,27 @@ fn by_clone3() -> Tried {
     ended(wait(pid).at(what)?, what)
 }
 
-/// Of one thread, and only while it lives.
+/// Creates namespaces for a temporary thread.
 fn new_namespaces() -> Tried {
     let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
     thread(|| call(libc::SYS_unshare, [flags as usize])).at("make new namespaces")?;
     Ok("made".into())
 }
 
-/// The one that it is in already.
+/// Enters the namespace that this process is already in.
 fn enter_a_namespace() -> Tried {
     let namespace = File::open("/proc/self/ns/uts").at("open the own namespace")?;
     thread(|| call(libc::SYS_setns, [namespace.as_raw_fd() as usize, 0])).at("enter a namespace")?;
     Ok("entered".into())
 }
 
-/// There is no such kind of file system, which is noticed after the rights of the caller.
+/// Mounts an unknown kind of file system. The kernel reports that only after the permission check.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
     reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
 }
 
-/// Nothing is mounted there, which is noticed after the rights of the caller.
+/// Unmounts a path without a mount. The kernel reports that only after the permission check.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
     reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")

@@ -1,4 +1,4 @@
-//! Sockets of all kinds.
+//! Attempts with sockets of all kinds.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -56,7 +56,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("cryptography-socket", |_| socket(libc::AF_ALG, libc::SOCK_SEQPACKET, 0, "an AF_ALG socket")),
 ];
 
-/// How long a server may take to close what it does not want, or to answer.
+/// Maximum time for a server to answer or to close the connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
@@ -66,7 +66,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// One that no process has; by a socket that listens, and by an end of a pair.
+/// Binds an unused abstract name, to a listening socket and to one end of a pair.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());
@@ -80,7 +80,7 @@ fn take_an_abstract_name(like: &str) -> Tried {
     Ok("holds it".into())
 }
 
-/// A pair of datagram sockets does not need `socket`, and each end of it can send to any path.
+/// Sends from a pair of datagram sockets, which needs no `socket` call and can send to any path.
 fn send_to_path_socket(to: &Targets) -> Tried {
     let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
     let (socket, _other) = pair.at("make a pair of datagram sockets")?;
@@ -89,13 +89,13 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// What the supervisor answers to this; nothing if it closes its socket.
+/// Returns the supervisor's answer, which is empty if it closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";
     let mut socket = UnixStream::connect(path).at(what)?;
     socket.set_read_timeout(Some(PATIENCE)).at(what)?;
-    // It may have closed it already, and said why.
+    // The supervisor may already have answered and closed the connection.
     let _ = socket.write_all(question);
     let mut answer = vec![0; ENOUGH];
     let count = socket.read(&mut answer).at(what)?;

@@ -1,4 +1,5 @@
-//! Other processes: the supervisor, the keeper, a sibling of another bulkhead, all.
+//! Attempts against other processes: the supervisor, the keeper, a sibling of another bulkhead, or all
+//! processes.
 
 use std::fs;
 use std::io::Write;
@@ -87,8 +88,7 @@ fn look_at_descriptor(pid: i32) -> Tried {
     Ok(format!("{path} is {}", target.display()))
 }
 
-/// Without stopping it; the end of the tracing thread lets it go again.
-/// To standard output, which it does not change: opening it decides.
+/// Opens the standard output of a sibling without writing to it.
 fn write_result_of_sibling(to: &Targets) -> Tried {
     let path = format!("/proc/{}/fd/1", to.pid("sibling")?);
     fs::OpenOptions::new().write(true).open(path).at("write to a sibling's standard output")?;
@@ -101,14 +101,14 @@ fn trace_sibling(to: &Targets) -> Tried {
     Ok("traced".into())
 }
 
-/// In a child, whose parent is this process.
+/// Requests tracing in a child, whose parent is this process.
 fn ask_to_be_traced() -> Tried {
     let what = "be traced by the parent";
     let ask = || call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0]).map(drop);
     ended(child(0, ask).at(what)?, what)
 }
 
-/// Nothing is mapped at the address: that this is noticed means that it was permitted.
+/// Copies from or to an unmapped address. The error for the address proves that the permission check passed.
 fn between_memories(number: libc::c_long, pid: i32) -> Tried {
     let mut byte = 0_u8;
     let here = [address_mut(&mut byte), 1];
@@ -137,7 +137,7 @@ fn take_descriptor_of_sibling(to: &Targets) -> Tried {
     Ok("taken".into())
 }
 
-/// Signal 0 asks whether another one could be sent, and sends none.
+/// Sends signal 0, which only checks the permission.
 fn signal_nothing(pid: i32) -> Tried {
     call(libc::SYS_kill, [pid as usize, 0]).at("send a signal to another process")?;
     Ok("could be signalled".into())
@@ -151,8 +151,8 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Has the kernel send the signal that tells of input on a descriptor, which ends a process that does not expect it.
-/// Whether it did, only the sibling knows.
+/// Makes the kernel send SIGIO to a sibling when input arrives, which ends a process without a handler. Only
+/// the sibling knows the result.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "have a sibling told of input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
@@ -169,13 +169,14 @@ fn all_processes() -> Vec<i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Whether process numbers here are not those of the machine, and few are there.
+/// True if process ids are those of a small pid namespace.
 fn is_in_own_pid_namespace() -> bool {
     const FEW: usize = 10;
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
-/// The first process of a pid namespace lives, whatever its children send: then this comes to nothing.
+/// Kills the parent inside a pid namespace, where the first process survives every signal of its children.
+/// Otherwise only checks the permission.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -183,8 +184,8 @@ fn kill_parent(_: &Targets) -> Tried {
     if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
 }
 
-/// Only where it is certain that the machine survives: when not one process that can be seen could be
-/// signalled.
+/// Kills every process, but only if no visible process can be signalled, so that the machine certainly
+/// survives.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
     let own = std::process::id() as i32;
@@ -202,7 +203,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit that there is: a lower one could end the supervisor.
+/// Sets the limit to its current value, because a lower one could end the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -213,18 +214,18 @@ fn limit(pid: i32) -> Tried {
     Ok("limited".into())
 }
 
-/// To the value that it has.
+/// Sets the priority to its current value.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another's priority";
-    // The raw call answers 20 minus the value.
+    // The raw system call returns 20 minus the value.
     let nice = call(libc::SYS_getpriority, [libc::PRIO_PROCESS as usize, pid]).at(what)?;
     let nice = 20_isize.wrapping_sub_unsigned(nice);
     call(libc::SYS_setpriority, [libc::PRIO_PROCESS as usize, pid, nice as usize]).at(what)?;
     Ok("changed".into())
 }
 
-/// Sets the I/O priority of a process to its present value.
+/// Sets the I/O priority of a process to its current value.
 fn serve_as_before(pid: i32) -> Tried {
     const OF_A_PROCESS: usize = 1;
     let what = "change another's priority at the disk";
@@ -233,7 +234,7 @@ fn serve_as_before(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Writes the present content of a file in `/proc` back to the file.
+/// Writes the current content of a file in `/proc` back to the file.
 fn write_as_it_is(pid: i32, file: &str) -> Tried {
     let what = "write to another's file in /proc";
     let path = format!("/proc/{pid}/{file}");
@@ -243,7 +244,7 @@ fn write_as_it_is(pid: i32, file: &str) -> Tried {
     Ok("written".into())
 }
 
-/// To the policy that it has.
+/// Sets the scheduling policy to its current value.
 fn reschedule_supervisor(to: &Targets) -> Tried {
     let pid = to.pid("supervisor")? as usize;
     let what = "change the supervisor's scheduling";
@@ -252,7 +253,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// To the processors that it may use.
+/// Sets the processor mask to its current value.
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;
@@ -263,7 +264,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Another process would have to wait for it.
+/// Creates a sibling, which the parent would have to wait for.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;

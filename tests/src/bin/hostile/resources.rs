@@ -1,4 +1,4 @@
-//! Taking more than one's share. Every loop here has an end of its own, for where no limit is set.
+//! Attempts to use more than a fair share. Every loop is bounded, for configurations without limits.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -31,7 +31,7 @@ const TOUCHED_BYTES: usize = 1 << 20;
 const FAR_BYTES: u64 = 1 << 40;
 const FILLED_BYTES: usize = 8 << 20;
 
-/// How long a process lives that is not ended.
+/// Maximum lifetime of a process that nothing ends.
 const LIFETIME_S: u64 = 60;
 
 fn open_many_descriptors() -> Tried {
@@ -47,7 +47,7 @@ fn map(bytes: usize, protection: i32) -> Result<usize, Errno> {
     call(libc::SYS_mmap, [0, bytes, protection as usize, flags, usize::MAX, 0])
 }
 
-/// Addresses only, of which nothing is used.
+/// Reserves address space without using memory.
 fn reserve_much_memory() -> Tried {
     let (mut mapped, mut end) = (Vec::new(), Ok(()));
     while mapped.len() < RESERVED && end.is_ok() {
@@ -68,8 +68,8 @@ fn touch_much_memory() -> Tried {
     ))
 }
 
-/// One byte, far behind: the file takes one block. The signal that usually comes with the limit stays with a
-/// thread that blocks it.
+/// Writes one byte far behind the end, which takes a single block. Runs on a thread that blocks SIGXFSZ,
+/// which the limit would otherwise raise.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
     let file = File::create(&path).at("make a file in the own temporary folder")?;
@@ -82,7 +82,8 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
-/// A folder on disk is looked at now and then, so that it has to stay full for a while.
+/// Fills the temporary folder. A folder on disk is only checked periodically, so it has to stay full for a
+/// while.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
@@ -100,7 +101,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Until it is told not to, or has made as many as it wants; then it ends them.
+/// Creates processes until the limit or the maximum number is reached, and then ends them.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {
@@ -120,7 +121,7 @@ fn make_many_processes() -> Tried {
     Ok(format!("made {PROCESSES}"))
 }
 
-/// Each in a session of its own, with its parent gone.
+/// Leaves processes behind, each in a separate session and without a parent.
 fn leave_processes_behind() -> Tried {
     const LEFT: usize = 5;
     for _ in 0..LEFT {
@@ -139,7 +140,8 @@ fn leave_processes_behind() -> Tried {
     Ok(format!("left {LEFT}"))
 }
 
-/// The kernel takes 1 for no dump at all, and 0 for none in a file.
+/// Sets the core limit to 0. The kernel still passes dumps to a program in `core_pattern` with 0, but not
+/// with 1.
 fn lower_the_dump_limit() -> Tried {
     let what = "set the limit of core dumps to 0";
     let mut before = [0_u64; 2];
@@ -164,12 +166,13 @@ pub(crate) fn sleep_bounded() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Leaves a process that makes another one and ends, again and again, so that whatever is looked up has ended when it
-/// is signalled. For some seconds at most. Says which process this one is.
+/// Leaves a chain of processes behind in which each process forks a successor and exits, so that a process
+/// found by a search has ended before it can be signalled. The chain lasts up to 20 s. Returns the process id
+/// of the worker.
 pub(crate) fn leave_a_runner() -> Result<Vec<u8>, bulkhead_worker::HandlerError> {
     const LIFETIME: std::time::Duration = std::time::Duration::from_secs(20);
     let began = std::time::Instant::now();
-    // SAFETY: the child makes nothing but system calls, and does not come back.
+    // SAFETY: the child only makes system calls and never returns.
     #[expect(unsafe_code, reason = "forks, in which nothing is allocated")]
     unsafe {
         if libc::fork() == 0 {

@@ -1,4 +1,4 @@
-//! A template (`start.mode = "fork"`) that does what no template does. It speaks with the keeper by itself.
+//! A template (`start.mode = "fork"`) that violates the protocol with the keeper, without the SDK.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,13 +10,13 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 
 use crate::calls::call;
 
-/// Its siblings end by themselves, should nothing else end them.
+/// Lifetime of the siblings that it forks, if nothing else ends them.
 const LIFETIME_S: u32 = 100;
 
-/// Siblings that it makes.
+/// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
-/// The worker that the keeper ordered, and how it lies about it.
+/// Runs the misbehaviour `how`.
 pub(crate) fn run(how: &str) -> ExitCode {
     match play(how) {
         Ok(()) => ExitCode::SUCCESS,
@@ -29,11 +29,11 @@ pub(crate) fn run(how: &str) -> ExitCode {
 
 fn play(how: &str) -> io::Result<()> {
     match how {
-        // Talks without end, and is never ready.
+        // Sends status messages without end, and never becomes ready.
         "talks" => loop {
             say(Word::Status("and so on"))?;
         },
-        // Sends messages that are longer than any, and one that is empty.
+        // Sends oversized messages and an empty one.
         "shouts" => {
             say(Word::Ready)?;
             next_order()?;
@@ -42,7 +42,7 @@ fn play(how: &str) -> io::Result<()> {
                 rustix::net::send(keeper(), &[b'S'; 64 * 1024], SendFlags::NOSIGNAL)?;
             }
         }
-        // Forks without being asked, and not when it is.
+        // Forks without an order, and does not fork when ordered.
         "forks-unasked" => {
             say(Word::Ready)?;
             for _ in 0..SIBLINGS {
@@ -53,7 +53,7 @@ fn play(how: &str) -> io::Result<()> {
             next_order()?;
             sleep()
         }
-        // Has a grandchild say that it is the worker.
+        // A grandchild claims to be the worker.
         "names-a-grandchild" => {
             say(Word::Ready)?;
             let worker = next_order()?;
@@ -62,7 +62,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Has one say that it is a worker which was not ordered.
+        // A sibling claims to be a worker that was not ordered.
         "invents-a-worker" => {
             say(Word::Ready)?;
             let worker = next_order()?;
@@ -71,7 +71,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Has two say that they are the same.
+        // Two siblings claim to be the same worker.
         "has-twins" => {
             say(Word::Ready)?;
             let worker = next_order()?;
@@ -83,7 +83,8 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Never forks what was ordered, has the keeper told of deaths, and talks faster than that can listen.
+        // Never forks the ordered worker, produces deaths that the keeper has to handle, and floods the
+        // keeper with messages.
         "floods" => {
             say(Word::Ready)?;
             let worker = next_order()?;
@@ -103,7 +104,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Keeps what it is given for each worker, all of which end at once.
+        // Keeps the descriptors of each worker. The workers exit at once.
         "keeps-descriptors" => {
             say(Word::Ready)?;
             let mut kept = Vec::new();
@@ -116,7 +117,7 @@ fn play(how: &str) -> io::Result<()> {
                 }
             }
         }
-        // Says that it has forked, and has not.
+        // Reports forks that did not happen.
         "lies" => {
             say(Word::Ready)?;
             let worker = next_order()?;
@@ -130,7 +131,7 @@ fn play(how: &str) -> io::Result<()> {
 
 fn keeper() -> BorrowedFd<'static> {
     const LINK: i32 = 3;
-    // SAFETY: a worker of this program is started with that descriptor, and nothing closes it.
+    // SAFETY: the keeper starts a template with this descriptor, and nothing closes it.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
     unsafe {
         BorrowedFd::borrow_raw(LINK)
@@ -144,7 +145,7 @@ fn say(word: Word<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next worker that is to be forked.
+/// Waits for the next order to fork a worker.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

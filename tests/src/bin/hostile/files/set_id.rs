@@ -1,6 +1,7 @@
-//! Set-user-id and set-group-id bits: a user who runs such a program outside has the rights of its owner.
+//! Attempts with set-user-id and set-group-id bits. A user who executes such a program outside gains the
+//! rights of its owner.
 //!
-//! The files are empty, no user may execute them, and they are gone when the attempt is over.
+//! The files are empty, no user can execute them, and each attempt removes them.
 
 use std::ffi::CString;
 use std::fs;
@@ -19,7 +20,7 @@ const HERE: usize = libc::AT_FDCWD as usize;
 const SET_USER_ID: usize = 0o4600;
 const SET_GROUP_ID: usize = 0o2600;
 
-/// A name of its own for each attempt.
+/// Returns a path in the temporary folder that no other process uses.
 fn fresh(what: &str) -> PathBuf {
     std::env::temp_dir().join(format!("{what}-{}", std::process::id()))
 }
@@ -28,8 +29,8 @@ fn text(path: &Path) -> Result<CString, Refused> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_| Refused::nothing("a path"))
 }
 
-/// A way that works makes all of them a success; if there is none, the first refusal counts. A call that the
-/// kernel or the architecture does not have is no way.
+/// Combines several variants of an attempt: it succeeds if any variant succeeds, and otherwise returns the
+/// first refusal. Variants that the kernel or the architecture does not support do not count.
 fn any(ways: impl IntoIterator<Item = (&'static str, Result<usize, Errno>)>) -> Tried {
     let mut refusal = None;
     for (name, result) in ways {
@@ -99,7 +100,7 @@ pub(super) fn by_making_a_file(_: &Targets) -> Tried {
 }
 
 pub(super) fn past_the_filter(_: &Targets) -> Tried {
-    /// `struct open_how`.
+    /// `struct open_how` of `openat2(2)`.
     #[repr(C)]
     struct How {
         flags: u64,
