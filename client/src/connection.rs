@@ -48,7 +48,7 @@ const READS_PER_TURN: usize = 16;
 /// the connection.
 const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 
-/// An error of connecting. Messages fit after "failed to".
+/// The reason why a connection failed. Messages fit after "failed to".
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.

@@ -10,7 +10,7 @@ use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
 /// Maximum number of concurrent requests for leases.
 const ASKED_MAX: usize = 4;
 
-/// Maximum idle time after which a lease can be used without checking for a recall. The supervisor revokes a
+/// Maximum idle time of a lease that can be used without checking for a recall. The supervisor revokes a
 /// lease five seconds after the recall, which this program may not have read yet.
 const FRESH_FOR: Duration = Duration::from_secs(4);
 

@@ -225,7 +225,7 @@ impl Requests {
         None
     }
 
-    /// Makes a lease available to other jobs, or returns it if the supervisor has recalled it.
+    /// Makes a lease available to other jobs, or hands it back if the supervisor has recalled it.
     pub(crate) fn put_back(&self, lease: Lease) {
         let mut state = self.lock();
         if state.stage == Stage::Closed {
@@ -237,7 +237,7 @@ impl Requests {
         }
     }
 
-    /// Returns a lease to the supervisor.
+    /// Hands a lease back to the supervisor.
     fn give_back(&self, lease: Lease) {
         let mut state = self.lock();
         if state.stage != Stage::Closed {

@@ -55,7 +55,7 @@ struct Way {
     is_closed: bool,
 }
 
-/// An end that may wait, with its waker.
+/// The reader or writer of one direction, with its waker.
 #[derive(Default)]
 struct Party {
     waker: Option<Waker>,
@@ -69,8 +69,8 @@ impl Way {
 }
 
 impl Party {
-    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock: it may
-    /// hold the last reference to a task that owns other ends.
+    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
+    /// waker can hold the last reference to a task that owns other ends.
     #[must_use = "it is dropped without the lock"]
     fn wait(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;

@@ -2,7 +2,7 @@
 //! frame. A worker opens with [`Hello`](crate::client_protocol::Hello) in the role of a worker. The number of
 //! every frame about a job is the job's number.
 //!
-//! `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT` and `STOPPING` have [`Empty`] metadata. `RESULT` has too, with
+//! `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT` and `STOPPING` have [`Empty`] metadata. So has `RESULT`, with
 //! the result as payload.
 
 use bincode::{BorrowDecode, Encode};

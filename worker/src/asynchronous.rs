@@ -4,8 +4,8 @@
 //! thread costs little memory, because its stack is hardly used, and the future need not be `Send`. One
 //! runtime per worker drives timers and I/O.
 //!
-//! When a job is cancelled, its future is dropped at the next `await`. So the handler ends, and the
-//! supervisor need not kill the worker.
+//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. So the
+//! handler ends, and the supervisor need not kill the worker.
 
 use std::process::ExitCode;
 use std::sync::OnceLock;

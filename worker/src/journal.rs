@@ -32,7 +32,7 @@ impl Claims {
     }
 
     /// Claims the next job that was not recalled. Returns false if the supervisor recalled the job in the
-    /// meantime. Only one thread at a time may call this.
+    /// meantime. Must not be called by two threads at the same time.
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
         // The supervisor stores `taken`, then loads `begun`. The fences ensure that at least one side sees

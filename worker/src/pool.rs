@@ -674,8 +674,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns a job that was recalled just as it was about to begin. Must happen before a handler can begin
-    /// and answer a later job. The supervisor relies on this order, even if a handler ends the process.
+    /// Hands a job back to the supervisor that was recalled just as it was about to begin. Must happen before
+    /// a handler can begin and answer a later job. The supervisor relies on this order, even if a handler
+    /// ends the process.
     fn give_back(&self, state: &mut State, job: &Pending) {
         state.unlist(&job.order);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
@@ -801,8 +802,8 @@ impl State {
         }
     }
 
-    /// Returns true if there are more threads than allowed. Threads that may end do so instead of taking a
-    /// job.
+    /// Returns true if there are more threads than allowed. Surplus threads end instead of taking a job; the
+    /// permanent thread stays.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
     }

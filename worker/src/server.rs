@@ -153,8 +153,8 @@ impl<S> Server<S> {
 }
 
 impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
-    /// Sets a hook that runs in the template before each fork (`start.mode = "fork"`). No other thread may
-    /// exist when the hook returns.
+    /// Sets a hook that runs in the template before each fork (`start.mode = "fork"`). The process must have
+    /// a single thread when the hook returns.
     #[must_use]
     pub fn before_fork<F>(self, hook: F) -> Server<S>
     where

@@ -166,8 +166,8 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// Reads once from the socket. The batch contains the received frames and must be read until it returns
-    /// `None`. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
+    /// Reads once from the socket. The batch contains the received frames and must be read until
+    /// [`Batch::next`] returns `None`. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
     pub fn receive<'b>(
         &'b mut self,
         socket: impl AsFd,

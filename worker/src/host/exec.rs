@@ -198,8 +198,8 @@ impl Host {
         File::from(file).write_all(job.payload())
     }
 
-    /// Reads the program's output file. No process of the program may be left. Does not follow symbolic
-    /// links, and does not block on a FIFO.
+    /// Reads the program's output file. Must be called when no process of the program is left. Does not
+    /// follow symbolic links, and does not block on a FIFO.
     fn take_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
@@ -244,7 +244,8 @@ impl Host {
         self.orphans.start(|| launch.start(&surroundings), Program::id)
     }
 
-    /// Runs the program to its end. No process of the program is left afterwards.
+    /// Waits for the end of the program and kills its remaining descendants. Afterwards no process of the
+    /// program is left.
     fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let watched = self.watch(&mut program, job.payload(), folder, ctx);
@@ -430,7 +431,7 @@ struct Run {
 
 impl Run {
     /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
-    /// is left. Does not wait for bytes that other processes may still write.
+    /// is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
         if !matches!(self.end, End::Exited | End::Incomplete(_)) {
             return;

@@ -69,7 +69,7 @@ impl Folders {
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
 
-    /// Removes the folder of a program. No process of the program may be left.
+    /// Removes the folder of a program. Must be called when no process of the program is left.
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);
