@@ -1,4 +1,4 @@
-//! What goes over the admin socket: status, events, logs, and the four verbs.
+//! Commands of the admin socket: status, events, logs, restart, drain, resume, reset and resize.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal};
@@ -23,19 +23,20 @@ use crate::args::{Args, Resize};
 use crate::output::{self, Failure, exit, harmless};
 use crate::worst;
 
-/// Bytes of one line of a stream; a longer one is not ours.
+/// Maximum length of a line in a stream, in bytes. A longer line cannot come from a supervisor.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
-/// How long the supervisor may take to begin its answer.
+/// Maximum time for the supervisor to begin its answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
-/// Bytes of an answer that is read as a whole; a longer one is not ours.
+/// Maximum size of an answer that is read completely, in bytes. A larger answer cannot come from a
+/// supervisor.
 const ANSWER_BYTES_MAX: usize = 256 << 20;
 
-/// Events that `status NAME` shows.
+/// Number of events that `status NAME` shows.
 const LAST_EVENTS: usize = 10;
 
-/// Sends a request and returns the answer's head, its body still to be read.
+/// Sends a request and returns the response. The body is not read yet.
 pub(crate) async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
     request_with(args, method, path, String::new()).await
 }
@@ -116,12 +117,12 @@ pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failur
     Ok(body.to_bytes().to_vec())
 }
 
-/// Asks for a document.
+/// Requests a document.
 pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
     document(&read(request(args, Method::GET, path).await?).await?)
 }
 
-/// Reads the document that an answer is.
+/// Parses the body of an answer.
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
     serde_json::from_slice(body).map_err(|error| nonsense(&error))
 }
@@ -130,7 +131,7 @@ fn nonsense(error: &serde_json::Error) -> Failure {
     Failure::new(exit::FAILED, format!("the supervisor's answer makes no sense: {error}"))
 }
 
-/// A name as part of a path.
+/// Percent-encodes a name for use in a path.
 pub(crate) fn encoded(name: &str) -> String {
     let is_plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     name.bytes().map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
@@ -179,13 +180,13 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     Ok(exit::OK)
 }
 
-/// Prints a document, also what this command does not know of it.
+/// Prints a document with all fields, including unknown ones.
 pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> {
     output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
 }
 
-/// The limit that follows how long jobs take, in a line.
+/// Describes the adaptive limit in one line.
 pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     let Adaptive { min, max, limit, limits, target_ms, raised, lowered, .. } = adaptive;
     let each = if *limits > 1 { format!(" for each of {limits} tenants") } else { String::new() };
@@ -196,7 +197,7 @@ pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
     )
 }
 
-/// Why a bulkhead is not well, a line for each reason.
+/// Returns the reasons why a bulkhead is unhealthy, one per line.
 fn troubles(bulkhead: &Snapshot) -> Vec<String> {
     let line = |what: &str, word: String, why: &Option<String>| {
         Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), harmless(why.as_ref()?)))
@@ -219,12 +220,12 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// What came from elsewhere, in one line.
+/// Formats a value from outside this program: one line, escaped.
 pub(crate) fn shown(value: &impl Display) -> String {
     harmless(&value.to_string()).replace('\n', " ")
 }
 
-/// The same, or a dash in its place.
+/// Formats a value from outside this program, or a dash if it is absent.
 pub(crate) fn known(value: &Option<impl Display>) -> String {
     value.as_ref().map_or_else(|| "-".to_owned(), shown)
 }
@@ -233,14 +234,14 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-/// Returns the rejections by reason, in a line.
+/// Returns the rejections by reason, in one line.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns what the table of bulkheads has no column for, a line for each fact.
+/// Returns facts without a column in the table of bulkheads, one per line.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -258,7 +259,7 @@ fn facts(one: &Snapshot) -> Vec<String> {
     facts
 }
 
-/// Returns the width of the terminal that standard output is, if it is one.
+/// Returns the width of the terminal on standard output, if there is one.
 fn terminal_columns() -> Option<usize> {
     let size = io::stdout().is_terminal().then(ratatui::crossterm::terminal::size)?;
     size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
@@ -270,8 +271,8 @@ pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
     if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }
 }
 
-/// The bulkheads, a row for each. If there are more columns than the terminal has, those with nothing but zeros are
-/// left out, from the right, until the rest fits.
+/// Formats the bulkheads as a table. If the table is wider than the terminal, omits columns that contain only
+/// zeros, from the right, until it fits.
 fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     let mut table = table(&[
         "NAME",
@@ -322,7 +323,7 @@ fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     table.trim_fmt()
 }
 
-/// What is shown of a worker.
+/// Columns of the table of workers.
 pub(crate) const WORKER_COLUMNS: [&str; 8] =
     ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
 
@@ -331,7 +332,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     [
         known(&worker.pid),
         if worker.spare && worker.state == "ready" { "spare".to_owned() } else { shown(&worker.state) },
-        // One word, so that the columns can be told apart by programs.
+        // Without spaces, so that programs can split the columns.
         humantime::format_duration(uptime).to_string().replace(' ', ""),
         worker.in_flight.to_string(),
         worker.served.to_string(),
@@ -341,14 +342,14 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// The user of confined workers that do not have one of their own.
+/// Returns the user id of confined workers that share the supervisor's user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|told| told.identity == "shared" && told.profile != "none")?.uid
 }
 
 fn worker_table(workers: &[Worker]) -> String {
-    // Where tenants have workers of their own, each says whose it is.
+    // If tenants have separate workers, a column names the tenant.
     let has_tenants = workers.iter().any(|worker| worker.tenant.is_some());
     let mut table = match has_tenants {
         true => table(&[&["TENANT"], &WORKER_COLUMNS[..]].concat()),
@@ -368,7 +369,7 @@ pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
     lines(response, |line| match line.strip_prefix("data:") {
         Some(data) => print_event(args, data.trim_start()),
         None if line.starts_with('{') => print_event(args, line),
-        // The other lines of server-sent events: numbers, pauses, and comments, which say what was missed.
+        // Other lines of server-sent events are ids, keep-alives and comments. Comments report missed events.
         None => {
             if let Some(comment) = line.strip_prefix(": ") {
                 output::note(&harmless(comment));
@@ -387,7 +388,7 @@ fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     output::line(&format!("{} {}", shown(&event.at), event_words(&event)))
 }
 
-/// An event without its time, in one line.
+/// Formats an event in one line, without its time.
 pub(crate) fn event_words(event: &Event) -> String {
     let severity = format!("{:8}", shown(&event.severity));
     let mut words = vec![severity, shown(&event.kind), known(&event.bulkhead)];
@@ -414,14 +415,14 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     .await
 }
 
-/// Hands each line of a body on as it comes, until it ends or the user presses ^C.
+/// Passes each line of a body on as it arrives, until the body ends or the user presses ^C.
 async fn lines(
     response: Response<Incoming>,
     mut take: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
-    // One for all turns: between two, it would be missed.
+    // A single future for all iterations, because a signal between two futures would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let frame = tokio::select! {

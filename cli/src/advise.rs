@@ -1,4 +1,5 @@
-//! `advise`: what the limits should be, as a table, the reasons, and what to type or paste to have it so.
+//! `advise`: recommended limits as a table, with reasons, the command to run, and the lines for the
+//! configuration file.
 
 use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
 use serde::de::DeserializeOwned;
@@ -8,13 +9,13 @@ use crate::admin::{encoded, get, known, shown, table};
 use crate::args::Args;
 use crate::output::{self, Failure, exit, harmless};
 
-/// Keys that can be changed while the bulkhead runs, and the options that do.
+/// Keys that can be changed while the bulkhead runs, with their options of `resize`.
 const LIVE: [(&str, &str); 3] =
     [("processes", "--processes"), ("max_in_flight", "--max-in-flight"), ("max_queue", "--max-queue")];
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
     if args.json {
-        // One that was asked for by name stands alone, as in `status`.
+        // A bulkhead requested by name is printed without a list, as in `status`.
         let told: Value = match name {
             Some(name) => of_one(args, name).await?,
             None => serde_json::json!({ "bulkheads": of_all::<Value>(args).await? }),
@@ -41,7 +42,7 @@ async fn of_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> {
     for Snapshot { name, .. } in &bulkheads {
         match of_one(args, name).await {
             Ok(advice) => all.push(advice),
-            // It was removed meanwhile.
+            // The bulkhead has been removed in the meantime.
             Err(failure) if failure.code() == exit::NOT_FOUND => {}
             Err(failure) => return Err(failure),
         }
@@ -68,7 +69,7 @@ fn describe(advice: &Advice) -> String {
     parts.join("\n\n")
 }
 
-/// What was seen, in short.
+/// Summarises the observed load.
 fn head(advice: &Advice) -> String {
     let seconds = |ms: u64| std::time::Duration::from_secs(ms / 1000);
     let seen = &advice.seen;
@@ -116,7 +117,7 @@ fn plain(setting: &Setting) -> String {
     }
 }
 
-/// The command that has it so at once, and the lines that have it so from then on.
+/// Returns the command that applies the changes immediately, and the lines that make them permanent.
 fn how_to(advice: &Advice, items: &[Proposal]) -> Vec<String> {
     let name = shown(&advice.bulkhead);
     let option = |item: &Proposal| {
@@ -131,7 +132,7 @@ fn how_to(advice: &Advice, items: &[Proposal]) -> Vec<String> {
         })
         .collect();
     let command = (!options.is_empty()).then(|| format!("bulkhead resize {name}{options}"));
-    // A name with a dot is quoted.
+    // A name with a dot must be quoted.
     let table =
         if name.contains('.') { format!("[bulkhead.{name:?}]") } else { format!("[bulkhead.{name}]") };
     let file = (!lines.is_empty()).then(|| format!("{table}\n{}", lines.join("\n")));

@@ -6,19 +6,19 @@ use std::time::Duration;
 use bulkhead_client::Priority;
 use clap::{Parser, Subcommand};
 
-/// Submits jobs to a bulkhead-supervisor, and looks after it.
+/// Submit jobs to a bulkhead-supervisor, and operate it
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead", version, arg_required_else_help = true)]
 pub(crate) struct Args {
-    /// The jobs socket of the supervisor
+    /// Jobs socket of the supervisor
     #[arg(long, global = true, env = "BULKHEAD_SOCKET", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
 
-    /// The admin socket of the supervisor; without it, admin.sock beside the jobs socket
+    /// Admin socket of the supervisor; defaults to admin.sock next to the jobs socket
     #[arg(long, global = true, env = "BULKHEAD_ADMIN", value_name = "PATH")]
     pub(crate) admin: Option<PathBuf>,
 
-    /// Print JSON, for programs
+    /// Print JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
@@ -28,97 +28,97 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Submit a job, or many, and print the result
+    /// Submit one or more jobs and print the results
     Submit(Submit),
-    /// Show the bulkheads, or one of them with its workers and last events
+    /// Show all bulkheads, or one with its workers and recent events
     Status {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: Option<String>,
-        /// Only this tenant's part, where tenants have workers of their own
+        /// Show only this tenant, if tenants have separate workers
         #[arg(long, requires = "name")]
         tenant: Option<String>,
     },
-    /// Show the bulkheads live, full screen, with rates and events
+    /// Show live rates and events of all bulkheads, full screen
     ///
-    /// Keys: ? lists them, q leaves. Without a terminal use --once or --json, which watch for one interval, print
-    /// what was seen, and end.
+    /// Keys: ? for help, q to quit. Without a terminal, use --once or --json, which watch for one interval,
+    /// print the result and exit.
     Top(Top),
-    /// Show what happened
+    /// Show events
     Events {
-        /// Go on with what happens
+        /// Keep printing new events
         #[arg(long, short)]
         follow: bool,
     },
     /// Show what the workers of a bulkhead wrote to stdout and stderr
     Logs {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: String,
-        /// Go on with what they write
+        /// Keep printing new output
         #[arg(long, short)]
         follow: bool,
     },
-    /// Replace each worker of a bulkhead, the replacement ready first
+    /// Replace the workers of a bulkhead; each replacement is ready before the old worker stops
     Restart {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: String,
     },
-    /// Have a bulkhead take no more jobs
+    /// Stop a bulkhead from accepting jobs
     Drain {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: String,
     },
-    /// Have a bulkhead take jobs again
+    /// Let a bulkhead accept jobs again
     Resume {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: String,
     },
-    /// Close the breaker of a bulkhead, let quarantined payloads in again, and start failed workers now
+    /// Close the breaker of a bulkhead, clear its quarantine, and start failed workers now
     Reset {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: String,
     },
-    /// Give a bulkhead other numbers at once, without dropping a job
+    /// Change the limits of a bulkhead immediately, without dropping jobs
     Resize(Resize),
-    /// Say what the limits of the bulkheads should be, or those of one of them, from what was seen, and why
+    /// Recommend limits for all bulkheads or one, from recent load, with reasons
     ///
-    /// Looks at the last one to two hours: how many jobs were in flight and waited, which were turned away, how long
-    /// jobs took, and what workers used. Ends with what to type, and what to paste into the file.
+    /// Uses the last one to two hours: jobs in flight, queued and rejected, run times, and resource usage of
+    /// workers. Prints the command to run and the lines to add to the configuration file.
     Advise {
-        /// Which bulkhead
+        /// Name of the bulkhead
         name: Option<String>,
     },
-    /// Have the supervisor read its configuration again, and print what that changes
+    /// Reload the supervisor's configuration, and print the changes
     ///
-    /// A file with errors changes nothing: they are printed, and the exit status is 2.
+    /// A file with errors changes nothing: the errors are printed, and the exit status is 2.
     Reload {
         /// Only print what would change
         #[arg(long)]
         dry_run: bool,
     },
-    /// List the crash reports, or show one of them
+    /// List crash reports, or show one
     Crashes(Crashes),
-    /// Run the payload of a crash report again, in a worker started for it alone, and say whether it crashes the
-    /// same way
+    /// Run the payload of a crash report again in a dedicated worker, and report whether it crashes the same
+    /// way
     ///
-    /// Runs the job that did it, if that is known; otherwise each job that was in flight, one after the other,
-    /// until one crashes the same way. Exits with 0 if a job was run, whatever came of it.
+    /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
+    /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
     Replay {
-        /// Which report
+        /// Id of the crash report
         id: String,
-        /// Only this job of it, counted from 0
+        /// Run only this job of the report, counted from 0
         #[arg(long, value_name = "N")]
         job: Option<u32>,
     },
-    /// Load a bulkhead and print throughput and latency
+    /// Load a bulkhead, and print throughput and latency
     Bench(Bench),
-    /// Print completions for a shell
+    /// Print shell completions
     Completions {
-        /// Which shell
+        /// Shell to generate completions for
         shell: clap_complete::Shell,
     },
     /// Write man pages
     Man {
-        /// The folder to write to; made if it is missing
+        /// Target directory; created if missing
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
@@ -126,92 +126,92 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Top {
-    /// How often to look, from 100ms to 60s; rates are those between two looks
+    /// Sampling interval, from 100ms to 60s; rates are averages over one interval
     #[arg(long, default_value = "1s", value_name = "DURATION", value_parser = interval)]
     pub(crate) interval: Duration,
 
-    /// Print what is seen within one interval, and end; --json does the same
+    /// Print the result of one interval and exit, like --json
     #[arg(long)]
     pub(crate) once: bool,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Crashes {
-    /// Which report, with all that is known
+    /// Id of the crash report to show in full
     pub(crate) id: Option<String>,
 
-    /// Only those of this bulkhead
+    /// Show only reports of this bulkhead
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) bulkhead: Option<String>,
 
-    /// Only so many, the newest
+    /// Show at most N reports, newest first
     #[arg(long, value_name = "N", conflicts_with = "id")]
     pub(crate) limit: Option<usize>,
 
-    /// Write the payload of the job that did it, or of --job, to this file; - for standard output
+    /// Write the payload of the culprit, or of --job, to FILE; - for standard output
     #[arg(long, value_name = "FILE", requires = "id")]
     pub(crate) output: Option<PathBuf>,
 
-    /// Which of its jobs, counted from 0
+    /// Job of the report, counted from 0
     #[arg(long, value_name = "N", requires = "output")]
     pub(crate) job: Option<usize>,
 }
 
-/// Numbers to put in force; what is not named stays.
+/// Change the limits of a bulkhead; limits that are not given stay unchanged
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("numbers").required(true).multiple(true)))]
 pub(crate) struct Resize {
-    /// Which bulkhead
+    /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// Only for this tenant, in place of the bulkhead's numbers
+    /// Change only this tenant, instead of the bulkhead's limits
     #[arg(long, conflicts_with = "breaker", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) tenant: Option<String>,
 
-    /// Jobs in flight per worker process
+    /// Maximum jobs in flight per worker process
     #[arg(long, value_name = "N", group = "numbers")]
     pub(crate) max_in_flight: Option<u32>,
 
-    /// Worker processes
+    /// Number of worker processes
     #[arg(long, value_name = "N", group = "numbers")]
     pub(crate) processes: Option<u32>,
 
-    /// Jobs that may wait
+    /// Maximum number of queued jobs
     #[arg(long, value_name = "N", group = "numbers")]
     pub(crate) max_queue: Option<u32>,
 
-    /// Jobs a second in the long run
+    /// Sustained rate in jobs per second
     #[arg(long, value_name = "PER_SECOND", group = "numbers")]
     pub(crate) rate: Option<f64>,
 
-    /// Jobs that may come at once after a pause [default: --rate, rounded up]
+    /// Maximum burst after a pause, in jobs [default: --rate, rounded up]
     #[arg(long, value_name = "N", requires = "rate")]
     pub(crate) burst: Option<u32>,
 
-    /// forced_open, or auto to leave it to itself
+    /// forced_open, or auto for normal operation
     #[arg(long, value_name = "MODE", group = "numbers", value_parser = ["forced_open", "auto"])]
     pub(crate) breaker: Option<String>,
 }
 
-/// What a job asks for.
+/// Options of a submitted job.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Request {
-    /// Which bulkhead
+    /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// What the handler is to do
+    /// Operation for the handler
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
-    /// The payload; - for standard input
+    /// File with the payload; - for standard input
     #[arg(long, value_name = "FILE")]
     pub(crate) payload_file: Option<PathBuf>,
 
-    /// How long the job may take, such as 500ms [default: the bulkhead's own]
+    /// Time limit of the job, such as 500ms [default: set by the bulkhead]
     #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) deadline: Option<Duration>,
 
-    /// How long each attempt may run, whatever it waited [default: the bulkhead's own]
+    /// Maximum run time of each attempt, without queueing [default: set by the bulkhead]
     #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) run_limit: Option<Duration>,
 
@@ -219,15 +219,15 @@ pub(crate) struct Request {
     #[arg(long, default_value = "normal")]
     pub(crate) priority: Priority,
 
-    /// On whose behalf
+    /// Tenant that the job belongs to
     #[arg(long, default_value = "")]
     pub(crate) tenant: String,
 
-    /// What the job counts against a rate limit
+    /// Cost of the job against a rate limit
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) cost: u32,
 
-    /// The job may safely run twice
+    /// Declare that the job can safely run twice
     #[arg(long)]
     pub(crate) idempotent: bool,
 }
@@ -237,21 +237,21 @@ pub(crate) struct Submit {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Send an empty payload, and leave standard input alone: for loops that read it [default: standard input is the
-    /// payload, unless it is a terminal]
+    /// Send an empty payload and do not read standard input, for use in loops that read it [default: read the
+    /// payload from standard input, unless it is a terminal]
     #[arg(short = 'n', long, conflicts_with = "payload_file")]
     pub(crate) no_input: bool,
 
-    /// Write the result, or the output of a program that failed, there instead of to standard output; of many jobs, the
-    /// last one stays
+    /// Write the result, or the output of a failed program, to FILE instead of standard output; with several
+    /// jobs, FILE contains the last result
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
-    /// Submit so many jobs; their results come as they are ready
+    /// Submit N jobs; results are printed as they arrive
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) repeat: Option<u64>,
 
-    /// Keep so many jobs under way at once
+    /// Number of jobs in flight at once
     #[arg(long, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) concurrency: u32,
 }
@@ -261,15 +261,15 @@ pub(crate) struct Bench {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Keep so many jobs under way at once
+    /// Number of jobs in flight at once
     #[arg(long, default_value_t = 16, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) concurrency: u32,
 
-    /// For so long
+    /// Duration of the load
     #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) duration: Duration,
 
-    /// With payloads of so many bytes, unless there is a payload file
+    /// Size of generated payloads in bytes, unless --payload-file is given
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub(crate) payload_bytes: usize,
 }
@@ -285,7 +285,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// How often `top` may look: oftener is a load on the supervisor, and more seldom is not live.
+/// Allowed intervals of `top`. Shorter intervals load the supervisor, and longer ones are not live.
 const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(60);
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -294,12 +294,12 @@ fn interval(text: &str) -> Result<Duration, String> {
 }
 
 impl Args {
-    /// The jobs socket: as given, or where a supervisor of this user has it by default.
+    /// Returns the path of the jobs socket: the given path, or the default of a supervisor run by this user.
     pub(crate) fn socket(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(default_socket)
     }
 
-    /// The admin socket: as given, or beside the jobs socket.
+    /// Returns the path of the admin socket: the given path, or `admin.sock` next to the jobs socket.
     pub(crate) fn admin(&self) -> PathBuf {
         self.admin.clone().unwrap_or_else(|| self.socket().with_file_name("admin.sock"))
     }

@@ -1,4 +1,4 @@
-//! `bulkhead bench`: loads a bulkhead for a while, and says how fast it was.
+//! `bulkhead bench`: loads a bulkhead for a while, and prints throughput and latency.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Runs the command; returns its exit code: that of a success if any job was `ok`, otherwise that of a job.
+/// Runs the command. Returns 0 if any job was `ok`, otherwise the exit code of the last job.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
         Some(file) => payload::read(file)?,
@@ -47,7 +47,7 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
 #[derive(Default)]
 struct Seen {
     tally: Tally,
-    /// The exit code of the last job that was not `ok`.
+    /// Exit code of the last job that was not `ok`.
     last_bad: Option<u8>,
 }
 
@@ -58,7 +58,7 @@ async fn lane(template: Job, until: Instant, seen: Arc<Mutex<Seen>>) {
         seen.tally.add(&result, took);
         if let Err(error) = result {
             seen.last_bad = Some(error.exit_code());
-            // What was refused for good, such as a name that does not exist, is refused the next time, too.
+            // A permanent rejection, for example because of an unknown name, would only be repeated.
             if matches!(error, JobError::Rejected(_))
                 && !error.is_retryable()
                 && error.retry_after().is_none()

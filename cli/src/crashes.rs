@@ -1,5 +1,5 @@
-//! Crash reports: a table of them, one of them with all that is known, and its jobs run again. What a report
-//! tells was said by the process that crashed: nothing of it reaches a terminal unescaped.
+//! Crash reports: list, details and replay. The reports contain data from the crashed process, so all texts
+//! are escaped before they reach a terminal.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::admin::{document, encoded, get, known, print_as_is, read, request, sh
 use crate::args::{Args, Crashes};
 use crate::output::{self, Failure, exit, harmless};
 
-/// Bytes of a payload that are shown.
+/// Maximum number of payload bytes to show.
 const SHOWN_BYTES: usize = 256;
 
-/// Bytes in a line of a payload that is no text.
+/// Number of bytes per line of a binary payload.
 const HEX_LINE_BYTES: usize = 16;
 
 pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
@@ -61,19 +61,20 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// In one word, so that the columns can be told apart by programs.
+/// Formats a duration without spaces, so that programs can split the columns.
 fn duration(ms: u64) -> String {
-    // Milliseconds say something only of a short life.
+    // Milliseconds matter only for short lifetimes.
     let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
-/// The name of an operation or a tenant, in one word if it is one.
+/// Formats the name of an operation or tenant, or a dash if it is empty.
 fn named(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
 
-/// `SIGSEGV`, `exit:3`, `violation:ptrace`, `hung`, with `program:` before it if no worker died.
+/// Formats a cause, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:` means
+/// that no worker died.
 fn cause_in_short(cause: &Cause, victim: &Word<Victim>) -> String {
     let short = match (cause.exit_code, &cause.signal, &cause.system_call) {
         (Some(code), ..) => format!("exit:{code}"),
@@ -84,7 +85,7 @@ fn cause_in_short(cause: &Cause, victim: &Word<Victim>) -> String {
     if *victim == Victim::Program { format!("program:{short}") } else { short }
 }
 
-// One of them.
+// Details.
 
 fn describe(report: &CrashReport) -> String {
     let mut lines = String::new();
@@ -167,12 +168,12 @@ fn describe_job(job: &CrashJob) -> String {
     lines
 }
 
-/// The beginning of a payload: as text if it is text, or else in hexadecimal.
+/// Formats the beginning of a payload, as text if it is printable UTF-8 and otherwise in hexadecimal.
 fn preview(payload: &[u8]) -> String {
     let begin = &payload[..payload.len().min(SHOWN_BYTES)];
     let whole = match std::str::from_utf8(begin) {
         Ok(text) => Some(text),
-        // A character that was cut in two at the end of what is shown.
+        // The limit has cut off the last character.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&begin[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };
@@ -197,7 +198,7 @@ fn indented(text: &str) -> String {
     text.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-/// Writes a payload to a file.
+/// Writes the payload of a job to a file.
 fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> Result<u8, Failure> {
     let jobs = &report.jobs;
     let place = match (job.or(report.culprit), jobs.len()) {
@@ -228,7 +229,7 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
     Ok(exit::OK)
 }
 
-// Again.
+// Replay.
 
 pub(crate) async fn replay(args: &Args, id: &str, job: Option<u32>) -> Result<u8, Failure> {
     let query = job.map(|job| format!("?job={job}")).unwrap_or_default();

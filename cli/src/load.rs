@@ -1,4 +1,4 @@
-//! Many jobs at once over one connection: the part that `submit --repeat` and `bench` share.
+//! Concurrent jobs over one connection, for `submit --repeat` and `bench`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 
 use crate::args::Request;
 
-/// The job that a command line asks for.
+/// Creates the job described by the command line.
 pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     let job = client
         .job(&request.name, payload)
@@ -27,12 +27,12 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     }
 }
 
-/// Counts and times of many jobs, in the same memory however many they are.
+/// Counts and latencies of many jobs, in constant memory.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    /// Jobs by outcome and reason.
+    /// Number of jobs by outcome and reason.
     pub(crate) outcomes: BTreeMap<String, u64>,
-    /// How many nanoseconds those took that ended `ok`: what is told is less than 2 % too long.
+    /// Latencies of `ok` jobs in nanoseconds, rounded up by less than 2 %.
     pub(crate) latencies: Histogram<7>,
 }
 
@@ -48,14 +48,14 @@ impl Tally {
         self.outcomes.values().sum()
     }
 
-    /// The milliseconds within which this share of those ended.
+    /// Returns the latency quantile in milliseconds.
     pub(crate) fn quantile_ms(&self, share: f64) -> Option<f64> {
         let quantile = Duration::from_nanos(self.latencies.quantile(share));
         (self.latencies.total() > 0).then_some(quantile.as_secs_f64() * 1e3)
     }
 }
 
-/// `ok`, or outcome and reason: `rejected/queue_full`.
+/// Returns `ok`, or outcome and reason, such as `rejected/queue_full`.
 pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
     match result.as_ref().map_err(JobError::outcome) {
         Ok(_) => "ok".to_owned(),
@@ -67,7 +67,7 @@ pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Sends a job and times it.
+/// Sends a job and measures the time until its outcome.
 pub(crate) async fn timed(job: Job) -> (Result<Reply, JobError>, Duration) {
     let began = Instant::now();
     let result = job.send().await;

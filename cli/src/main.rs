@@ -1,5 +1,5 @@
-//! The `bulkhead` command: submits jobs over the jobs socket, and looks after a supervisor over its admin
-//! socket. Every way to end has its exit code; nothing but results and tables goes to standard output.
+//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over its admin
+//! socket. Every kind of failure has an exit code. Only results and tables go to standard output.
 
 mod admin;
 mod advise;
@@ -35,9 +35,9 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            // `submit` has a line for each job, and told this one as such.
+            // `submit` prints a line for each job, including this one.
             if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
-                // If it cannot be written, standard error has it all the same.
+                // On an error, the message still goes to standard error.
                 let _ = output::json(failure.json());
             }
             failure.report()
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What is wrong with the arguments, or what was asked for about them.
+/// Prints the error or the help text that clap returned.
 fn told_by_clap(told: &clap::Error) -> ExitCode {
     if told.use_stderr() {
         told.exit();

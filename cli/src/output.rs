@@ -1,4 +1,4 @@
-//! How the command ends and what it prints.
+//! Output, failures and exit codes of the command.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
@@ -11,7 +11,7 @@ use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, Re
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// The exit codes that are not an outcome's.
+/// Exit codes other than those of outcomes.
 pub(crate) mod exit {
     pub(crate) const OK: u8 = 0;
     pub(crate) const FAILED: u8 = 1;
@@ -19,20 +19,20 @@ pub(crate) mod exit {
     pub(crate) const INVALID: u8 = 65;
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
-    /// What came could not be written: `EX_IOERR` of sysexits.h.
+    /// The output could not be written: `EX_IOERR` of sysexits.h.
     pub(crate) const UNWRITTEN: u8 = 74;
     pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
     pub(crate) const CANCELLED: u8 = 130;
 }
 
-/// Why the command ends before it has done what it was to.
+/// The reason for an early end of the command.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if the reader of the command's output is gone, which is no reason to complain.
+    /// `None` if the reader of the command's output has gone, which is not reported.
     message: Option<String>,
-    /// Set if the supervisor would not take the job.
+    /// Set if the supervisor rejected the job.
     reason: Option<RejectReason>,
 }
 
@@ -41,17 +41,17 @@ impl Failure {
         Self { code, message: Some(message.into()), reason: None }
     }
 
-    /// The exit status.
+    /// Returns the exit status.
     pub(crate) fn code(&self) -> u8 {
         self.code
     }
 
-    /// Why; empty if there is nothing to say.
+    /// Returns the message; empty if there is nothing to report.
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()
     }
 
-    /// The same with another exit status.
+    /// Replaces the exit status.
     pub(crate) fn with_code(self, code: u8) -> Self {
         Self { code, ..self }
     }
@@ -67,7 +67,7 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// For programs: in the words of a job's outcome, without what only a job has.
+    /// Formats the failure for programs, with the fields of a job's outcome that apply.
     pub(crate) fn json(&self) -> Value {
         let (outcome, retryable) = self.outcome();
         let reason = self.reason.map(RejectReason::name);
@@ -83,7 +83,7 @@ impl Failure {
         }
     }
 
-    /// The same in the place of a job's outcome.
+    /// Formats the failure as the outcome of a job.
     pub(crate) fn job_json(&self, bulkhead: &str) -> Value {
         let (outcome, retryable) = self.outcome();
         json!(JobOutcome {
@@ -97,7 +97,8 @@ impl Failure {
         })
     }
 
-    /// The reader is gone: what would have been printed next does not matter, but what it said does.
+    /// Replaces the exit status if the reader has gone, because then the results so far determine it, not the
+    /// lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -123,10 +124,10 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Bytes to standard output. If their reader has gone, the command ends, quietly; if they cannot be
-/// written, it fails: a result that is lost is no success.
+/// Writes bytes to standard output. If the reader has gone, returns a failure without a message. Any other
+/// error is a failure with exit status `UNWRITTEN`, because a lost result is not a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    // Nothing is lost of nothing.
+    // Writing nothing cannot lose anything.
     if bytes.is_empty() {
         return Ok(());
     }
@@ -140,32 +141,32 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     })
 }
 
-/// A line to standard output.
+/// Writes a line to standard output.
 pub(crate) fn line(text: &str) -> Result<(), Failure> {
     raw(format!("{text}\n").as_bytes())
 }
 
-/// A line to standard error.
+/// Writes a line to standard error.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// A line of JSON to standard output.
+/// Writes a line of JSON to standard output.
 pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
     line(&text::escape_json(&json.to_string()))
 }
 
-/// The same in one line: what a worker says is not to look as if this command had said it.
+/// Escapes a text into one line, so that a worker cannot imitate output of this command.
 fn one_line(text: &str) -> String {
     harmless(text).replace('\n', "\\n")
 }
 
-/// Whether a person can watch a progress bar.
+/// Returns true if standard error is a terminal, which can show a progress bar.
 pub(crate) fn is_watched() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Why a job did not end `ok`, in one line.
+/// Describes the end of a job in one line.
 pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
@@ -183,7 +184,7 @@ fn timing(outcome: &Outcome) -> String {
         millis(outcome.queued),
         millis(outcome.ran)
     );
-    // 0 says nothing new, and is what most programs end with.
+    // An exit status of 0 is the usual case and adds nothing.
     if let Some(status) = outcome.status.filter(|status| *status != 0) {
         text.push_str(&format!(", exit status {status}"));
     }
@@ -200,7 +201,7 @@ fn millis(duration: std::time::Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// A job's end as one JSON object, its fields flat.
+/// Formats the end of a job as a flat JSON object.
 pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> Value {
     let outcome = match result {
         Ok(reply) => Some(reply.outcome()),
@@ -235,7 +236,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     json!(told)
 }
 
-/// The name of a signal, as the message has it.
+/// Returns the name of the signal from the crash message, or else the number.
 fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
         Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
@@ -247,7 +248,7 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// The same of a job that this command has cancelled, if the supervisor did not say what became of it.
+/// Formats a job that this command has cancelled, if the supervisor did not report the outcome.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,

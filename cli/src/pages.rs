@@ -1,4 +1,4 @@
-//! What the command line says of itself: shell completions and man pages.
+//! Shell completions and man pages, generated from the command line.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ pub(crate) fn completions(shell: clap_complete::Shell) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-/// Writes a man page for the command and one for each of its subcommands, and tells their paths.
+/// Writes man pages for the command and each subcommand, and prints their paths.
 pub(crate) fn man(args: &Args, folder: &Path) -> Result<u8, Failure> {
     let fail = |error| {
         Failure::new(exit::UNWRITTEN, format!("failed to write man pages to {}: {error}", folder.display()))

@@ -1,4 +1,4 @@
-//! Where the payload of a job comes from: a file, standard input, or nowhere.
+//! Source of a job's payload: a file, standard input, or none.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
@@ -11,11 +11,11 @@ use bulkhead_client::{PAYLOAD_BYTES_CEILING, RejectReason};
 use crate::args::Submit;
 use crate::output::{self, Failure, exit};
 
-/// How long nothing is said while the end of the payload has not come.
+/// Time before a notice that the payload has not ended.
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
-/// The payload that `submit` was given: that of a file, or what standard input has unless it is a terminal, on which
-/// a person does not type a payload.
+/// Returns the payload for `submit`: the contents of a file or of standard input. A terminal on standard
+/// input is not read, because people do not type payloads.
 pub(crate) fn of_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     match &submit.request.payload_file {
         Some(file) => read(file),
@@ -24,7 +24,7 @@ pub(crate) fn of_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     }
 }
 
-/// Reads a payload; `-` is standard input. What no bulkhead can be configured to take is not read whole.
+/// Reads a payload; `-` is standard input. Stops at the largest size that any bulkhead can accept.
 pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let is_input = file == Path::new("-");
     let name = if is_input { "standard input".to_owned() } else { file.display().to_string() };
@@ -44,12 +44,13 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
-/// A pipe that is never closed would otherwise look like a supervisor that hangs.
+/// Reads, and prints a notice after [`SILENT_FOR`]. Without the notice, a pipe that is never closed would
+/// look like a supervisor that does not respond.
 fn telling_what_is_waited_for<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
     let notice = format!("bulkhead: waiting for the end of {name}, which is the payload{hint}");
-    // Without the thread nothing is told, and all else is the same.
+    // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
         if waiting.recv_timeout(SILENT_FOR) == Err(RecvTimeoutError::Timeout) {
             output::note(&notice);

@@ -1,4 +1,4 @@
-//! `bulkhead reload`: has the supervisor read its file again, and prints what that changes.
+//! `bulkhead reload`: makes the supervisor reload its configuration, and prints the changes.
 
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;
@@ -10,7 +10,7 @@ use crate::output::{self, Failure, exit, harmless};
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");
     let answer = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
-        // The file is not what it should be.
+        // The configuration file has errors.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;

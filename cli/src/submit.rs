@@ -1,4 +1,4 @@
-//! `bulkhead submit`: one job or many.
+//! `bulkhead submit`: submits one job or many.
 
 use std::cell::{Cell, RefCell};
 use std::fs::OpenOptions;
@@ -16,10 +16,10 @@ use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// How long the supervisor may take to say what became of the jobs that ^C cancelled.
+/// Maximum time to wait for the outcomes of jobs cancelled by ^C.
 const CANCELLED_WITHIN: Duration = Duration::from_secs(2);
 
-/// Runs the command; returns its exit code: that of the first job that was not `ok`.
+/// Runs the command. Returns the exit code of the first job that was not `ok`, otherwise 0.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let (payload, client) = match prepare(args, submit).await {
         Ok(prepared) => prepared,
@@ -34,14 +34,14 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let began = Instant::now();
     let mut lanes = pin!(run.lanes(&client, &payload));
     let result = tokio::select! {
-        // First of all, so that no job is under way that ^C would not cancel.
+        // Polled first, so that ^C cancels every job that has been sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
         result = &mut lanes => Some(result),
     };
     let Some(result) = result else {
         run.interrupted.send_replace(true);
-        // A second ^C asks not to wait.
+        // A second ^C skips the wait.
         tokio::select! {
             _ = tokio::time::timeout(CANCELLED_WITHIN, lanes) => {}
             _ = tokio::signal::ctrl_c() => {}
@@ -66,15 +66,15 @@ async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Fail
     Ok((payload, Client::connect(args.socket()).await?))
 }
 
-/// What the lanes share.
+/// State shared by all lanes.
 struct Run<'a> {
     args: &'a Args,
     submit: &'a Submit,
     count: u64,
-    /// The index of the next job.
+    /// Index of the next job.
     next: Cell<u64>,
     tally: RefCell<Tally>,
-    /// The first job that was not `ok`, and its exit code.
+    /// Index and exit code of the first job that was not `ok`.
     first_bad: Cell<Option<(u64, u8)>>,
     bar: ProgressBar,
     interrupted: watch::Sender<bool>,
@@ -98,7 +98,7 @@ impl<'a> Run<'a> {
         join_all((0..lanes).map(|_| self.lane(client, payload))).await
     }
 
-    /// Submits one job after the other as long as there are any.
+    /// Submits one job after the other until none is left.
     async fn lane(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
@@ -117,7 +117,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// What becomes of a job: when it is to be cancelled, the supervisor says whether it ran.
+    /// Waits for the outcome of a job. After ^C, cancels the job and waits for the supervisor to report
+    /// whether it ran.
     async fn outcome(&self, job: Job) -> Result<Reply, JobError> {
         let mut handle = job.start().await?;
         let mut interrupted = self.interrupted.subscribe();
@@ -137,7 +138,7 @@ impl<'a> Run<'a> {
         }
         let payload = match result {
             Ok(reply) => reply.payload(),
-            // The output of a program that failed, or what a handler sent along.
+            // The output of a failed program, or data from the handler.
             Err(error) if !error.payload().is_empty() => error.payload(),
             Err(_) => return Ok(()),
         };
@@ -149,7 +150,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Every job that was begun has its line, also if the supervisor does not say what became of it.
+    /// Prints a line for each job that was begun, even if the supervisor did not report its outcome.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());
@@ -160,7 +161,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Sees before the job runs whether its result can be written. Nothing is made yet.
+/// Checks before the job runs whether the result can be written. Creates nothing.
 fn check_output(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let checked = match std::fs::metadata(path) {

@@ -1,5 +1,5 @@
-//! `bulkhead top`: `status`, live, full screen. One task owns the screen and takes keys, what was seen of the
-//! supervisor, and signals, one at a time; looking goes on beside it, so that no key waits for a slow supervisor.
+//! `bulkhead top`: a live, full-screen `status`. One task owns the screen and handles keys, samples and
+//! signals, one at a time. Sampling runs concurrently, so that keys do not wait for a slow supervisor.
 
 mod app;
 mod columns;
@@ -25,10 +25,10 @@ use app::{App, Step};
 use sample::{Sample, Watcher};
 use terminal::{Heard, Screen, Signals};
 
-/// How long a look at the supervisor may take.
+/// Maximum time for one sample.
 const LOOK_WITHIN: Duration = Duration::from_secs(10);
 
-/// How often the screen tells for how long a supervisor has been silent.
+/// Interval for updating the displayed duration of a supervisor's silence.
 const TICK: Duration = Duration::from_secs(1);
 
 type Looked = Result<Sample, Failure>;
@@ -56,7 +56,7 @@ async fn look(watcher: &mut Watcher<'_>) -> Looked {
     })
 }
 
-/// Looks again and again, except while paused, until the screen is gone.
+/// Takes samples periodically, except while paused, until the screen is closed.
 async fn watch(
     mut watcher: Watcher<'_>,
     interval: Duration,
@@ -84,7 +84,7 @@ async fn live(watcher: Watcher<'_>, mut app: App, interval: Duration) -> Result<
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // What was seen waits for the screen, so that a screen that is not drawn does not go on asking.
+    // Capacity 1, so that sampling stops while the screen is not drawn.
     let (seen, mut looks) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut watching = pin!(watch(watcher, interval, seen, is_paused));

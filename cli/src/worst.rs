@@ -1,8 +1,9 @@
-//! Which bulkhead needs to be looked at first: by the state of its workers and how well it serves.
+//! Order of bulkheads by urgency, from the state of the workers and the quality of service.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Larger is worse: first the worse of the two, then both together. A word that is not known is no reason for alarm.
+/// Returns the severity of a bulkhead; larger is worse. Compares the worse of state and service first, then
+/// their sum. Unknown words count as healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,
@@ -18,7 +19,7 @@ pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     (state.max(service), state + service)
 }
 
-/// The worst first; those that are alike by name.
+/// Sorts by severity, the worst first, then by name.
 pub(crate) fn sort(bulkheads: &mut [Snapshot]) {
     bulkheads.sort_by_cached_key(|bulkhead| (std::cmp::Reverse(rank(bulkhead)), bulkhead.name.clone()));
 }

@@ -1,4 +1,4 @@
-//! What comes back of a job, and what can go wrong.
+//! Replies and errors of jobs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,16 +10,16 @@ use bulkhead_shared::{Executed, Outcome, Verdict};
 use crate::mapped::MappedResult;
 use crate::served::Served;
 
-/// How far a job is.
+/// A progress report of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
-    /// From 0 to 1.
+    /// Completed fraction, from 0 to 1.
     pub fraction: f32,
-    /// A few words of the handler's.
+    /// Short text from the handler.
     pub text: String,
 }
 
-/// The outcome `ok`, and the result.
+/// A result, with the outcome `ok`.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -53,29 +53,29 @@ impl PartialEq for Reply {
 impl Eq for Reply {}
 
 impl Reply {
-    /// The result's bytes.
+    /// Returns the result. Empty if the result is [mapped](Self::mapped).
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// The result's bytes, to keep.
+    /// Returns the result as an owned buffer.
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
     }
 
-    /// The result where it stands, if [`Job::map_result`](crate::Job::map_result) asked for that and it is in a memory
-    /// file; then [`Reply::payload`] is empty.
+    /// Returns the result in its memory file, if [`Job::map_result`](crate::Job::map_result) requested that
+    /// and the worker used a memory file. [`Reply::payload`] is then empty.
     pub fn mapped(&self) -> Option<&MappedResult> {
         self.mapped.as_deref()
     }
 
-    /// The bulkhead that served the job, how long it took, and the like.
+    /// Returns the outcome, with the serving bulkhead, queue and run times and other details.
     pub fn outcome(&self) -> &Outcome {
         self.served.outcome()
     }
 }
 
-/// The [`Outcome`] of a job that failed, and the payload that came along: see [`JobError::payload`].
+/// The [`Outcome`] of a failed job, and the payload of the failure: see [`JobError::payload`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     outcome: Outcome,
@@ -90,30 +90,31 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// Why there is no result. Each but the last carries the whole [`Outcome`].
+/// The error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
-    /// The handler said that it cannot.
+    /// The handler reported an error.
     Failed(Box<Failure>),
-    /// The job was not taken; it did not run.
+    /// The job was rejected and did not run.
     Rejected(Box<Outcome>),
     /// The deadline passed.
     DeadlineExceeded(Box<Outcome>),
-    /// The worker died with the job in its hands.
+    /// The worker died while it had the job.
     Crashed(Box<Outcome>),
-    /// It was cancelled.
+    /// The job was cancelled.
     Cancelled(Box<Outcome>),
-    /// The supervisor went away, or was not there, or said what this client does not know.
+    /// There is no connection to the supervisor, or the connection was lost, or this client could not read
+    /// the outcome or result.
     Disconnected {
-        /// Whether the job may have run.
+        /// Certainty about whether the job ran.
         executed: Executed,
-        /// What happened, for people.
+        /// Description for people.
         message: String,
     },
 }
 
 impl JobError {
-    /// The connection ended while the job was under way.
+    /// Returns the error for a connection that was lost while the job was pending.
     pub(crate) fn lost(executed: Executed, why: &str) -> Self {
         let advice = match executed {
             Executed::No => "the job was not sent: send it again",
@@ -123,14 +124,14 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// The job is done, and its result was read too late.
+    /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
     pub(crate) fn result_lost() -> Self {
         let message = "the job is done, and its result was taken back before it was read: this program was stopped for \
                        many seconds; send the job again only if it may run twice";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
-    /// The supervisor told of an end that this version has no word for.
+    /// Returns the error for an outcome with a code that this version does not know.
     pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
         let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
         let OutcomeMessage { outcome, reason, message: said, .. } = message;
@@ -141,7 +142,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// The outcome, or `ok`.
+    /// Converts an outcome to a result.
     pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
             Verdict::Ok => Ok(Reply { payload, served: outcome.into(), mapped: None }),
@@ -153,7 +154,7 @@ impl JobError {
         }
     }
 
-    /// The outcome that the supervisor told, if it did.
+    /// Returns the outcome, if the job has one.
     pub fn outcome(&self) -> Option<&Outcome> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -165,13 +166,13 @@ impl JobError {
         }
     }
 
-    /// Returns the payload of a failure: what the handler sent along, or the standard output of a program, of which the
-    /// first 64 KiB arrive. Empty for all else.
+    /// Returns the payload of a failed job: data from the handler, or the standard output of a program. At
+    /// most the first 64 KiB arrive. Empty for all other errors.
     pub fn payload(&self) -> &[u8] {
         if let Self::Failed(failure) = self { &failure.payload } else { &[] }
     }
 
-    /// Whether the handler began.
+    /// Returns whether the handler began.
     pub fn executed(&self) -> Executed {
         match self {
             Self::Disconnected { executed, .. } => *executed,
@@ -179,7 +180,7 @@ impl JobError {
         }
     }
 
-    /// Whether the same job may be sent again and end otherwise.
+    /// Returns true if the same job may succeed when sent again.
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Disconnected { executed, .. } => *executed == Executed::No,
@@ -187,19 +188,19 @@ impl JobError {
         }
     }
 
-    /// How long to wait before that, if the supervisor said.
+    /// Returns the minimum time to wait before a retry, if the supervisor gave one.
     pub fn retry_after(&self) -> Option<Duration> {
         self.outcome().and_then(|outcome| outcome.retry_after)
     }
 
-    /// The exit code that the `bulkhead` command gives it.
+    /// Returns the exit code that the `bulkhead` command uses for this error.
     pub fn exit_code(&self) -> u8 {
         self.outcome().map_or(69, |outcome| outcome.verdict.exit_code())
     }
 }
 
 impl fmt::Display for JobError {
-    /// One line for people: what happened, and what to do.
+    /// Writes one line for people: what happened, and what to do.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),

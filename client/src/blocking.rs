@@ -1,5 +1,5 @@
-//! The client without async: the same jobs and errors, from any number of threads. Nothing here may be called
-//! from within an async runtime, which panics: use [`crate::Client`] there.
+//! The client without async, with the same jobs and errors, for use from any number of threads. These
+//! functions panic when called within an async runtime; use [`crate::Client`] there.
 //!
 //! ```no_run
 //! let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
@@ -17,7 +17,7 @@ use tokio::runtime::Runtime;
 
 use crate::{ConnectError, JobError, Progress, Reply};
 
-/// The thread that serves a connection. Its end is not waited for.
+/// The thread that serves a connection. Dropping this value does not wait for the thread.
 #[derive(Debug)]
 struct Server(Option<Runtime>);
 
@@ -44,7 +44,7 @@ impl Drop for Server {
     }
 }
 
-/// A connection to a supervisor, with a thread of its own that serves it. Clones share both.
+/// A connection to a supervisor, and the thread that serves it. Clones share both.
 #[derive(Clone, Debug)]
 pub struct Client {
     // Dropped before the thread that serves it.
@@ -65,20 +65,21 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
-    /// A client of a supervisor in this process; see [`crate::Client::in_process`]. Errors are those of starting a thread.
+    /// Creates a client of a supervisor in this process; see [`crate::Client::in_process`]. Fails if the
+    /// thread cannot be started.
     pub fn in_process(connector: crate::Connector) -> io::Result<Self> {
         let server = Server::start()?;
         let client = server.wait(async { crate::Client::in_process(connector) });
         Ok(Self { client, server: Arc::new(server) })
     }
 
-    /// Begins a job for a bulkhead.
+    /// Creates a job for `bulkhead`.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
         Job { job: self.client.job(bulkhead, payload), server: self.server.clone() }
     }
 }
 
-/// A job that is being put together; see [`crate::Job`].
+/// Builder for a job; see [`crate::Job`].
 #[must_use = "a job does nothing before it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -96,67 +97,68 @@ impl Job {
         Ok(Self { job: self.job.payload_file(file)?, server: self.server })
     }
 
-    /// Has the payload written by a function; see [`crate::Job::payload_in_place`].
+    /// Sets a function that writes the payload; see [`crate::Job::payload_in_place`].
     pub fn payload_in_place(self, bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static) -> Self {
         self.map(|job| job.payload_in_place(bytes, fill))
     }
 
-    /// Leaves a large result where the worker wrote it; see [`crate::Job::map_result`].
+    /// Leaves a large result in its memory file; see [`crate::Job::map_result`].
     pub fn map_result(self) -> Self {
         self.map(crate::Job::map_result)
     }
 
-    /// What the handler is to do; up to 256 bytes.
+    /// Sets the operation, at most 256 bytes; see [`crate::Job::operation`].
     pub fn operation(self, name: impl Into<String>) -> Self {
         self.map(|job| job.operation(name))
     }
 
-    /// The tenant; up to 256 bytes.
+    /// Sets the tenant, at most 256 bytes.
     pub fn tenant(self, name: impl Into<String>) -> Self {
         self.map(|job| job.tenant(name))
     }
 
-    /// How long the job may take; see [`crate::Job::deadline`].
+    /// Sets the time limit of the job; see [`crate::Job::deadline`].
     pub fn deadline(self, limit: Duration) -> Self {
         self.map(|job| job.deadline(limit))
     }
 
-    /// How long each attempt may run; see [`crate::Job::run_limit`].
+    /// Sets the maximum run time of each attempt; see [`crate::Job::run_limit`].
     pub fn run_limit(self, limit: Duration) -> Self {
         self.map(|job| job.run_limit(limit))
     }
 
-    /// How much the job matters.
+    /// Sets the priority.
     pub fn priority(self, priority: Priority) -> Self {
         self.map(|job| job.priority(priority))
     }
 
-    /// What the job counts against a rate limit.
+    /// Sets the cost of the job against a rate limit. The default is 1.
     pub fn cost(self, cost: u32) -> Self {
         self.map(|job| job.cost(cost))
     }
 
-    /// Whether the job may safely run twice.
+    /// Declares whether the job can safely run twice.
     pub fn idempotent(self, is_idempotent: bool) -> Self {
         self.map(|job| job.idempotent(is_idempotent))
     }
 
-    /// A W3C `traceparent`, handed on to the handler.
+    /// Sets a W3C `traceparent`, which is passed to the handler.
     pub fn traceparent(self, text: impl Into<String>) -> Self {
         self.map(|job| job.traceparent(text))
     }
 
-    /// Sends the job and waits for its outcome.
+    /// Sends the job and waits for the outcome.
     ///
-    /// Errors: every outcome but `ok`, and [`JobError::Disconnected`].
+    /// Returns an error for every outcome other than `ok`, and [`JobError::Disconnected`] if the connection
+    /// fails.
     pub fn send(self) -> Result<Reply, JobError> {
         self.server.wait(self.job.send())
     }
 
-    /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.
-    /// Dropping the handle cancels the job.
+    /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
+    /// the handle cancels the job.
     ///
-    /// Errors: those that need no answer from the supervisor.
+    /// Returns errors that are known without an answer from the supervisor.
     ///
     /// ```no_run
     /// # let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
@@ -174,7 +176,7 @@ impl Job {
     }
 }
 
-/// A job that is under way; see [`crate::JobHandle`].
+/// A submitted job; see [`crate::JobHandle`].
 #[must_use = "dropping it cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
@@ -183,8 +185,7 @@ pub struct JobHandle {
 }
 
 impl JobHandle {
-    /// Waits for the next report of progress; `None` when there will be no more, which is when the outcome is
-    /// there.
+    /// Waits for the next progress report. Returns `None` when the job has ended.
     pub fn progress(&mut self) -> Option<Progress> {
         self.server.wait(self.handle.progress())
     }
@@ -194,14 +195,15 @@ impl JobHandle {
         self.handle.cancel();
     }
 
-    /// Asks the supervisor to cancel the job unless it has begun; see [`crate::JobHandle::cancel_unless_begun`].
+    /// Asks the supervisor to cancel the job unless it has begun; see
+    /// [`crate::JobHandle::cancel_unless_begun`].
     pub fn cancel_unless_begun(&self) {
         self.handle.cancel_unless_begun();
     }
 
     /// Waits for the outcome.
     ///
-    /// Errors: those of [`Job::send`].
+    /// Returns the errors of [`Job::send`].
     pub fn wait(self) -> Result<Reply, JobError> {
         self.server.wait(self.handle)
     }

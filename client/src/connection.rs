@@ -1,4 +1,4 @@
-//! Connecting, and the task that serves a connection and makes the next one.
+//! [`Client`], and the task that serves its connection and reconnects.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -25,81 +25,84 @@ use crate::order::Order;
 use crate::requests::{Frames, Requests, SubmitError};
 use crate::wire::Wire;
 
-/// How long the supervisor may take to accept the connection and to say welcome.
+/// Maximum time for the supervisor to accept the connection and send the welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long jobs wait for a connection that is being made anew, from its loss on.
+/// Maximum time that jobs wait for a reconnection, from the loss of the connection.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The pause before the second attempt to reconnect; it doubles up to [`BACKOFF_MAX`]. A connection that
-/// lasted that long starts again without a pause.
+/// Pause before the second attempt to reconnect. Doubles up to [`BACKOFF_MAX`]. A connection that lasts at
+/// least [`BACKOFF_MAX`] resets the pause.
 const BACKOFF: Duration = Duration::from_millis(10);
 const BACKOFF_MAX: Duration = Duration::from_secs(1);
 
-/// The largest frame that this client takes, in bytes behind the header: it tells the supervisor so, and
-/// ends the connection to one that announces more. No bulkhead can be configured to send as much.
+/// Maximum size of a frame that this client accepts, in bytes after the header. The client announces this
+/// limit to the supervisor, and closes the connection on a larger frame. No bulkhead can be configured to
+/// send more.
 const FRAME_BYTES_MAX: u32 = PAYLOAD_BYTES_CEILING as u32 + (FRAME_OVERHEAD_BYTES_MAX - HEADER_BYTES) as u32;
 
-/// Reads in a row before the others of the runtime have a turn.
+/// Maximum number of reads before yielding to other tasks of the runtime.
 const READS_PER_TURN: usize = 16;
 
-/// How long the words of a supervisor that does not listen any more may still be under way.
+/// Time to keep reading after a failed write, because the supervisor may have sent a reason before it closed
+/// the connection.
 const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 
-/// Why there is no connection. Fits after "failed to".
+/// The reason why a connection failed. Messages fit after "failed to".
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
     #[error("connect to {}: {hint}: {source}", path.display())]
     Unreachable {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What to do.
+        /// Suggested fix.
         hint: &'static str,
-        /// What the kernel said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The supervisor does not want this client.
+    /// The supervisor refused this client.
     #[error("be served at {}: {message}", path.display())]
     Refused {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// The supervisor's own words.
+        /// Reason given by the supervisor.
         message: String,
-        /// The code of a [`bulkhead_shared::RejectReason`].
+        /// Code of a [`bulkhead_shared::RejectReason`].
         reason: u8,
     },
-    /// What listens there does not speak the protocol.
+    /// The peer does not speak the protocol.
     #[error("talk to {}: {message}", path.display())]
     Protocol {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the violation.
         message: String,
     },
 }
 
 bulkhead_shared::debug_by_display!(ConnectError);
 
-/// A connection to a supervisor. Clones share it. Must be used within the tokio runtime that made it.
+/// A connection to a supervisor. Clones share the connection. Must be used within the tokio runtime in which
+/// it was created.
 ///
-/// The connection ends when the last clone, the last [`Job`](crate::Job) and the last [`JobHandle`] are gone: a job
-/// outlives its client.
+/// The connection ends when the last clone, the last [`Job`](crate::Job) and the last [`JobHandle`] are
+/// dropped. So jobs outlive their client.
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
 }
 
-/// What makes connections to a supervisor in this process. An error of the kind `NotConnected` says that this one has
-/// ended for good.
+/// A function that makes connections to a supervisor in this process. An error of kind `NotConnected` means
+/// that the supervisor has ended permanently.
 pub type Connector = Arc<dyn Fn() -> io::Result<in_process::End> + Send + Sync>;
 
-/// Where the supervisor is.
+/// Location of the supervisor.
 #[derive(Clone)]
 enum Target {
-    /// At this jobs socket.
+    /// The supervisor listens on a jobs socket.
     Path(PathBuf),
-    /// In this process.
+    /// The supervisor runs in this process.
     InProcess(Connector),
 }
 
@@ -117,7 +120,7 @@ impl Target {
         }
     }
 
-    /// What follows "the supervisor".
+    /// Returns the location in words that fit after "the supervisor".
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),
@@ -126,22 +129,22 @@ impl Target {
     }
 }
 
-/// What stands in the place of a path.
+/// Replaces the path of an in-process supervisor in messages.
 const IN_PROCESS: &str = "in this process";
 
 #[derive(Debug)]
 struct Shared {
     target: Target,
     current: watch::Receiver<Connection>,
-    /// There is a job to send, and no connection.
+    /// Notified when there is a job to send and no connection.
     wanted: Arc<Notify>,
 }
 
-/// What came of sending a job at once.
+/// Result of an attempt to send a job immediately.
 pub(crate) enum Begun {
     Sent(JobHandle),
     Refused(JobError),
-    /// It has to wait: for room, or for a connection, which is another than this one.
+    /// The job has to wait, for room or for a connection other than this one.
     Not(Option<Arc<Requests>>),
 }
 
@@ -151,15 +154,15 @@ enum Connection {
     Down(Loss),
 }
 
-/// A connection that was lost, and has not been made anew yet.
+/// A lost connection that has not been replaced yet.
 #[derive(Clone, Debug)]
 struct Loss {
     since: Instant,
-    /// How often that has failed.
+    /// Number of failed attempts to reconnect.
     attempts: u64,
-    /// Why there is none, for people.
+    /// Reason for the missing connection, for people.
     why: String,
-    /// Whether there will be none any more.
+    /// True if the client will not reconnect.
     is_final: bool,
 }
 
@@ -170,11 +173,11 @@ impl Loss {
 }
 
 impl Client {
-    /// Connects to the jobs socket of a supervisor.
+    /// Connects to the jobs socket of a supervisor. Error messages say what to do.
     ///
-    /// Errors say what to do. Once connected, the client reconnects by itself, with pauses of up to a
-    /// second: jobs that are sent meanwhile wait for that, until five seconds after the connection was lost or
-    /// until their deadline. Each job that is sent later waits for one more attempt, which is made for it.
+    /// After a loss of the connection the client reconnects automatically, with pauses of up to a second.
+    /// Jobs sent in the meantime wait until five seconds after the loss, or until their deadline. After these
+    /// five seconds, each job triggers another attempt and waits for it.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
@@ -183,21 +186,23 @@ impl Client {
         Ok(client)
     }
 
-    /// A client of a supervisor in this process, which takes the other end of each connection that `connector` makes:
-    /// see `Supervisor::client` of `bulkhead-supervisor`. It connects when the runtime gets to it; jobs wait for that.
-    /// For the rest it is as [`Client::connect`] makes it. Call it within a tokio runtime.
+    /// Creates a client of a supervisor in this process. The supervisor takes the other end of each
+    /// connection that `connector` makes: see `Supervisor::client` of `bulkhead-supervisor`. The client
+    /// connects in the background, and jobs wait for the connection. In all other respects the client behaves
+    /// as with [`Client::connect`]. Must be called within a tokio runtime.
     pub fn in_process(connector: Connector) -> Self {
         let (client, served) = Self::in_process_served_by(connector);
         tokio::spawn(served);
         client
     }
 
-    /// The same, whose connection is served while the future that is returned is polled, within a tokio runtime.
+    /// Creates a client of a supervisor in this process, and a future that serves its connection. The future
+    /// must be polled within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         Self::of(Target::InProcess(connector), None)
     }
 
-    /// The client, and what serves its connection.
+    /// Creates the client and the future that serves its connection.
     fn of(
         target: Target,
         requests: Option<Arc<Requests>>,
@@ -209,7 +214,7 @@ impl Client {
         (Self { shared: Arc::new(Shared { target, current, wanted }) }, driver.drive())
     }
 
-    /// Sends a job. Its progress is reported to the sender that is there.
+    /// Sends a job, and waits for a connection or room if needed. Reports progress to `progress`.
     pub(crate) async fn begin(
         &self,
         job: &mut Order,
@@ -222,7 +227,7 @@ impl Client {
         }
     }
 
-    /// Sends a job if that can be done at once. The waker is woken by its outcome.
+    /// Sends a job if that is possible immediately. The outcome wakes `waker`.
     pub(crate) fn begin_now(
         &self,
         job: &mut Order,
@@ -238,8 +243,8 @@ impl Client {
         }
     }
 
-    /// Sends a job as soon as there is a connection, other than `broken`, with room for it. What this takes
-    /// is taken from the job's deadline.
+    /// Sends a job as soon as there is a connection, other than `broken`, with room for it. The waiting time
+    /// is subtracted from the job's deadline.
     pub(crate) async fn begin_patiently(
         &self,
         job: &mut Order,
@@ -253,7 +258,7 @@ impl Client {
             let requests = self.reconnected(broken.as_ref(), remaining()).await?;
             let mut place = requests.queue();
             let mut turn = pin!(requests.room.notified());
-            // From here on room that is made is not missed.
+            // Registers for notifications before the first attempt, so that none is missed.
             turn.as_mut().enable();
             loop {
                 job.deadline = remaining();
@@ -267,7 +272,7 @@ impl Client {
                     Err(SubmitError::Closed) => break,
                 }
                 match job.deadline {
-                    // Whether the turn came in time is seen above.
+                    // The loop checks the deadline above.
                     Some(left) => drop(tokio::time::timeout(left, turn.as_mut()).await),
                     None => turn.as_mut().await,
                 }
@@ -301,7 +306,7 @@ impl Client {
             Connection::Down(loss) => is_late && loss.attempts > tried,
         };
         self.shared.wanted.notify_one();
-        // If the driver is gone, waiting fails at once.
+        // If the driver is gone, the wait fails immediately.
         let wait = current.wait_for(is_worth_a_look);
         let _ = tokio::time::timeout(remaining.unwrap_or(patience).min(patience), wait).await;
         let found = current.borrow();
@@ -335,7 +340,7 @@ impl Shared {
     }
 }
 
-/// Connects and shakes hands.
+/// Connects and performs the handshake.
 async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     let path = &target.path();
     let connected = match target {
@@ -364,7 +369,8 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     }
 }
 
-/// Connects. A Unix socket whose backlog is full says so at once, and wants to be asked again.
+/// Connects. A Unix socket with a full backlog fails immediately with `WouldBlock`, so the connection is
+/// retried.
 async fn connect(path: &Path) -> io::Result<UnixStream> {
     let until = Instant::now() + WELCOME_WITHIN;
     let mut pause = BACKOFF;
@@ -390,7 +396,7 @@ impl From<String> for Unwelcome {
     }
 }
 
-/// Returns the largest frame that the supervisor takes, in bytes, and what it can do.
+/// Returns the maximum frame size of the supervisor, in bytes, and its capabilities.
 async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
     let text = |error: &dyn std::fmt::Display| Unwelcome::Protocol(error.to_string());
     let hello = Hello {
@@ -404,7 +410,8 @@ async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
     };
     let mut outbox = Outbox::default();
     outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).map_err(|error| text(&error))?;
-    // A supervisor that refuses may have closed already; its words are still there to be read.
+    // Errors are ignored, because a supervisor that refuses may have closed the connection already. Its
+    // reason can still be read.
     let _ = wire.flush(&mut outbox, &mut BufferPool::default());
     let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(4096));
     loop {
@@ -456,7 +463,7 @@ async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
     }
 }
 
-/// Serves connection after connection, as long as a caller wants something of it.
+/// Serves the connection and its replacements while a caller needs one.
 struct Driver {
     target: Target,
     /// `None` before the first connection.
@@ -490,14 +497,14 @@ impl Driver {
         }
     }
 
-    /// Waits until no clone can send a job any more, and no caller waits for one.
+    /// Waits until no clone can send another job and no caller waits for an outcome.
     async fn unwanted(&self, requests: &Requests) {
         self.current.closed().await;
         requests.idle().await;
     }
 
-    /// First the connection is out of reach, then its waiters are told: a caller that tries again after that
-    /// does not meet it again.
+    /// Ends the connection. Callers must not see the connection again when they retry, so it is made
+    /// unavailable before the waiters get their error.
     fn lose(&self, message: &str) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {
@@ -505,7 +512,7 @@ impl Driver {
         }
     }
 
-    /// `None` if there is nothing any more to connect to.
+    /// Returns `None` if the supervisor has ended permanently.
     async fn reconnect(&self, pause: &mut Duration) -> Option<Arc<Requests>> {
         loop {
             tokio::select! {
@@ -531,12 +538,12 @@ impl Driver {
         }
     }
 
-    /// Whether this failure to connect says that the supervisor will not be there again.
+    /// Returns true if this error means that the supervisor has ended permanently.
     fn is_end(&self, error: &io::Error) -> bool {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// A caller does not want to wait for the end of the pause; some of it there is all the same.
+    /// Waits until a caller needs a connection, and for at least [`BACKOFF`].
     async fn asked(&self) {
         tokio::time::sleep(BACKOFF).await;
         self.wanted.notified().await;
@@ -544,9 +551,9 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// The runtime may end before the waiters do.
+    /// Fails the waiters, because the runtime can end before they do.
     fn drop(&mut self) {
-        // Whose waiters were told, if the supervisor has ended.
+        // The waiters already have their error if the supervisor has ended.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
             return;
         }
@@ -554,7 +561,7 @@ impl Drop for Driver {
     }
 }
 
-/// Reads and writes until the connection ends; returns why.
+/// Reads and writes until the connection ends. Returns the reason.
 async fn serve(requests: &Arc<Requests>) -> String {
     tokio::select! {
         message = read(requests) => message,
@@ -593,10 +600,11 @@ async fn read(requests: &Arc<Requests>) -> String {
 async fn write(requests: &Requests) -> String {
     loop {
         requests.flush_due.notified().await;
-        // What else is ready adds to the same write.
+        // Lets other ready tasks add their frames to this write.
         tokio::task::yield_now().await;
         loop {
-            // Within `try_io`, so that a socket that is writable again by now is not waited for in vain.
+            // Runs within `try_io`, because only that clears tokio's readiness correctly if the socket has
+            // become writable in the meantime.
             let written = requests.wire.try_io(Interest::WRITABLE, || match requests.flush() {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::WouldBlock.into()),
@@ -610,7 +618,8 @@ async fn write(requests: &Requests) -> String {
                     }
                 }
                 Err(error) => {
-                    // As a rule reading finds out more, such as what was said before.
+                    // The reader usually finds a better reason, such as a message sent before the connection
+                    // closed.
                     tokio::time::sleep(LAST_WORDS_WITHIN).await;
                     return error.to_string();
                 }
@@ -650,7 +659,7 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
             }
         }
         match received {
-            // Tells tokio to wait for the next arrival.
+            // Makes tokio wait for the next arrival.
             Received::Drained => Err(io::ErrorKind::WouldBlock.into()),
             other => Ok(other),
         }
@@ -665,8 +674,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     }
 }
 
-/// A large frame begins: returns a buffer for it, if its payload is wanted. What is not wanted is thrown away
-/// as it comes.
+/// Handles the announcement of a large frame. Returns a buffer if the payload is wanted; otherwise the
+/// payload is discarded as it arrives.
 fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;

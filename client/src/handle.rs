@@ -1,4 +1,4 @@
-//! A job that is under way.
+//! The handle of a submitted job.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,12 +8,13 @@ use tokio::sync::mpsc;
 use crate::answer::{JobError, Progress, Reply};
 use crate::requests::Ticket;
 
-/// A job that is under way. It is a future of its outcome. It needs its [`Client`](crate::Client) no longer.
+/// A submitted job: a future that resolves to the outcome. The handle remains valid when its
+/// [`Client`](crate::Client) is dropped.
 #[must_use = "dropping it cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,
-    /// Cancels the job when dropped before its outcome has come.
+    /// Cancels the job when dropped before the outcome has arrived.
     ticket: Ticket,
 }
 
@@ -22,20 +23,21 @@ impl JobHandle {
         Self { progress: None, ticket }
     }
 
-    /// The next report of progress; `None` when there will be no more, which is when the outcome is there.
-    /// Reports that are not taken are dropped beyond a few.
+    /// Waits for the next progress report. Returns `None` when the job has ended. Up to 16 unread reports are
+    /// kept; later reports are dropped.
     pub async fn progress(&mut self) -> Option<Progress> {
         self.progress.as_mut()?.recv().await
     }
 
-    /// Asks the supervisor to cancel the job. Its outcome still comes: `cancelled`, or what it was if it had
-    /// ended before. A caller that does not want to know drops the handle instead.
+    /// Asks the supervisor to cancel the job. The outcome still arrives: `cancelled`, or another outcome if
+    /// the job ended first. To cancel without waiting for the outcome, drop the handle.
     pub fn cancel(&self) {
         self.ticket.cancel(false);
     }
 
     /// Asks the supervisor to cancel the job unless it has begun. The outcome still arrives: `cancelled` with
-    /// `executed: no`, or the outcome of the running job. A supervisor without this capability lets the job continue.
+    /// `executed: no`, or the outcome of the running job. A supervisor without this capability lets the job
+    /// continue.
     pub fn cancel_unless_begun(&self) {
         self.ticket.cancel(true);
     }

@@ -1,4 +1,4 @@
-//! A job that is being put together.
+//! [`Job`], the builder for a job.
 
 use std::fs::File;
 use std::io;
@@ -15,10 +15,10 @@ use crate::connection::{Begun, Client};
 use crate::handle::JobHandle;
 use crate::order::{Order, Source};
 
-/// Progress reports that wait for a slow reader; later ones are dropped.
+/// Maximum number of unread progress reports per job; later reports are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
 
-/// A job that is being put together. Nothing is sent before [`Job::send`] or [`Job::start`].
+/// Builder for a job. Nothing is sent before [`Job::send`] or [`Job::start`].
 #[must_use = "a job does nothing before it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -27,13 +27,13 @@ pub struct Job {
 }
 
 impl Client {
-    /// Begins a job for a bulkhead.
+    /// Creates a job for `bulkhead`.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
         Job { client: self.clone(), order: Order::new(bulkhead.into(), payload.into()) }
     }
 }
 
-/// Reads a file that does not tell its size, from its beginning on.
+/// Reads a file that does not report its size, from the beginning.
 fn read_whole(file: &File) -> io::Result<Vec<u8>> {
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {
@@ -47,12 +47,14 @@ fn read_whole(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Job {
-    /// Takes the payload from a file, all that is in it now, in place of what [`Client::job`] was given. It is read when
-    /// the job is sent, on the thread that sends it: straight into shared memory, where there is some.
+    /// Takes the payload from a file, in place of the payload given to [`Client::job`]. The size is fixed by
+    /// this call. The file is read when the job is sent, on the sending thread, directly into shared memory
+    /// if the client has a memory file.
     ///
-    /// It is an ordinary file: of a pipe, a socket or a device there is no telling how much is in it, which is an error of
-    /// the kind `InvalidInput`. One that does not tell its size, as those of `/proc`, is read at once. Errors are those of
-    /// `fstat(2)` and `pread(2)`; what cannot be read when the job is sent is refused as `invalid`.
+    /// Only regular files are accepted. Pipes, sockets and devices have no known size and give an error of
+    /// kind `InvalidInput`. Files without a size, such as those in `/proc`, are read immediately. Errors are
+    /// those of `fstat(2)` and `pread(2)`. If the file cannot be read when the job is sent, the job is
+    /// rejected as `invalid`.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) -> Result<(), Box<dyn std::error::Error>> {
@@ -75,8 +77,9 @@ impl Job {
         Ok(self)
     }
 
-    /// Has the payload, of so many bytes, written by a function when the job is sent: straight into shared memory, where
-    /// there is some. What the function finds there is of no meaning; it may be called more than once.
+    /// Sets a function that writes the payload of `bytes` bytes. The function runs when the job is sent, and
+    /// writes directly into shared memory if the client has a memory file. The initial contents of the buffer
+    /// are unspecified. The function can be called more than once.
     pub fn payload_in_place(
         mut self,
         bytes: usize,
@@ -86,41 +89,43 @@ impl Job {
         self
     }
 
-    /// Leaves a large result where the worker wrote it, as [`Reply::mapped`](crate::Reply::mapped), if it is in shared
-    /// memory: the worker may change it while it is read. Without this the result is a copy.
+    /// Leaves a large result in its memory file, as [`Reply::mapped`](crate::Reply::mapped), instead of
+    /// copying it. A worker that misbehaves can modify the file while it is read. Results outside of memory
+    /// files are copied as usual.
     pub fn map_result(mut self) -> Self {
         self.order.maps_result = true;
         self
     }
 
-    /// What the handler is to do; up to 256 bytes.
+    /// Sets the operation, at most 256 bytes. The handler uses it to choose what to do.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
         self.order.operation = name.into();
         self
     }
 
-    /// The tenant; up to 256 bytes.
+    /// Sets the tenant, at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
         self.order.tenant = name.into();
         self
     }
 
-    /// How long the job may take, from [`Job::send`] to its outcome, queue included. Without it the
-    /// bulkhead's own `deadline` applies; what is more than its `deadline_max` is clamped, see
-    /// [`Outcome::deadline`](crate::Outcome::deadline).
+    /// Sets the time limit of the job, from [`Job::send`] to the outcome, including time in the queue. The
+    /// default is the bulkhead's `deadline`. Larger values than the bulkhead's `deadline_max` are clamped;
+    /// see [`Outcome::deadline`](crate::Outcome::deadline).
     ///
-    /// The supervisor keeps the time from the job's receipt on; what the client waited for a connection, or
-    /// for room on it, is subtracted before.
+    /// The supervisor measures the time from receipt of the job. The client subtracts the time spent waiting
+    /// for a connection, or for space in the send queue.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.order.deadline = Some(limit);
         self
     }
 
-    /// How long each attempt may run, from the moment when a worker is given the job, whatever it waited before. The
-    /// lower of this and the bulkhead's own `run_limit` counts, see [`Outcome::run_limit`](crate::Outcome::run_limit); a
-    /// miss is `deadline_exceeded`/`running`. A limit of the client's own never ends a worker that other jobs share.
+    /// Sets the maximum run time of each attempt, from dispatch to a worker; time in the queue does not
+    /// count. The lower of this limit and the bulkhead's `run_limit` applies; see
+    /// [`Outcome::run_limit`](crate::Outcome::run_limit). When the limit is exceeded, the outcome is
+    /// `deadline_exceeded`/`running`. A limit set by the client never ends a worker that other jobs share.
     ///
-    /// A supervisor that is too old for this refuses the job as `invalid`.
+    /// If the supervisor is too old to support run limits, the job is rejected as `invalid`.
     ///
     /// ```no_run
     /// # use std::time::Duration;
@@ -136,33 +141,34 @@ impl Job {
         self
     }
 
-    /// How much the job matters.
+    /// Sets the priority.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.order.priority = priority;
         self
     }
 
-    /// What the job counts against a rate limit.
+    /// Sets the cost of the job against a rate limit. The default is 1.
     pub fn cost(mut self, cost: u32) -> Self {
         self.order.cost = cost;
         self
     }
 
-    /// Whether the job may safely run twice.
+    /// Declares whether the job can safely run twice.
     pub fn idempotent(mut self, is_idempotent: bool) -> Self {
         self.order.is_idempotent = is_idempotent;
         self
     }
 
-    /// A W3C `traceparent`, handed on to the handler.
+    /// Sets a W3C `traceparent`, which is passed to the handler.
     pub fn traceparent(mut self, text: impl Into<String>) -> Self {
         self.order.traceparent = Some(text.into());
         self
     }
 
-    /// Sends the job and waits for its outcome. Dropping the future cancels the job.
+    /// Sends the job and waits for the outcome. Dropping the future cancels the job.
     ///
-    /// Errors: every outcome but `ok`, and [`JobError::Disconnected`].
+    /// Returns an error for every outcome other than `ok`, and [`JobError::Disconnected`] if the connection
+    /// fails.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) {
@@ -176,7 +182,7 @@ impl Job {
     pub async fn send(mut self) -> Result<Reply, JobError> {
         self.order.check()?;
         let mut handle: Option<JobHandle> = None;
-        // In one, so that the task is known when the outcome comes, without a second look.
+        // In one future, so that the outcome finds the task's waker without another poll.
         let result = std::future::poll_fn(|cx| match &mut handle {
             Some(handle) => handle.poll_outcome(cx).map(Ok),
             None => match self.client.begin_now(&mut self.order, &mut None, Some(cx.waker())) {
@@ -190,17 +196,17 @@ impl Job {
         });
         match result.await {
             Ok(result) => result,
-            // Rare, and not to make every future that sends a job larger.
+            // Boxed because this path is rare and would enlarge the future of every job.
             Err(broken) => {
                 Box::pin(self.client.begin_patiently(&mut self.order, &mut None, broken)).await?.await
             }
         }
     }
 
-    /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.
-    /// Dropping the handle cancels the job.
+    /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
+    /// the handle cancels the job.
     ///
-    /// Errors: those that need no answer from the supervisor.
+    /// Returns errors that are known without an answer from the supervisor.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) -> Result<(), bulkhead_client::JobError> {

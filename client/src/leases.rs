@@ -1,5 +1,4 @@
-//! Memory files that this client was lent: large payloads are written there, and results read, see
-//! [`bulkhead_shared::memory_files`].
+//! Memory files lent to this client, for large payloads and results: see [`bulkhead_shared::memory_files`].
 
 use std::collections::HashMap;
 use std::io;
@@ -8,17 +7,17 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
 
-/// Leases that this client asks for at once.
+/// Maximum number of concurrent requests for leases.
 const ASKED_MAX: usize = 4;
 
-/// A lease that has rested so long may have been called back, in a program that does not hear of it: such a one is lost
-/// five seconds after that.
+/// Maximum idle time of a lease that can be used without checking for a recall. The supervisor revokes a
+/// lease five seconds after the recall, which this program may not have read yet.
 const FRESH_FOR: Duration = Duration::from_secs(4);
 
-/// How long after a refusal it asks again.
+/// Pause after a refused request before the client asks again.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
 
-/// One lease, of the use of one job at a time.
+/// A lease, used by one job at a time.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) number: u64,
@@ -27,7 +26,7 @@ pub(crate) struct Lease {
     pub(crate) payload: Mapping,
     pub(crate) result: Mapping,
     result_file: OwnedFd,
-    /// When a job had it last.
+    /// Time when a job last used the lease.
     used_at: Instant,
 }
 
@@ -36,7 +35,7 @@ impl Lease {
         self.used_at.elapsed() < FRESH_FOR
     }
 
-    /// Whether what was read of the result before this was there.
+    /// Returns true if the result was still valid when it was read before this call.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
     }
@@ -46,9 +45,9 @@ impl Lease {
     }
 }
 
-/// Whose leases they are.
+/// Owner of leases.
 pub(crate) trait TakesBack: Send + Sync {
-    /// A lease is of no more use.
+    /// Takes back a lease that is no longer needed.
     fn take_back(&self, lease: Lease);
 }
 
@@ -56,19 +55,19 @@ pub(crate) trait TakesBack: Send + Sync {
 #[derive(Default)]
 pub(crate) struct Leases {
     free: Vec<Lease>,
-    /// Bulkhead and tenant, by the number that was asked with.
+    /// Bulkhead and tenant of each pending request for a lease, by request number.
     asked: HashMap<u64, (String, String)>,
     last_asked: u64,
     refused_at: Option<Instant>,
-    /// Leases that are in use, each with whether it was called back.
+    /// Leases in use. True if the supervisor has recalled the lease.
     in_use: HashMap<u64, bool>,
-    /// Descriptors that came, for the frame that says what they are.
+    /// Descriptors received before the frame that describes them.
     pub(crate) coming: Vec<OwnedFd>,
 }
 
 impl Leases {
-    /// A lease for such a payload, and one to be given back for a larger one. `hears` says whether all is read that the
-    /// supervisor has sent.
+    /// Takes a lease for a payload of `bytes` bytes. If all leases are too small, returns one of them, to be
+    /// exchanged for a larger one. `hears` returns true if everything that the supervisor has sent was read.
     pub(crate) fn take(
         &mut self,
         (bulkhead, tenant): (&str, &str),
@@ -91,7 +90,8 @@ impl Leases {
         Taken::None
     }
 
-    /// The number to ask for another one with, if it is time for that.
+    /// Registers a request for a lease. Returns the request number, or `None` if it is too early or too many
+    /// requests are pending.
     pub(crate) fn ask(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
         let is_early = self.refused_at.is_some_and(|at| at.elapsed() < ASK_AGAIN_AFTER);
         if is_early || self.asked.len() >= ASKED_MAX {
@@ -102,12 +102,13 @@ impl Leases {
         Some(self.last_asked)
     }
 
-    /// Whether a lease may be on its way.
+    /// Returns true if a requested lease may still arrive.
     pub(crate) fn is_waiting(&self) -> bool {
         !self.asked.is_empty()
     }
 
-    /// A lease has come. Returns its number, if it was asked for, and whether it can be used.
+    /// Handles a received lease. Returns `None` if it was not requested, and otherwise whether it can be
+    /// used.
     pub(crate) fn come(&mut self, asked_as: u64, named: Named) -> Option<bool> {
         let coming = std::mem::take(&mut self.coming);
         let (bulkhead, tenant) = self.asked.remove(&asked_as)?;
@@ -123,25 +124,26 @@ impl Leases {
         Some(is_good)
     }
 
-    /// One is called back. Returns the number of one to be given back at once.
+    /// Handles a recall. Returns the number of the lease if it must be returned immediately.
     pub(crate) fn ended(&mut self, number: u64) -> Option<u64> {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
-        // One that was given back meanwhile is none of ours.
+        // A recall can cross the return of the lease. Unknown numbers are ignored.
         if let Some(is_called_back) = self.in_use.get_mut(&number) {
             *is_called_back = true;
         }
         None
     }
 
-    /// One that was asked for is not to be had.
+    /// Handles the refusal of a request.
     pub(crate) fn refused(&mut self, asked_as: u64) {
         self.asked.remove(&asked_as);
         self.refused_at = Some(Instant::now());
     }
 
-    /// A job has used it. Returns its number if it is to be given back.
+    /// Takes back a lease after a job. Returns the number of the lease if it must be returned to the
+    /// supervisor.
     pub(crate) fn put_back(&mut self, lease: Lease) -> Option<u64> {
         let number = lease.number;
         if self.in_use.remove(&number) == Some(true) {
@@ -151,17 +153,17 @@ impl Leases {
         None
     }
 
-    /// A lease that was in use is given back.
+    /// Removes a lease that was in use and is being returned.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }
 }
 
-/// What there is for a payload.
+/// Result of looking for a lease.
 pub(crate) enum Taken {
     Lease(Lease),
     TooSmall(Lease),
-    /// It may be over, and what says so was not heard yet.
+    /// The lease may have been revoked, and unread frames may say so.
     Doubtful,
     None,
 }
@@ -177,7 +179,7 @@ fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, Owned
 mod tests {
     use super::*;
 
-    /// The supervisor calls back what it has not heard of yet that it was given back, as after each job that is cancelled.
+    /// A recall can cross the return of a lease, for example after each cancelled job.
     #[test]
     fn calls_for_leases_that_were_given_back_leave_nothing() {
         let mut leases = Leases::default();

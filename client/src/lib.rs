@@ -18,10 +18,10 @@
 //! # }
 //! ```
 //!
-//! One client is one connection, shared by any number of jobs at once; clones share it too. A job that is
-//! no longer awaited is cancelled. When the supervisor goes away, the jobs in its hands end as
-//! [`JobError::Disconnected`], and the client reconnects by itself. [`blocking`] has the same without
-//! async.
+//! A client is one connection, shared by any number of concurrent jobs. Clones share the connection too.
+//! Dropping the future or handle of a job cancels the job. When the connection is lost, unfinished jobs end
+//! as [`JobError::Disconnected`], and the client reconnects automatically. [`blocking`] has the same
+//! functions without async.
 
 mod answer;
 pub mod blocking;

@@ -1,12 +1,13 @@
-//! A result where it stands.
+//! Results that stay in their memory file.
 
 use std::fmt;
 use std::sync::Weak;
 
 use crate::leases::{Lease, TakesBack};
 
-/// A result where the worker wrote it. **It may change while it is read**, by a worker that does not behave. Who parses
-/// it must not rely on reading the same bytes twice. As long as it is there, its file serves no other job.
+/// A result in the memory file where the worker wrote it. **A misbehaving worker can change it at any time.**
+/// A parser must not rely on reading the same bytes twice. The memory file is not used for other jobs while
+/// this value exists.
 pub struct MappedResult {
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) bytes: usize,
@@ -14,19 +15,21 @@ pub struct MappedResult {
 }
 
 impl MappedResult {
-    /// How many bytes it has.
+    /// Returns the size of the result in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether it has none.
+    /// Returns true if the result is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Copies bytes from `at` on, as many as `into` has. Panics if there are not so many. An error means that the
-    /// supervisor has taken the file back, which it may do after five seconds, or when the connection is lost: what is in
-    /// `into` may be zeros then.
+    /// Copies bytes of the result, from offset `at` until `into` is full. Panics if the result ends before
+    /// that.
+    ///
+    /// Returns an error if the supervisor has revoked the file. The supervisor can do so from five seconds
+    /// after the end of the job, or when the connection is lost. `into` may then contain zeros.
     pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
         assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of the result");
         if let Some(lease) = &self.lease {
@@ -39,13 +42,15 @@ impl MappedResult {
         }
     }
 
-    /// Whether all that was read of it before this was there, be it by [`MappedResult::as_ptr`]: five seconds after its
-    /// job has ended, or with the connection, the supervisor may take the file back, which is zeros from then on.
+    /// Returns true if the file has not been revoked, so that everything read before this call was valid,
+    /// also through [`MappedResult::as_ptr`]. The supervisor can revoke the file from five seconds after the
+    /// end of the job, or when the connection is lost. A revoked file contains zeros.
     pub fn is_whole(&self) -> bool {
         self.lease.as_ref().is_none_or(|lease| lease.is_whole())
     }
 
-    /// Its first byte, for those that read it as it is, and ask [`MappedResult::is_whole`] when they have.
+    /// Returns a pointer to the first byte, for reading without a copy. Check [`MappedResult::is_whole`]
+    /// after reading.
     pub fn as_ptr(&self) -> *const u8 {
         self.lease.as_ref().map_or(std::ptr::null(), |lease| lease.result.as_ptr())
     }

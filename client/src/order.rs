@@ -1,4 +1,4 @@
-//! What is asked for: a job as it goes to the supervisor.
+//! A job request, as the client sends it to the supervisor.
 
 use std::fmt;
 use std::fs::File;
@@ -13,15 +13,16 @@ use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 
 use crate::answer::JobError;
 
-/// Bytes of a bulkhead's name and of a traceparent that are sent at all; the supervisor takes fewer.
+/// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The limits of the
+/// supervisor are lower.
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// Where a payload comes from.
+/// Source of a payload.
 #[derive(Clone)]
 pub(crate) enum Source {
     /// The first bytes of a file.
     File(Arc<File>, usize),
-    /// A function that writes so many.
+    /// A function that writes the given number of bytes.
     Function(Fill, usize),
 }
 
@@ -51,14 +52,14 @@ impl fmt::Debug for Source {
     }
 }
 
-/// A job that is to be sent.
+/// A job to be sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
     pub(crate) bulkhead: String,
     pub(crate) payload: Vec<u8>,
-    /// Where the payload comes from, if it is not there yet.
+    /// Source of the payload, if the payload is not in `payload` yet.
     pub(crate) source: Option<Source>,
-    /// Whether its result may be left where it stands.
+    /// True if the result can stay in its memory file.
     pub(crate) maps_result: bool,
     pub(crate) operation: String,
     pub(crate) tenant: String,
@@ -92,7 +93,7 @@ impl Order {
         self.source.as_ref().map_or(self.payload.len(), Source::bytes)
     }
 
-    /// Writes the payload where it is wanted, which has as many bytes as it.
+    /// Writes the payload to `place`, which has the payload's size.
     pub(crate) fn fill(&self, place: &mut [u8]) -> Result<(), JobError> {
         match &self.source {
             None => {
@@ -106,7 +107,7 @@ impl Order {
         }
     }
 
-    /// Has the payload in a buffer of its own.
+    /// Loads the payload from its source into `payload`.
     pub(crate) fn load(&mut self) -> Result<(), JobError> {
         if let Some(source) = &self.source {
             let mut payload = vec![0; source.bytes()];
@@ -116,7 +117,7 @@ impl Order {
         Ok(())
     }
 
-    /// What the supervisor would refuse anyway.
+    /// Rejects requests that the supervisor would reject.
     pub(crate) fn check(&self) -> Result<(), JobError> {
         let too_long = |what: &str, most: usize| {
             let message = format!("the {what}'s name is longer than {most} bytes");
@@ -142,13 +143,13 @@ impl Order {
         JobError::Rejected(Box::new(self.unsent(Verdict::Rejected { reason, message })))
     }
 
-    /// The whole of the job's deadline went by before there was room to send it.
+    /// Returns the error for a job whose deadline passed before it could be sent.
     pub(crate) fn expired(&self, deadline: Duration) -> JobError {
         let outcome = self.unsent(Verdict::DeadlineQueued);
         JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
     }
 
-    /// The outcome of a job that the supervisor never saw.
+    /// Returns the outcome of a job that the supervisor never received.
     fn unsent(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,

@@ -1,4 +1,4 @@
-//! The jobs under way on one connection: those that wait for an outcome, and what waits to be written, within a bound.
+//! The pending jobs of one connection: waiters for outcomes, and a bounded queue of frames to write.
 
 mod frames;
 
@@ -25,27 +25,27 @@ use crate::wire::Wire;
 
 pub(crate) use frames::Frames;
 
-/// Bytes that wait to be written before further jobs wait for their turn. A job that fits is taken whole, so
-/// that there can be one payload more.
+/// Size of the send queue, in bytes, at which further jobs have to wait. A job that starts below the limit is
+/// queued completely, so the queue can exceed the limit by one payload.
 const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Bytes of a job's frame that are not its payload: names are checked before.
+/// Upper bound on the bytes of a job's frame without the payload. The lengths of names are checked before.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 
-/// What is in flight is written in about so many parts, of so many frames, so that the supervisor and the
-/// workers have some to do while others are on their way. One write for all would have each wait for the
-/// others.
+/// Approximate number of batches in which pending jobs are written, so that supervisor and workers can work
+/// on some jobs while others are being sent. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames. With
+/// a single write, each side would wait for the other.
 const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
 
-/// Why a job was not sent.
+/// The reason why a job was not sent.
 pub(crate) enum SubmitError {
-    /// It cannot be.
+    /// The request is invalid.
     Refused(JobError),
-    /// It has to wait for room.
+    /// The job has to wait for room.
     Full,
-    /// The connection is of no more use.
+    /// The connection is unusable.
     Closed,
 }
 
@@ -53,11 +53,11 @@ pub(crate) enum SubmitError {
 enum Stage {
     #[default]
     Open,
-    /// No clone submits any more: the end of the last job tells the driver.
+    /// No clone can submit jobs any more. The driver is notified at the end of the last job.
     Ending,
-    /// A write has failed. The driver is about to find out why.
+    /// A write has failed. The driver will determine the reason.
     Broken,
-    /// Every waiter has been told.
+    /// Every waiter has its outcome.
     Closed,
 }
 
@@ -66,32 +66,32 @@ struct State {
     stage: Stage,
     waiters: Waiters,
     outbox: Outbox,
-    /// Bytes ever put into the outbox.
+    /// Total number of bytes ever appended to the outbox.
     pushed_bytes: u64,
     pool: BufferPool,
     leases: Leases,
-    /// Whether the driver has been told that there is something to write.
+    /// True if the driver has been notified of bytes to write.
     is_flush_due: bool,
-    /// How many wait for room in the outbox.
+    /// Number of submitters that wait for room in the outbox.
     queued: usize,
-    /// Frames since the last write.
+    /// Number of frames since the last write.
     unflushed: usize,
 }
 
-/// One connection's requests.
+/// The requests of one connection.
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) wire: Wire,
-    /// The process that connected. What it forks has the socket, too, and must not end the connection.
+    /// Process that connected. A forked process shares the socket and must not end the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
-    /// Wakes the first that waits for room in the outbox, or, when the connection ends, all.
+    /// Wakes the first submitter that waits for room in the outbox; at the end of the connection, wakes all.
     pub(crate) room: Notify,
     idle: Notify,
     frame_bytes_max: u32,
-    /// Whether descriptors may come.
+    /// True if descriptors may arrive.
     expects_files: AtomicBool,
-    /// What the supervisor can do: a sum of [`capability`].
+    /// Capabilities of the supervisor: a sum of [`capability`].
     capabilities: u64,
 }
 
@@ -122,8 +122,8 @@ impl Requests {
 
     // Jobs out.
 
-    /// Sends a job, unless others wait for room already. If it is sent, its payload has been taken out of
-    /// it, and the reports of its progress go to the sender that was there. The waker is woken by its outcome.
+    /// Sends a job, unless others already wait for room. On success, takes the payload from the job and the
+    /// sender for progress reports from `progress`. The outcome wakes `waker`.
     pub(crate) fn submit(
         self: &Arc<Self>,
         job: &mut Order,
@@ -133,7 +133,7 @@ impl Requests {
         self.submit_after(0, job, progress, waker.cloned())
     }
 
-    /// Takes a place among those that wait for room.
+    /// Joins the queue of submitters that wait for room.
     pub(crate) fn queue(self: &Arc<Self>) -> Place<'_> {
         let mut state = self.lock();
         let is_turn = state.queued == 0;
@@ -142,8 +142,8 @@ impl Requests {
         Place { requests: self, is_turn }
     }
 
-    /// Sends a job if no more than `queued_max` wait for room. The first job on an idle connection is written
-    /// at once; the others wait for a few more, or for the driver's turn.
+    /// Sends a job if at most `queued_max` submitters wait for room. The first job on an idle connection is
+    /// written immediately. Later jobs are written in batches, or by the driver.
     fn submit_after(
         self: &Arc<Self>,
         queued_max: usize,
@@ -193,7 +193,7 @@ impl Requests {
             maps_result: job.maps_result,
         };
         let number = state.waiters.enter(waiter, waker);
-        // Large ones are handed over, not copied.
+        // `Payload::Owned` avoids a copy of large payloads.
         let payload = std::mem::take(&mut job.payload);
         let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(payload) };
         if state.push_job(number, job, named, payload).is_err() {
@@ -208,7 +208,7 @@ impl Requests {
         Ok(Ticket { requests: Some(self.clone()), number })
     }
 
-    /// A lease for a job, if there is one. If not, one is asked for, for the jobs to come.
+    /// Returns a free lease that fits the job. Otherwise asks the supervisor for a lease for later jobs.
     fn lease_for(&self, state: &mut State, job: &Order, bytes: usize) -> Option<Box<Lease>> {
         let hears = || self.wire.is_read();
         match state.leases.take((&job.bulkhead, &job.tenant), bytes, hears) {
@@ -218,14 +218,14 @@ impl Requests {
             Taken::None => {}
         }
         let number = state.leases.ask(&job.bulkhead, &job.tenant)?;
-        // Before it can come.
+        // Must be set before the lease can arrive.
         self.expects_files.store(true, Ordering::SeqCst);
         let wanted = LeaseWanted { bulkhead: &job.bulkhead, tenant: &job.tenant, bytes: bytes as u64 };
         let _ = state.push(kind::LEASE, number, &wanted, &[], Payload::NONE);
         None
     }
 
-    /// A lease is of no more use to a job.
+    /// Makes a lease available to other jobs, or hands it back if the supervisor has recalled it.
     pub(crate) fn put_back(&self, lease: Lease) {
         let mut state = self.lock();
         if state.stage == Stage::Closed {
@@ -237,7 +237,7 @@ impl Requests {
         }
     }
 
-    /// A lease that is of no more use.
+    /// Hands a lease back to the supervisor.
     fn give_back(&self, lease: Lease) {
         let mut state = self.lock();
         if state.stage != Stage::Closed {
@@ -247,7 +247,7 @@ impl Requests {
         }
     }
 
-    /// Reads without waiting, with the descriptors that may come.
+    /// Reads without blocking, with descriptors if they may arrive.
     pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
             return self.wire.receive(buffer, None);
@@ -272,7 +272,7 @@ impl Requests {
         }
     }
 
-    /// Writes what the socket takes; returns whether that is all.
+    /// Writes what the socket takes. Returns true if nothing is left.
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         state.unflushed = 0;
         let State { outbox, pool, .. } = state;
@@ -286,7 +286,7 @@ impl Requests {
         result
     }
 
-    /// Writes what waits; returns whether all is written. For the driver.
+    /// Writes the send queue. Returns true if nothing is left. Called by the driver.
     pub(crate) fn flush(&self) -> io::Result<bool> {
         let mut state = self.lock();
         state.is_flush_due = false;
@@ -301,7 +301,7 @@ impl Requests {
         if let Some(waiter) = left.waiter.take().filter(|_| state.stage != Stage::Closed) {
             state.tell(kind::CANCEL, number);
             if let Some(lease) = waiter.lease {
-                // Behind the cancellation.
+                // The lease must be returned after the cancellation.
                 state.leases.forget(lease.number);
                 state.tell(kind::LEASE_RETURNED, lease.number);
             }
@@ -311,21 +311,21 @@ impl Requests {
         drop(left);
     }
 
-    /// Cancels a job and goes on waiting for its outcome.
+    /// Asks for the cancellation of a job whose caller still waits for the outcome.
     fn cancel(&self, number: u64, unless_begun: bool) {
         let extension: &[u8] = &[];
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
         let is_known = !unless_begun || self.capabilities & capability::CANCEL_UNLESS_BEGUN != 0;
         if is_known && state.stage != Stage::Closed && state.waiters.get(number).is_some() {
-            // So short a message always fits.
+            // Such a short message always fits.
             let _ = state.push(kind::CANCEL, number, &Empty, only.as_slice(), Payload::NONE);
             self.flush_soon(&mut state);
         }
     }
 
-    /// Sends what waits at once, as far as the supervisor takes it: a program that cancels as a rule ends soon, and its
-    /// driver with it.
+    /// Writes immediately as much as the socket takes. A program that cancels a job often ends soon
+    /// afterwards, together with its driver.
     fn flush_soon(&self, state: &mut State) {
         let _ = self.try_flush(state);
         self.schedule_flush(state);
@@ -333,24 +333,24 @@ impl Requests {
 
     // The end.
 
-    /// The driver waits for the end of the last job.
+    /// Notifies the driver if the last job has ended.
     fn tell_idle(&self, state: &State) {
         if state.stage == Stage::Ending && state.waiters.waiting() == 0 {
             self.idle.notify_one();
         }
     }
 
-    /// The outcome of a request. If it is not there, the task is woken when it is.
+    /// Polls the outcome of a request.
     #[inline]
     fn poll(&self, number: u64, cx: &Context<'_>) -> Poll<Told> {
-        // Dropped behind the lock.
+        // Dropped after the lock is released.
         let mut unwanted = None;
         self.lock().waiters.poll(number, cx, &mut unwanted).map(|told| {
             told.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "its outcome was taken before")))
         })
     }
 
-    /// Waits until no caller waits. Call it when no job will be submitted any more.
+    /// Waits until no caller waits for an outcome. Must be called only when no further job can be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -366,19 +366,20 @@ impl Requests {
         }
     }
 
-    /// The connection is gone: every waiter is told.
+    /// Closes the connection. Every waiter gets an error.
     pub(crate) fn close(&self, why: &str) {
         let mut state = self.lock();
         state.stage = Stage::Closed;
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         drop(state);
-        // Not left to the last that holds it: the supervisor is to know now. It may be gone itself.
+        // Closes the wire explicitly so that the supervisor notices now, even if other references to the
+        // socket exist.
         if self.owner == std::process::id() {
             self.wire.close();
         }
         self.room.notify_waiters();
         let (_left, wakers) = self.lock().waiters.tell_all(|waiter| {
-            // The supervisor begins nothing before it has the whole frame.
+            // The supervisor begins a job only after it has the complete frame.
             let is_unsent = waiter.is_some_and(|waiter| waiter.frame_end > sent_bytes);
             let executed = if is_unsent { Executed::No } else { Executed::Unknown };
             Err(JobError::lost(executed, why))
@@ -387,17 +388,17 @@ impl Requests {
     }
 }
 
-/// A place among those that wait for room in the outbox. Leaving it lets the next one try.
+/// A place in the queue for room in the outbox. Dropping it lets the next submitter try.
 pub(crate) struct Place<'r> {
     requests: &'r Arc<Requests>,
-    /// Whether none was there before it. Of those that come at once on several threads one has to be, or each would
-    /// wait for the others.
+    /// True if the queue was empty when this place was taken. Of several concurrent submitters one must see
+    /// this, or each would wait for the others.
     is_turn: bool,
 }
 
 impl Place<'_> {
-    /// Tries to send a job: the first time only if no other was there before, and from then on, as it is called again
-    /// when it is this one's turn, whichever wait.
+    /// Tries to send a job. The first attempt succeeds only if the queue was empty before. The caller repeats
+    /// the call when it is this place's turn; then the queue no longer matters.
     pub(crate) fn submit(
         &mut self,
         job: &mut Order,
@@ -433,7 +434,7 @@ impl State {
         if self.queued > queued_max || !self.has_room() { Err(SubmitError::Full) } else { Ok(()) }
     }
 
-    /// Appends a frame that says all by its kind and number.
+    /// Appends a frame without content: only kind and number.
     fn tell(&mut self, kind: u8, number: u64) {
         // An empty message always fits.
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
@@ -493,7 +494,7 @@ impl State {
     }
 }
 
-/// The right to an outcome. Dropped before that has come, it cancels the job.
+/// The right to an outcome. Dropping it before the outcome has arrived cancels the job.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     requests: Option<Arc<Requests>>,
@@ -507,7 +508,7 @@ impl Ticket {
         }
     }
 
-    /// The outcome, if it is there. Otherwise the task is woken when it is.
+    /// Polls the outcome.
     #[inline]
     pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<Told> {
         let Some(requests) = &self.requests else {
@@ -545,7 +546,7 @@ mod tests {
 
     use super::*;
 
-    /// Requests whose other end is in memory.
+    /// Creates requests over an in-memory connection.
     fn in_memory() -> (Arc<Requests>, End) {
         let (here, there) = in_process::pair();
         (Arc::new(Requests::new(Wire::InProcess(here), 1 << 20, 0)), there)
@@ -556,7 +557,7 @@ mod tests {
         Header { length, kind, flags: 0, metadata_length: length as u16, number }
     }
 
-    /// A task that goes when it is woken, and its job with it.
+    /// A task that drops its job when it is woken.
     struct Goes(Mutex<Option<Ticket>>);
 
     impl Wake for Goes {
@@ -585,7 +586,7 @@ mod tests {
         assert!(receiver.try_recv().is_ok());
     }
 
-    /// As they do on several threads, once there is a connection for which many have waited.
+    /// Models several threads that submit when a connection becomes available.
     #[test]
     fn of_jobs_that_take_a_place_at_once_the_first_goes_and_then_the_next() {
         let (requests, _there) = in_memory();
@@ -605,7 +606,7 @@ mod tests {
         assert_eq!((tickets.len(), requests.lock().queued), (3, 0));
     }
 
-    /// The connection ends of such an outcome, and so does the job.
+    /// Such an outcome ends the connection, which also ends the job.
     #[test]
     fn a_result_in_a_file_that_there_is_not_leaves_no_caller_waiting() {
         let (requests, _there) = in_memory();
@@ -624,7 +625,7 @@ mod tests {
         assert_eq!(requests.lock().waiters.waiting(), 0);
     }
 
-    /// A process that was forked off has the socket of its parent, and lets go of it when it ends.
+    /// A forked process shares the socket of its parent, and releases it when it ends.
     #[tokio::test]
     async fn only_the_process_that_connected_ends_the_connection() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();

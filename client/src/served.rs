@@ -1,4 +1,4 @@
-//! What the supervisor told of a job that went well. Few look at it: the [`Outcome`] is made when one does.
+//! Compact record of a successful outcome. Most callers never read it, so the [`Outcome`] is built on demand.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// `None` if there is more to tell than of a job that went well.
+    /// Returns `None` if the message contains more than a plain success.
     pub(crate) fn of(
         message: &OutcomeMessage<'_>,
         bulkhead: &mut String,

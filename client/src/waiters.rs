@@ -1,8 +1,8 @@
-//! A slot for each job under way, which a request's number names without a search. The outcome is put there until the
-//! handle takes it.
+//! A slot for each pending job. The request's number contains the slot's index, so no search is needed. The
+//! slot keeps the outcome until the handle takes it.
 //!
-//! Whatever is taken out of a slot is dropped by the caller, and without its lock: a waker may hold the last reference to
-//! a task that has handles of its own, and a result may go back to the connection that it came from.
+//! Values taken from a slot must be dropped by the caller after releasing the lock. A waker can hold the last
+//! reference to a task that owns handles, and a mapped result returns its lease to the connection.
 
 use std::task::{Context, Poll, Waker};
 
@@ -13,14 +13,14 @@ use crate::leases::Lease;
 
 pub(crate) type Told = Result<Reply, JobError>;
 
-/// What is known of a job that was sent.
+/// State of a submitted job.
 pub(crate) struct Waiter {
-    /// As it was asked for: an outcome that names the same has it without a copy.
+    /// Requested bulkhead. Reused for an outcome that names the same bulkhead, to avoid a copy.
     pub(crate) bulkhead: String,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
-    /// Where the job's frame ends, in bytes ever put into the outbox.
+    /// Position after the job's frame, as a total number of bytes appended to the outbox.
     pub(crate) frame_end: u64,
-    /// Where its payload is, and its result may be.
+    /// Lease with the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,
 }
@@ -28,22 +28,22 @@ pub(crate) struct Waiter {
 enum Held {
     Nothing,
     Waiting(Waiter),
-    /// Its outcome has come, and is being read.
+    /// The outcome has arrived and is being processed.
     Reading,
     Told(Told),
 }
 
 struct Slot {
-    /// Counts the requests that had this slot: half of a request's number.
+    /// Number of requests that have used this slot; the upper half of a request's number.
     generation: u32,
     held: Held,
-    /// Of the task that waits.
+    /// Waker of the waiting task.
     waker: Option<Waker>,
 }
 
-/// What a handle that is dropped leaves behind.
+/// State left by a dropped handle.
 pub(crate) struct Left {
-    /// Its outcome has not come.
+    /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
     _rest: (Held, Option<Waker>),
 }
@@ -57,12 +57,12 @@ pub(crate) struct Waiters {
 }
 
 impl Waiters {
-    /// How many wait for an outcome.
+    /// Returns the number of jobs without an outcome.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// Returns the number of the request.
+    /// Adds a waiter. Returns the request's number.
     #[inline]
     pub(crate) fn enter(&mut self, waiter: Waiter, waker: Option<Waker>) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {
@@ -82,7 +82,7 @@ impl Waiters {
         (u64::from(slot.generation) == number >> 32).then_some(slot)
     }
 
-    /// The one that waits for this request.
+    /// Returns the waiter of a request.
     #[inline]
     pub(crate) fn get(&mut self, number: u64) -> Option<&mut Waiter> {
         match &mut self.slot(number)?.held {
@@ -91,7 +91,7 @@ impl Waiters {
         }
     }
 
-    /// Its outcome has come: [`Waiters::tell`] follows.
+    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::tell`].
     #[inline]
     pub(crate) fn read(&mut self, number: u64) -> Option<Waiter> {
         let held = &mut self.slot(number)?.held;
@@ -104,7 +104,8 @@ impl Waiters {
         }
     }
 
-    /// Returns the waker of the task that waits, if one does. An error is what is told to a handle that is gone.
+    /// Stores an outcome. Returns the waker of the waiting task, if any. If the handle is gone, returns the
+    /// outcome as an error.
     #[inline]
     pub(crate) fn tell(&mut self, number: u64, told: Told) -> Result<Option<Waker>, Box<Told>> {
         match self.slot(number) {
@@ -118,8 +119,8 @@ impl Waiters {
         }
     }
 
-    /// The outcome of this request, if it is there; `Ready(None)` if there is no such request. Otherwise the task is
-    /// woken when it is, and the waker that was there before is in `unwanted`.
+    /// Returns the outcome of a request, or `Ready(None)` if there is no such request. If the outcome has not
+    /// arrived, registers the task's waker and moves the previous one to `unwanted`.
     #[inline]
     pub(crate) fn poll(
         &mut self,
@@ -141,7 +142,7 @@ impl Waiters {
         Poll::Ready(Some(told))
     }
 
-    /// A handle is gone before it had its outcome.
+    /// Removes a request whose handle was dropped.
     pub(crate) fn leave(&mut self, number: u64) -> Option<Left> {
         let slot = self.slot(number)?;
         let held = std::mem::replace(&mut slot.held, Held::Nothing);
@@ -158,8 +159,8 @@ impl Waiters {
         })
     }
 
-    /// Every one that waits is told, also one whose outcome was being read when that failed: there is no [`Waiter`] of it.
-    /// Returns what is no longer wanted, and those to wake.
+    /// Gives every waiting job an outcome. `told` gets `None` for a job whose outcome was being processed
+    /// when the connection failed. Returns the unused waiters and the wakers.
     pub(crate) fn tell_all(&mut self, told: impl Fn(Option<&Waiter>) -> Told) -> (Vec<Waiter>, Vec<Waker>) {
         let (mut waiters, mut wakers) = (Vec::new(), Vec::new());
         for slot in &mut self.slots {
@@ -239,7 +240,8 @@ mod tests {
         assert!(
             waiters.get(first).is_none() && waiters.read(first).is_none() && waiters.leave(first).is_none()
         );
-        // A handle that goes while its outcome is read: that is for nobody, whoever has the slot by then.
+        // The handle is dropped while its outcome is being processed. The outcome is then discarded, even if
+        // another request uses the slot.
         assert!(waiters.read(second).is_some());
         assert!(waiters.leave(second).unwrap().waiter.is_none());
         assert!(waiters.tell(second, lost()).is_err());

@@ -1,4 +1,4 @@
-//! What a connection's bytes go through: a socket, or memory of this process.
+//! Transport of a connection: a socket, or memory of this process.
 
 use std::future::poll_fn;
 use std::io;
@@ -11,7 +11,7 @@ use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// To the supervisor.
+/// Connection to the supervisor.
 #[derive(Debug)]
 pub(crate) enum Wire {
     Socket(UnixStream),
@@ -23,7 +23,7 @@ impl Wire {
         match self {
             Self::Socket(socket) => socket.readable().await,
             Self::InProcess(end) => {
-                // As a socket does: others of the runtime have their turns.
+                // Consumes the task's budget, as a socket does, so that other tasks of the runtime can run.
                 tokio::task::coop::consume_budget().await;
                 poll_fn(|context| end.poll_readable(context)).await;
                 Ok(())
@@ -41,7 +41,7 @@ impl Wire {
         }
     }
 
-    /// Has the next wait be one if this finds nothing to do, which is an error of the kind `WouldBlock`.
+    /// Runs `act`. If it returns `WouldBlock`, clears tokio's readiness, so that the next wait really waits.
     pub(crate) fn try_io<T>(&self, interest: Interest, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self {
             Self::Socket(socket) => socket.try_io(interest, act),
@@ -49,8 +49,8 @@ impl Wire {
         }
     }
 
-    /// Reads without waiting. Files that come take the place of those that are there; if none are expected, they are not
-    /// taken.
+    /// Reads without blocking. Received descriptors replace the contents of `files`. Without `files`,
+    /// descriptors are discarded.
     pub(crate) fn receive(
         &self,
         buffer: &mut [u8],
@@ -66,7 +66,7 @@ impl Wire {
         }
     }
 
-    /// Whether all that came was read.
+    /// Returns true if no received bytes are unread.
     pub(crate) fn is_read(&self) -> bool {
         match self {
             Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),
@@ -74,7 +74,7 @@ impl Wire {
         }
     }
 
-    /// Writes what there is room for; returns whether that is all.
+    /// Writes as much as possible. Returns true if nothing is left.
     pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),
@@ -82,7 +82,7 @@ impl Wire {
         }
     }
 
-    /// Ends the connection, whichever copies of it there are.
+    /// Closes the connection, including all duplicates of the socket.
     pub(crate) fn close(&self) {
         match self {
             Self::Socket(socket) => {

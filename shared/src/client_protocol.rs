@@ -1,5 +1,5 @@
-//! The messages between a client and the supervisor, version 1: frozen structures, one per kind of
-//! frame. What comes later goes into extensions ([`crate::codec`]).
+//! The messages between a client and the supervisor, version 1. The structures are frozen, one per kind of
+//! frame. Later additions are extensions ([`crate::codec`]).
 
 use std::time::Duration;
 
@@ -8,31 +8,30 @@ use bincode::{BorrowDecode, Encode};
 use crate::flat::flat;
 use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 
-/// The version of both protocols that this crate speaks.
+/// The version of both protocols in this crate.
 pub const PROTOCOL_VERSION: u16 = 1;
 
-/// The role of the peer that says hello.
+/// Roles of the peer that sends a hello.
 pub mod role {
-    /// A client: submits jobs.
+    /// A client, which submits jobs.
     pub const CLIENT: u8 = 1;
-    /// A worker: runs them.
+    /// A worker, which runs jobs.
     pub const WORKER: u8 = 2;
 }
 
-/// What a supervisor can do beyond the frozen structures; their sum is in
-/// [`ClientWelcome::capabilities`].
+/// Capabilities of a supervisor beyond the frozen structures. [`ClientWelcome::capabilities`] has their sum.
 pub mod capability {
-    /// Takes [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) on a submit.
+    /// Accepts [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) on a submit.
     pub const RUN_LIMIT: u64 = 1;
 
     /// Gives [leases](crate::memory_files) to clients that ask for them.
     pub const MEMORY_FILES: u64 = 2;
 
-    /// Takes [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) on a cancellation.
+    /// Accepts [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) on a cancellation.
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
-/// The value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT); `None` if the bytes are no such.
+/// Decodes the value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). Returns `None` for invalid bytes.
 ///
 /// ```
 /// use std::time::Duration;
@@ -46,122 +45,124 @@ pub fn read_run_limit(bytes: &[u8]) -> Option<Duration> {
     (limit > 0).then(|| Duration::from_micros(limit))
 }
 
-/// What [`read_run_limit`] reads; at least a microsecond.
+/// Encodes a run limit for [`read_run_limit`], as at least one microsecond.
 pub fn run_limit_bytes(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
 
-/// [`HELLO`](crate::frame::kind::HELLO): the first frame of a client; its number is
-/// [`MAGIC`](crate::frame::MAGIC).
+/// [`HELLO`](crate::frame::kind::HELLO): the first frame of a client, with [`MAGIC`](crate::frame::MAGIC) as
+/// the frame's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Hello<'a> {
-    /// The oldest protocol version spoken.
+    /// Oldest supported protocol version.
     pub version_min: u16,
-    /// The newest one.
+    /// Newest supported protocol version.
     pub version_max: u16,
     /// One of [`role`].
     pub role: u8,
-    /// The largest frame accepted, in bytes behind the header.
+    /// Maximum size of a frame that the peer accepts, in bytes after the header.
     pub frame_bytes_max: u32,
-    /// A sum of capabilities; none is defined for clients, [`crate::worker_protocol::capability`] for
+    /// Sum of capabilities. None are defined for clients; [`crate::worker_protocol::capability`] has those of
     /// workers.
     pub capabilities: u64,
-    /// The library that speaks.
+    /// Name of the client or worker library.
     pub name: &'a str,
-    /// Its version.
+    /// Version of the library.
     pub version: &'a str,
 }
 
-/// [`CLIENT_WELCOME`](crate::frame::kind::CLIENT_WELCOME): jobs may follow.
+/// [`CLIENT_WELCOME`](crate::frame::kind::CLIENT_WELCOME): the supervisor accepts the client, which can now
+/// submit jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct ClientWelcome<'a> {
-    /// The version that both will speak.
+    /// Protocol version that both sides will use.
     pub version: u16,
-    /// The largest frame accepted, in bytes behind the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes after the header.
     pub frame_bytes_max: u32,
-    /// A sum of [`capability`].
+    /// Sum of [`capability`].
     pub capabilities: u64,
-    /// The version of the supervisor.
+    /// Version of the supervisor.
     pub server_version: &'a str,
 }
 
-/// [`REFUSED`](crate::frame::kind::REFUSED): the connection ends here, and why.
+/// [`REFUSED`](crate::frame::kind::REFUSED): the supervisor closes the connection, with a reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Refused<'a> {
-    /// The code of a [`RejectReason`].
+    /// Code of a [`RejectReason`].
     pub reason: u8,
-    /// A sentence that a person can act on.
+    /// Message for people, with a suggested fix.
     pub message: &'a str,
 }
 
-/// [`SUBMIT`](crate::frame::kind::SUBMIT): a job. The frame's number is the client's own and comes
-/// back in the outcome; the payload follows the metadata.
+/// [`SUBMIT`](crate::frame::kind::SUBMIT): a job. The client chooses the frame's number, which the outcome
+/// repeats. The payload follows the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submit<'a> {
-    /// The bulkhead's name.
+    /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// What the handler is to do; may be empty.
+    /// Operation for the handler; can be empty.
     pub operation: &'a str,
-    /// The tenant; may be empty.
+    /// Tenant; can be empty.
     pub tenant: &'a str,
-    /// The time limit in microseconds from receipt; 0 for the bulkhead's own.
+    /// Time limit in microseconds from receipt; 0 for the bulkhead's default.
     pub deadline_us: u64,
-    /// The code of a [`crate::Priority`].
+    /// Code of a [`crate::Priority`].
     pub priority: u8,
-    /// 1 if the job may safely run twice, else 0.
+    /// 1 if the job can safely run twice, otherwise 0.
     pub idempotent: u8,
-    /// What the job counts against a rate limit; 0 counts as 1.
+    /// Cost of the job against a rate limit; 0 counts as 1.
     pub cost: u32,
 }
 
 flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, idempotent: u8, cost: u32], []);
 
-/// [`PROGRESS`](crate::frame::kind::PROGRESS): how far a running job is.
+/// [`PROGRESS`](crate::frame::kind::PROGRESS): progress of a running job.
 #[derive(Clone, Copy, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct Progress<'a> {
-    /// From 0 to 1.
+    /// Completed fraction, from 0 to 1.
     pub fraction: f32,
-    /// A few words, possibly none.
+    /// Short text; can be empty.
     pub text: &'a str,
 }
 
-/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of the job with the frame's number. The payload is the result
-/// of an `ok` job, or the handler's payload of a `failed` job.
+/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of the job with the frame's number. The payload is
+/// the result of an `ok` job, or the handler's payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// One of [`outcome_code`].
     pub outcome: u8,
-    /// The code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
+    /// Code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
     pub reason: u8,
     /// 0 no, 1 yes, 2 unknown.
     pub executed: u8,
-    /// 1 if the same job may be sent again.
+    /// 1 if the same job can be sent again.
     pub retryable: u8,
-    /// For `failed`: 1 the caller's fault, 2 the dependency's.
+    /// For `failed`: 1 if the caller is at fault, 2 if the dependency is.
     pub fault: u8,
-    /// How often a worker was given the job.
+    /// Number of times a worker was given the job.
     pub attempts: u32,
-    /// Microseconds that the job waited for a permit.
+    /// Time for which the job waited for a permit, in microseconds.
     pub queued_us: u64,
-    /// Microseconds that a worker had it.
+    /// Time for which a worker had the job, in microseconds.
     pub ran_us: u64,
     /// The time limit that applied, in microseconds.
     pub deadline_us: u64,
-    /// The process that ran it; 0 if none did.
+    /// Process id of the last worker of the job; 0 if no worker ran the job.
     pub worker_pid: u32,
-    /// Whether `retry_after_us` means anything.
+    /// 1 if `retry_after_us` is valid.
     pub has_retry_after: u8,
-    /// Microseconds to wait before sending it again.
+    /// Minimum time to wait before sending the job again, in microseconds.
     pub retry_after_us: u64,
-    /// Whether `status` means anything.
+    /// 1 if `status` is valid.
     pub has_status: u8,
-    /// The exit code or signal number of a crash, or the exit status of a program whose job ended `ok` or `failed`.
+    /// Exit code or signal number of a crash, or the exit status of a program whose job ended `ok` or
+    /// `failed`.
     pub status: i32,
-    /// The bulkhead that served the job, or was asked to.
+    /// The bulkhead that served or rejected the job.
     pub bulkhead: &'a str,
-    /// The handler's code, for `failed`.
+    /// The handler's error code, for `failed`.
     pub code: &'a str,
-    /// A sentence for people, possibly empty.
+    /// Message for people; can be empty.
     pub message: &'a str,
 }
 
@@ -170,7 +171,7 @@ flat!(OutcomeMessage: [], [
     deadline_us: u64, worker_pid: u32, has_retry_after: u8, retry_after_us: u64, has_status: u8, status: i32
 ], [bulkhead, code, message]);
 
-/// The numbers of [`OutcomeMessage::outcome`].
+/// Values of [`OutcomeMessage::outcome`].
 #[expect(missing_docs, reason = "each is the outcome of that name")]
 pub mod outcome_code {
     pub const OK: u8 = 0;
@@ -185,12 +186,12 @@ const QUEUED: u8 = 1;
 const RUNNING: u8 = 2;
 
 fn micros(duration: Duration) -> u64 {
-    // In 64 bits: this is done several times for every job.
+    // Calculates in 64 bits, because this runs several times per job.
     duration.as_secs().saturating_mul(1_000_000).saturating_add(duration.subsec_micros().into())
 }
 
 impl<'a> OutcomeMessage<'a> {
-    /// The message that tells of `outcome`.
+    /// Creates the message for `outcome`.
     pub fn from_outcome(outcome: &'a Outcome) -> Self {
         Self {
             retryable: outcome.retryable.into(),
@@ -211,7 +212,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// What a verdict says by itself. No time has passed, and no worker had the job.
+    /// Creates the message for a verdict, with zero times and no worker.
     pub fn of_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
@@ -240,7 +241,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// The same with the times of the job: how long it waited and ran, its limit, and how long to stay away.
+    /// Adds the queue and run times of the job, the time limit, and the time to wait before a retry.
     #[must_use]
     pub fn with_times(
         self,
@@ -259,13 +260,14 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Converts the message to an outcome, without the extensions (job number, run limit, crash report). `None` if the
-    /// message uses a code that this version does not know.
+    /// Converts the message to an outcome, without the extensions (job number, run limit, crash report).
+    /// Returns `None` if the message uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         self.to_outcome_at(self.bulkhead.to_owned())
     }
 
-    /// The same for a reader that has the bulkhead's name already.
+    /// Converts the message to an outcome, like [`OutcomeMessage::to_outcome`], with a given name of the
+    /// bulkhead. Saves a copy if the reader already has the name.
     pub fn to_outcome_at(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();

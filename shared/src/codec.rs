@@ -1,13 +1,12 @@
-//! Metadata: the one file that names the serializer.
+//! Encoding of metadata. No other file uses the serializer.
 //!
-//! A message's metadata is a frozen version-1 structure in bincode's fixed-integer little-endian
-//! form (integers as they are, text as a 64-bit length and its bytes), followed by a list of
-//! extensions: a 64-bit count, then for each a 16-bit tag, a 64-bit length and that many bytes. A tag
-//! that is not known is skipped, unless its highest bit is set. So an old and a new peer understand
-//! each other.
+//! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures
+//! use bincode's little-endian form with fixed-size integers; a text is a 64-bit length and its bytes. The
+//! list is a 64-bit count, and for each extension a 16-bit tag, a 64-bit length and the value. Unknown tags
+//! are skipped, unless their highest bit is set. So old and new peers understand each other.
 //!
-//! Decoding has a byte limit, checks that every byte was consumed, and allocates nothing that the
-//! bytes at hand do not cover: texts are borrowed from the frame.
+//! Decoding has a byte limit, checks that every byte was consumed, and allocates no more than the received
+//! bytes justify. Texts are borrowed from the frame.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::error::DecodeError;
@@ -22,60 +21,61 @@ const CONFIG: Config = bincode::config::standard()
     .with_fixed_int_encoding()
     .with_limit::<METADATA_BYTES_MAX>();
 
-/// Messages up to this size are encoded the short way.
+/// Maximum size of a message that is encoded through a fixed-size buffer, in bytes.
 const SMALL_BYTES: usize = 192;
 
-/// Bytes of an extension before its own: the tag and the length.
+/// Size of an extension without its value: tag and length.
 const EXTENSION_BYTES: usize = 2 + 8;
 
-/// An extension whose tag has this bit must be understood, or the message refused.
+/// Bit of a tag that marks a critical extension: a receiver that does not know it must reject the message.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
-/// The extensions a message may carry, beyond its frozen structure.
+/// Tags of the extensions.
 pub mod tag {
-    /// A W3C `traceparent`, as text; on a submit, on a job, and on the outcome of a job that has a span.
+    /// W3C `traceparent`, as text. On a submit, on a job, and on the outcome of a job that has a span.
     pub const TRACEPARENT: u16 = 1;
-    /// A filter of system calls, as the kernel takes it, that the worker is to put in force for all its
-    /// threads before it says that it is ready; on a worker's welcome.
+    /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. On
+    /// a worker's welcome.
     pub const SEAL: u16 = 2;
-    /// The process that a program was, as the worker numbers it: 4 bytes; on a program's crash.
+    /// Process id of a program, as the worker sees it; 4 bytes. On a program's crash.
     pub const PROCESS: u16 = 3;
-    /// The number of a job, as a [`JobId`](crate::JobId): 8 bytes; on the outcome of a job that was taken.
+    /// Number of a job, as a [`JobId`](crate::JobId); 8 bytes. On the outcome of an accepted job.
     pub const JOB: u16 = 4;
-    /// The longest run of each attempt, from its dispatch, in microseconds: 8 bytes, not 0. On a submit what is asked
-    /// for; on an outcome the lower of that and the bulkhead's own, if there is one.
+    /// Maximum run time of each attempt, from dispatch, in microseconds; 8 bytes, not 0. On a submit, the
+    /// requested limit. On an outcome, the lower of the requested limit and the bulkhead's limit, if there is
+    /// one.
     pub const RUN_LIMIT: u16 = 5;
     /// Number of a returned job in the order in which the worker's jobs were sent; 8 bytes.
     pub const ARRIVAL: u16 = 10;
-    /// The lease in whose file the payload or result stands, and how many bytes it has, as a
-    /// [`Named`](crate::memory_files::Named): 16 bytes; the frame has no payload then.
+    /// Lease whose file contains the payload or result, and the number of bytes, as a
+    /// [`Named`](crate::memory_files::Named); 16 bytes. The frame then has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Cancel only if the job has not begun; on a cancellation, without bytes.
+    /// Cancels only if the job has not begun; no value. On a cancellation.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
-    /// The exit status of the program that ran a job, as an `i32`: 4 bytes; on a result and on a failure.
+    /// Exit status of the program that ran a job, as an `i32`; 4 bytes. On a result and on a failure.
     pub const STATUS: u16 = 9;
-    /// The id of the crash report about the death that ended the job, as text; on the outcome of a job that crashed.
+    /// Id of the crash report about the crash that ended the job, as text. On the outcome of a crashed job.
     pub const CRASH_REPORT: u16 = 8;
 }
 
-/// Why metadata could not be read.
+/// The reason why metadata could not be encoded or decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// The bytes are not the structure that the kind of frame announces.
+    /// The bytes do not match the structure of the frame's kind.
     #[error("the metadata is malformed: {0}")]
     Malformed(String),
     /// Bytes are left over.
     #[error("{0} bytes of metadata are left over")]
     LeftOver(usize),
-    /// An extension that must be understood is not.
+    /// A critical extension is unknown.
     #[error("the peer requires the extension {0:#06x}, which this version does not have")]
     UnknownCritical(u16),
-    /// More than a frame can carry.
+    /// The metadata does not fit in a frame.
     #[error("the metadata would take more than {METADATA_BYTES_MAX} bytes")]
     TooLong,
 }
 
-/// A message that can stand in the metadata of a frame.
+/// A message that can be the metadata of a frame.
 ///
 /// Implemented for the structures of [`crate::client_protocol`] and [`crate::worker_protocol`].
 pub trait Message<'a>: Encode + BorrowDecode<'a, ()> {}
@@ -85,13 +85,13 @@ impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 /// The extensions of a received message, each a tag and its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
-    /// The first one lies here, so that a single one takes no memory of its own: every outcome has one.
+    /// Stored inline, so that a single extension needs no allocation. Every outcome has one.
     first: Option<(u16, &'a [u8])>,
     others: Vec<(u16, &'a [u8])>,
 }
 
 impl<'a> Extensions<'a> {
-    /// The bytes under a tag, if the peer sent it.
+    /// Returns the value of an extension, if the peer sent it.
     pub fn get(&self, tag: u16) -> Option<&'a [u8]> {
         self.first.iter().chain(&self.others).find(|(t, _)| *t == tag).map(|(_, bytes)| *bytes)
     }
@@ -104,7 +104,7 @@ impl<'a> Extensions<'a> {
     }
 }
 
-/// Appends `message` and its extensions to `out`; on an error `out` is as it was.
+/// Appends `message` and its extensions to `out`. On an error, `out` is unchanged.
 ///
 /// ```
 /// use bulkhead_shared::{client_protocol::Progress, codec};
@@ -133,7 +133,7 @@ fn encode_parts<M: Encode>(
     extensions: &[(u16, &[u8])],
     out: &mut Vec<u8>,
 ) -> Result<(), bincode::error::EncodeError> {
-    // Most messages are small: written to a place of known size and copied once, they cost half as much.
+    // Most messages are small. Encoding into a buffer of fixed size and copying once takes half the time.
     let mut small = [0; SMALL_BYTES];
     match bincode::encode_into_slice(message, &mut small, CONFIG) {
         Ok(length) => out.extend_from_slice(&small[..length]),
@@ -150,7 +150,7 @@ fn encode_parts<M: Encode>(
     Ok(())
 }
 
-/// Reads a message and its extensions; `known` lists the critical tags that the caller understands.
+/// Decodes a message and its extensions. `known` lists the critical tags that the caller understands.
 pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     bytes: &'a [u8],
     known: &[u16],
@@ -160,7 +160,7 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     let mut rest = &bytes[used..];
     let count = u64::from_le_bytes(*take(&mut rest)?);
     let mut extensions = Extensions::default();
-    // Each extension takes bytes of its own, so that a made-up count ends at the end of the bytes.
+    // Each extension needs some bytes, so the loop ends with the input even if the count is invalid.
     for _ in 0..count {
         let tag = u16::from_le_bytes(*take(&mut rest)?);
         let length = u64::from_le_bytes(*take(&mut rest)?);
@@ -177,7 +177,7 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     Ok((message, extensions))
 }
 
-/// The next bytes.
+/// Takes the next bytes.
 fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], CodecError> {
     let (taken, left) = rest.split_first_chunk().ok_or_else(cut_off)?;
     *rest = left;

@@ -1,9 +1,11 @@
-//! Turns a non-blocking stream socket into frames and back, for every party alike.
+//! Converts between a non-blocking stream socket and frames, for clients, the supervisor and workers.
 //!
-//! [`Inbox`] keeps what is left of a half-received frame and [`Outbox`] what the socket has not taken
-//! yet; neither holds memory while nothing is under way. One read takes as many frames as there are,
-//! one write sends as many as wait. Small payloads travel inside the shared buffers; a large one is
-//! announced first, so that its receiver can refuse it before a byte of it is stored.
+//! [`Inbox`] keeps the rest of a partly received frame, and [`Outbox`] keeps bytes that the socket has not
+//! taken yet. Neither holds memory while idle. One read receives all available frames, and one write sends
+//! all waiting frames.
+//!
+//! Small payloads are stored inline in shared buffers. A large payload is announced first, so that the
+//! receiver can reject it before any of its bytes are stored.
 
 mod inbox;
 mod outbox;

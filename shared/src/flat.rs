@@ -1,6 +1,6 @@
-//! Messages of integers and texts, which are read and written in a few steps: one for all integers in a row, and two for
-//! each text. What each job has is told in these. The bytes are those of bincode's derived traits, which take a step for
-//! each field, with a check of its own.
+//! Fast encoding for messages of integers and texts. All consecutive integers take one step, and each text
+//! takes two. The messages of every job use this encoding. The bytes are the same as with bincode's derived
+//! traits, which take a step with a check for each field.
 
 use bincode::de::BorrowDecoder;
 use bincode::de::read::BorrowReader;
@@ -8,8 +8,8 @@ use bincode::enc::Encoder;
 use bincode::enc::write::Writer;
 use bincode::error::{DecodeError, EncodeError};
 
-/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure of texts, integers,
-/// and texts again, in the order of its fields.
+/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure of
+/// texts, integers, and texts again, in the order of its fields.
 macro_rules! flat {
     ($name:ident: [$($before:ident),*], [$($field:ident: $type:ty),*], [$($after:ident),*]) => {
         impl ::bincode::Encode for $name<'_> {
@@ -62,7 +62,7 @@ pub(crate) fn put_text(encoder: &mut impl Encoder, text: &str) -> Result<(), Enc
     if text.is_empty() { Ok(()) } else { encoder.writer().write(text.as_bytes()) }
 }
 
-/// The next `BYTES`, counted against the limit of the configuration.
+/// Takes the next `BYTES` bytes, and counts them against the limit of the configuration.
 #[inline]
 pub(crate) fn take<'de, const BYTES: usize, D: BorrowDecoder<'de>>(
     decoder: &mut D,
@@ -93,7 +93,7 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// The same structures with the traits derived.
+    /// The structures with derived traits.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 
@@ -145,8 +145,8 @@ mod tests {
         }
     }
 
-    /// Reads a structure with the derived traits, and writes and reads it with these: also each beginning of its bytes,
-    /// and the bytes with one changed.
+    /// Decodes a structure with the derived traits, then encodes and decodes it with `flat`. Also compares
+    /// the results for each prefix of the bytes, and for the bytes with one changed.
     fn compare<'m, F, D>(bytes: &'m [u8], changed: &'m [u8])
     where
         F: codec::Message<'m> + std::fmt::Debug,

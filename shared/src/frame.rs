@@ -1,4 +1,4 @@
-//! The 16-byte header in front of everything, and the kinds of frames.
+//! The 16-byte header of every frame, and the kinds of frames.
 //!
 //! ```text
 //! offset  0       4      5       6               8                 16
@@ -6,21 +6,21 @@
 //!         u32     u8     u8      u16              u64               (little-endian throughout)
 //! ```
 //!
-//! `length` counts what follows the header: metadata, then payload. `number` names the request
+//! `length` is the number of bytes after the header: metadata, then payload. `number` identifies the request
 //! (between client and supervisor) or the job (between supervisor and worker).
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
-/// The number of a [`kind::HELLO`] frame: the first thing either side can recognise.
+/// Number of a [`kind::HELLO`] frame, by which either side recognises the protocol.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
-/// A peer that does not know the kind of a frame with this flag must end the connection; without it,
-/// the frame is skipped.
+/// Flag of a frame that the receiver must understand. A receiver that does not know the kind must close the
+/// connection. Without this flag, unknown frames are skipped.
 pub const FLAG_CRITICAL: u8 = 1;
 
-/// Kinds of frames. A number never changes its meaning; new kinds get new numbers. 52 and 65 were used by earlier
-/// versions.
+/// Kinds of frames. A number never changes its meaning; new kinds get new numbers. Earlier versions used 52
+/// and 65.
 #[expect(missing_docs, reason = "each is described with its message")]
 pub mod kind {
     // Both protocols: the first frames of a connection.
@@ -66,36 +66,37 @@ pub mod kind {
     pub const FILES_TAKEN: u8 = 75;
 }
 
-/// A decoded header. Nothing in it is to be trusted: [`Header::check`] comes first.
+/// A decoded header. The fields are untrusted until [`Header::check`] has succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Bytes that follow the header.
+    /// Number of bytes after the header.
     pub length: u32,
-    /// One of [`kind`], or something newer.
+    /// One of [`kind`], or a kind of a later version.
     pub kind: u8,
-    /// A sum of flags, such as [`FLAG_CRITICAL`].
+    /// Sum of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
-    /// Bytes of metadata among [`Header::length`].
+    /// Size of the metadata in bytes; part of [`Header::length`].
     pub metadata_length: u16,
-    /// The request or the job.
+    /// Number of the request or job.
     pub number: u64,
 }
 
-/// Why bytes are not a frame. The connection cannot go on: where the next frame begins is unknown.
+/// The reason why bytes are not a valid frame. The connection cannot continue, because the start of the next
+/// frame is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.
     #[error("a frame says that it has {metadata_length} bytes of metadata within {length} bytes in all")]
     MetadataBeyondFrame {
-        /// As announced.
+        /// Announced size of the metadata.
         metadata_length: u16,
-        /// As announced.
+        /// Announced length of the frame.
         length: u32,
     },
 }
 
 impl Header {
-    /// The header as it stands on the wire.
+    /// Encodes the header.
     pub fn encode(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0..4].copy_from_slice(&self.length.to_le_bytes());
@@ -106,7 +107,7 @@ impl Header {
         bytes
     }
 
-    /// The header in these bytes, which may be nonsense.
+    /// Decodes a header, without any check.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [l0, l1, l2, l3, kind, flags, m0, m1, number @ ..] = *bytes;
         Self {
@@ -118,7 +119,7 @@ impl Header {
         }
     }
 
-    /// Refuses a header whose parts contradict each other.
+    /// Rejects a header with contradictory lengths.
     pub fn check(self) -> Result<Self, FrameError> {
         if u32::from(self.metadata_length) > self.length {
             return Err(FrameError::MetadataBeyondFrame {
@@ -129,12 +130,12 @@ impl Header {
         Ok(self)
     }
 
-    /// Bytes of payload.
+    /// Returns the size of the payload in bytes.
     pub fn payload_length(self) -> usize {
         (self.length as usize).saturating_sub(usize::from(self.metadata_length))
     }
 
-    /// Whether a receiver that does not know the kind must give up.
+    /// Returns true if a receiver that does not know the kind must close the connection.
     pub fn is_critical(self) -> bool {
         self.flags & FLAG_CRITICAL != 0
     }

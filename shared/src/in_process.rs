@@ -1,5 +1,5 @@
-//! A connection between two parts of one process: bytes with files, in order, either way, as many as a socket would
-//! take. Each end tells the other by a waker when it can go on, and makes no system call itself.
+//! A connection between two parts of one process: a bounded, ordered stream of bytes and files in both
+//! directions. Each end wakes the other with a waker, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -8,16 +8,16 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-/// Bytes that one end may have left unread by the other, as those of a socket for large payloads.
+/// Maximum number of unread bytes per direction, as in a socket for large payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Writes with files that one end may have left unread by the other.
+/// Maximum number of unread writes with files per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
-/// What is kept of a buffer that was read to its end.
+/// Maximum capacity that an empty buffer keeps, in bytes.
 const SPARE_BYTES_MAX: usize = 32 * 1024;
 
-/// One end. To drop it closes the connection.
+/// An end of a connection. Dropping it closes the connection.
 ///
 /// ```
 /// use bulkhead_shared::in_process;
@@ -33,7 +33,7 @@ const SPARE_BYTES_MAX: usize = 32 * 1024;
 /// ```
 pub struct End {
     ways: Arc<[Mutex<Way>; 2]>,
-    /// The way by which bytes come in; they go out by the other one.
+    /// Index of the incoming direction. The other direction is outgoing.
     own: usize,
 }
 
@@ -46,16 +46,16 @@ impl std::fmt::Debug for End {
 #[derive(Default)]
 struct Way {
     bytes: VecDeque<u8>,
-    /// Bytes that were ever read.
+    /// Total number of bytes read.
     read: u64,
-    /// Files, by the number of the byte that they come with.
+    /// Files, with the position of the byte that they accompany.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
     reader: Party,
     writer: Party,
     is_closed: bool,
 }
 
-/// One that may wait.
+/// The reader or writer of one direction, with its waker.
 #[derive(Default)]
 struct Party {
     waker: Option<Waker>,
@@ -69,8 +69,8 @@ impl Way {
 }
 
 impl Party {
-    /// Returns the waker that was there before, to be dropped without a lock: it may hold the last reference to a task
-    /// that has ends of its own.
+    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
+    /// waker can hold the last reference to a task that owns other ends.
     #[must_use = "it is dropped without the lock"]
     fn wait(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -80,7 +80,7 @@ impl Party {
         self.waker.replace(waker.clone())
     }
 
-    /// The waker to be called, without a lock, if this one waits.
+    /// Returns the waker if this end waits. The waker must be called after releasing the lock.
     fn due(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -92,7 +92,7 @@ fn wake(waker: Option<Waker>) {
     }
 }
 
-/// Two ends that are connected.
+/// Creates two connected ends.
 pub fn pair() -> (End, End) {
     let ways: Arc<[Mutex<Way>; 2]> = Arc::default();
     (End { ways: ways.clone(), own: 0 }, End { ways, own: 1 })
@@ -107,8 +107,8 @@ impl End {
         self.ways[1 - self.own].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads without waiting: `Ok(0)` at the end, `AGAIN` if there is nothing yet. Files that come with these bytes take
-    /// the place of those that are there; a read ends before those of another write.
+    /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
+    /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
         let mut way = self.incoming();
         if way.bytes.is_empty() {
@@ -133,19 +133,20 @@ impl End {
         if count == way.bytes.len() {
             way.bytes.clear();
             way.bytes.shrink_to(SPARE_BYTES_MAX);
-            // One that has all does not ask whether there is more.
+            // A reader that has read all bytes does not need another read to be woken.
             way.reader.is_waiting = true;
         } else {
             way.bytes.drain(..count);
         }
-        // Not for each byte of room.
+        // Wakes the writer only when half the buffer is free, instead of for each read.
         let writer = if way.bytes.len() <= UNREAD_BYTES_MAX / 2 { way.writer.due() } else { None };
         drop(way);
         wake(writer);
         Ok(count)
     }
 
-    /// Writes as much as there is room for: `AGAIN` if there is none, `PIPE` if the other end is closed.
+    /// Writes as much as there is room for. Returns `AGAIN` if there is no room, and `PIPE` if the connection
+    /// is closed.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let mut way = self.outgoing();
         if way.is_closed {
@@ -163,8 +164,8 @@ impl End {
         Ok(count)
     }
 
-    /// Writes all of it, with files that come with the first of the bytes: `AGAIN` if there is no room for that, of which
-    /// this end is not told, or if a few files are unread.
+    /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
+    /// room, or if too many writes with files are unread. This end is then not woken when there is room.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut way = self.outgoing();
         if way.is_closed {
@@ -182,18 +183,19 @@ impl End {
         Ok(())
     }
 
-    /// Bytes that can be read.
+    /// Returns the number of bytes that can be read.
     pub fn readable_bytes(&self) -> usize {
         self.incoming().bytes.len()
     }
 
-    /// Whether either end was closed.
+    /// Returns true if either end was closed.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }
 
-    /// Has this waker called whenever there is something to be read, the end included, after a read that left nothing, and
-    /// whenever there is room again after a write that found none.
+    /// Registers a waker for both directions. The waker is called when there is something to read, including
+    /// the end, after a read that left nothing. It is also called when there is room again after a write that
+    /// found no room.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
         let _unwanted_reader = incoming.reader.wait(waker);
@@ -205,7 +207,7 @@ impl End {
         }
     }
 
-    /// Ready when there is something to be read, the end included.
+    /// Ready when there is something to read, including the end.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut way = self.incoming();
         if !way.bytes.is_empty() || way.is_closed {
@@ -217,7 +219,7 @@ impl End {
         Poll::Pending
     }
 
-    /// Ready when something can be written, or nothing ever will.
+    /// Ready when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut way = self.outgoing();
         if way.bytes.len() <= UNREAD_BYTES_MAX / 2 || way.is_closed {
@@ -229,7 +231,7 @@ impl End {
         Poll::Pending
     }
 
-    /// Ends the connection both ways. The other end can read what it has not read yet.
+    /// Closes both directions. The other end can still read the remaining bytes.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, way) in self.ways.iter().enumerate() {
@@ -239,7 +241,7 @@ impl End {
                 way.files.clear();
             }
             if !std::mem::replace(&mut way.is_closed, true) {
-                // Also those that do not wait: a data plane does not ask.
+                // Wakes all registered wakers, because a data plane does not mark itself as waiting.
                 wakers.extend(way.reader.waker.take());
                 wakers.extend(way.writer.waker.take());
             }
@@ -327,7 +329,7 @@ mod tests {
         assert_eq!(ours.take(), 1);
     }
 
-    /// A task that has an end of its own, which goes with it.
+    /// A task that owns an end, which is dropped with the task.
     struct Task(#[expect(dead_code, reason = "it is dropped with the task")] End);
 
     impl Wake for Task {

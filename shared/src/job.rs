@@ -1,25 +1,25 @@
-//! What a job is called and how urgent it is.
+//! Identity and priority of a job.
 
 use std::fmt;
 
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
 
-/// Names one job inside one bulkhead of one supervisor; it appears in outcomes, events, logs, crash reports and on the
-/// worker's link, and is written in one way only: that of its [`Display`](fmt::Display).
+/// The id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and
+/// the worker's link use this id. [`Display`](fmt::Display) gives its only notation.
 ///
-/// The low 24 bits are a place in the supervisor's table of the bulkhead and the rest counts up, so
-/// that a reply which comes too late never finds another job under its number.
+/// The low 24 bits are an index into the supervisor's job table of the bulkhead, and the other bits count up.
+/// So a late reply never matches another job.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 
 impl JobId {
-    /// The bytes of [`tag::JOB`](crate::codec::tag::JOB).
+    /// Encodes the id as [`tag::JOB`](crate::codec::tag::JOB).
     pub const fn to_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }
 
-    /// The number in those bytes.
+    /// Decodes the id from [`tag::JOB`](crate::codec::tag::JOB).
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
     }
@@ -31,7 +31,7 @@ impl fmt::Debug for JobId {
     }
 }
 
-/// The only notation of a job's number, wherever people or programs read it: hexadecimal digits.
+/// Formats the id in hexadecimal digits, the only notation of job numbers for people and programs.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
@@ -39,12 +39,12 @@ impl fmt::Display for JobId {
 }
 
 codes! {
-    /// How much it matters that a job runs now; the lowest first.
+    /// Importance of running a job now, lowest first.
     #[derive(Default)]
     Priority {
         /// Shed first.
         BestEffort = 0 "best-effort",
-        /// What a client gets that says nothing.
+        /// Default for jobs without a priority.
         #[default]
         Normal = 1 "normal",
         /// Shed last.

@@ -1,12 +1,11 @@
-//! What crosses a socket between a client, the supervisor and a worker.
+//! Everything that crosses a socket between a client, the supervisor and a worker.
 //!
-//! This crate owns the words and bytes that two processes must agree on: frames ([`frame`]), their
-//! metadata ([`codec`]), the messages of the two protocols ([`client_protocol`],
-//! [`worker_protocol`]), and what becomes of a job ([`outcome`]), and to which
-//! trace it belongs ([`trace`]). [`connection`] turns sockets into
-//! frames and back. It decides nothing: admission and the life of workers are elsewhere.
+//! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
+//! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts
+//! ([`trace`]). [`connection`] turns sockets into frames and back. This crate makes no decisions: admission
+//! and the lifecycle of workers are elsewhere.
 //!
-//! `docs/protocol.md` describes the same bytes for people who write a client in another language.
+//! `docs/protocol.md` describes the same bytes for authors of clients in other languages.
 
 pub mod client_protocol;
 pub mod codec;

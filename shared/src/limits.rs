@@ -1,41 +1,42 @@
-//! The named bounds of the wire, in one place: nothing here is negotiable by a peer.
+//! Limits of the wire protocol. No limit here is negotiable.
 
-/// Bytes of metadata a frame can carry: its length field has 16 bits.
+/// Maximum size of a frame's metadata, in bytes. The length field has 16 bits.
 pub const METADATA_BYTES_MAX: usize = u16::MAX as usize;
 
-/// Bytes of an operation's name.
+/// Maximum length of an operation's name, in bytes.
 pub const OPERATION_BYTES_MAX: usize = 256;
 
-/// Bytes of a tenant's name.
+/// Maximum length of a tenant's name, in bytes.
 pub const TENANT_BYTES_MAX: usize = 256;
 
-/// Bytes of a bulkhead's name.
+/// Maximum length of a bulkhead's name, in bytes.
 pub const BULKHEAD_NAME_BYTES_MAX: usize = 64;
 
-/// Bytes of a handler's error code; what is longer is cut.
+/// Maximum length of a handler's error code, in bytes. Longer codes are truncated.
 pub const CODE_BYTES_MAX: usize = 128;
 
-/// Bytes of a handler's error message, a status text or a progress text; what is longer is cut.
+/// Maximum length of a handler's error message, a status text or a progress text, in bytes. Longer texts are
+/// truncated.
 pub const MESSAGE_BYTES_MAX: usize = 8 * 1024;
 
-/// A payload up to this many bytes travels inside the coalesced buffers; a larger one has a buffer
-/// of its own and is never copied between the two sockets of the supervisor.
+/// Maximum size of an inline payload, in bytes. Inline payloads share coalescing buffers. A larger payload
+/// has a separate buffer, and the supervisor never copies it between its two sockets.
 pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
-/// Bytes that one read takes at most, and so the size of the buffer that all connections share.
+/// Maximum number of bytes per read, which determines the size of the shared read buffer.
 pub const READ_BYTES_MAX: usize = 128 * 1024;
 
-/// The largest `max_payload` and `max_result` that can be configured: a frame's length has 32 bits,
-/// and a single job beyond this wants a file, not a message.
+/// Upper limit for `max_payload` and `max_result`, in bytes. A frame's length has 32 bits, and larger data
+/// should be in files.
 pub const PAYLOAD_BYTES_CEILING: u64 = 1024 * 1024 * 1024;
 
-/// Jobs that one worker can be given at once, whatever it is told: each has a thread in it.
+/// Maximum number of concurrent jobs in one worker. Each job needs a thread.
 pub const IN_FLIGHT_CEILING: u32 = 4096;
 
-/// Bytes of a bulkhead frame that are not payload: the header and the largest metadata.
+/// Maximum number of bytes of a frame outside of the payload: header and metadata.
 pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADATA_BYTES_MAX;
 
-/// Cuts `text` to at most `bytes_max` bytes without splitting a character.
+/// Truncates `text` to at most `bytes_max` bytes, at a character boundary.
 ///
 /// ```
 /// assert_eq!(bulkhead_shared::limits::cut("größe", 4), "grö");
@@ -49,7 +50,7 @@ pub fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
-/// Whether `name` can name a bulkhead: `[a-z0-9._-]{1,64}`.
+/// Returns true if `name` is a valid bulkhead name: `[a-z0-9._-]{1,64}`.
 ///
 /// ```
 /// use bulkhead_shared::limits::is_bulkhead_name;

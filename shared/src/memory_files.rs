@@ -1,8 +1,9 @@
-//! Memory files: how large payloads and results cross without being copied from socket to socket.
+//! Memory files: shared memory for large payloads and results, which avoids copies through sockets.
 //!
-//! A *lease* is two files in memory, made by the supervisor for one client and one worker of one bulkhead. The client
-//! writes payloads into the first, which the worker can only read; the worker writes results into the second, which the
-//! client can only read. Both are sealed: neither becomes shorter or longer, so that a mapping stays good.
+//! A *lease* is a pair of memory files, made by the supervisor for one client and one worker of one bulkhead.
+//! The client writes payloads into the first file, which the worker can only read. The worker writes results
+//! into the second file, which the client can only read. Both files are sealed against shrinking and growing,
+//! so that mappings stay valid.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,38 +14,40 @@ use bincode::{BorrowDecode, Encode};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-/// A payload or result of more bytes than this is worth a file: what is smaller travels within shared buffers.
+/// Size above which a payload or result goes into a memory file, in bytes. Smaller ones share buffers on the
+/// socket.
 pub const WORTH_A_FILE_BYTES: usize = crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// The files of a lease.
+/// Number of files of a lease.
 pub const FILES: usize = 2;
 
-/// Bytes of a [`Named`] as an extension.
+/// Size of an encoded [`Named`] in bytes.
 pub const NAMED_BYTES: usize = 16;
 
-/// A client asks for a lease: [`LEASE`](crate::frame::kind::LEASE), with a number of its own choice.
+/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame's
+/// number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseWanted<'a> {
-    /// The bulkhead's name.
+    /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// The tenant; may be empty.
+    /// Tenant; can be empty.
     pub tenant: &'a str,
-    /// The largest payload, in bytes.
+    /// Maximum size of a payload, in bytes.
     pub bytes: u64,
 }
 
-/// A lease, and a number of bytes: of each of its files where it is lent, or of the payload or result that stands at
-/// the beginning of one.
+/// A lease and a number of bytes. When the lease is given, this is the size of each file; later, the size of
+/// the payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Named {
-    /// The supervisor's number of the lease.
+    /// Number of the lease, chosen by the supervisor.
     pub lease: u64,
-    /// How many bytes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
 impl Named {
-    /// As the value of the extension [`LEASE`](crate::codec::tag::LEASE).
+    /// Encodes the value of the extension [`LEASE`](crate::codec::tag::LEASE).
     pub fn to_bytes(self) -> [u8; NAMED_BYTES] {
         let mut bytes = [0; NAMED_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
@@ -52,7 +55,7 @@ impl Named {
         bytes
     }
 
-    /// What [`Named::to_bytes`] wrote.
+    /// Decodes a value of [`Named::to_bytes`].
     ///
     /// ```
     /// use bulkhead_shared::memory_files::Named;
@@ -67,7 +70,8 @@ impl Named {
     }
 }
 
-/// Reads without waiting, with the descriptors that come along. Errors are those of `recvmsg(2)`.
+/// Reads without blocking. Received descriptors replace the contents of `files`. Errors are those of
+/// `recvmsg(2)`.
 pub fn receive_with_files(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -79,7 +83,7 @@ pub fn receive_with_files(
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
-            // Those of one lease: what came before and was not asked for is closed.
+            // The descriptors of one lease. Unclaimed descriptors from an earlier read are closed.
             files.clear();
             files.extend(rights);
         }
@@ -87,20 +91,21 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// A buffer of so many bytes is worth huge pages: each small one costs a fault.
+/// Minimum size of a buffer for huge pages, in bytes. Each small page costs a page fault.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
-/// Asks for huge pages for a buffer of which nothing was used yet.
+/// Requests huge pages for a buffer that has not been written yet.
 fn use_huge_pages(buffer: &Vec<u8>) {
     const PAGE: usize = 4096;
     let start = (buffer.as_ptr() as usize).next_multiple_of(PAGE);
     let end = (buffer.as_ptr() as usize + buffer.capacity()) / PAGE * PAGE;
-    // SAFETY: whole pages of a buffer of our own, whose bytes this does not change.
+    // SAFETY: the range covers whole pages of a buffer that this process owns. The call does not change its
+    // bytes.
     #[expect(unsafe_code, reason = "madvise(2) has no safe form")]
     let _ = unsafe { madvise(start as *mut _, end.saturating_sub(start), Advice::LinuxHugepage) };
 }
 
-/// A sealed file in this process's memory. Another process may have it, too.
+/// A sealed memory file, mapped into this process. Other processes may have mapped it too.
 #[derive(Debug)]
 pub struct Mapping {
     base: NonNull<u8>,
@@ -108,16 +113,17 @@ pub struct Mapping {
     is_writable: bool,
 }
 
-// SAFETY: the mapping belongs to no thread, and is written to by the owner of this value alone.
+// SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Send for Mapping {}
 
-// SAFETY: as above: shared, it is only read.
+// SAFETY: as above. A shared reference only allows reading.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a file that the supervisor lent, of so many bytes. Errors are those of `mmap(2)`, and an odd size.
+    /// Maps a memory file from the supervisor, which must have `bytes` bytes. Errors are those of `mmap(2)`,
+    /// or a wrong size.
     pub fn new(file: &OwnedFd, bytes: u64, is_writable: bool) -> io::Result<Self> {
         let odd = || io::Error::other("a memory file has an odd size");
         if bytes == 0 || u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(bytes) {
@@ -125,41 +131,41 @@ impl Mapping {
         }
         let bytes = usize::try_from(bytes).map_err(|_| odd())?;
         let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file as long as that, which the supervisor
-        // sealed against becoming shorter.
+        // SAFETY: a new mapping at an address of the kernel's choice. The file has this size, and the
+        // supervisor sealed it against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
         Ok(Self { base, bytes, is_writable })
     }
 
-    /// How many bytes it has.
+    /// Returns the size in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Whether it has none, which no mapping does.
+    /// Returns false, because no mapping is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Its first byte. What it points to may change at any time by what the other side does.
+    /// Returns a pointer to the first byte. The other side can change the bytes at any time.
     pub fn as_ptr(&self) -> *const u8 {
         self.base.as_ptr()
     }
 
-    /// Copies as many bytes as `into` has, from `at` on. Panics if there are not so many.
+    /// Copies bytes from offset `at` until `into` is full. Panics if the mapping ends before that.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of a memory file");
-        // SAFETY: both are as long as that, and memory of this process's own is no part of the mapping. Bytes that the
-        // other side changes meanwhile are bytes.
+        // SAFETY: both ranges have this length, and `into` cannot overlap the mapping. Concurrent writes of
+        // the other side can change the copied values, but any value is a valid byte.
         #[expect(unsafe_code, reason = "the other side may write what is read")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(at), into.as_mut_ptr(), into.len());
         }
     }
 
-    /// The first bytes, appended to a buffer. Panics if there are not so many.
+    /// Appends the first `count` bytes to a buffer. Panics if the mapping is shorter.
     pub fn copy_to(&self, count: usize, out: &mut Vec<u8>) {
         assert!(count <= self.bytes, "beyond the end of a memory file");
         let is_fresh = out.capacity() < out.len() + count;
@@ -167,8 +173,8 @@ impl Mapping {
         if is_fresh && count >= HUGE_BYTES {
             use_huge_pages(out);
         }
-        // SAFETY: the mapping is as long as that, there is room for it, and what is copied is what becomes part of the
-        // vector.
+        // SAFETY: the mapping has `count` bytes, the vector has capacity for them, and exactly the copied
+        // bytes become part of the vector.
         #[expect(unsafe_code, reason = "the other side may write what is read")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr(), out.as_mut_ptr().add(out.len()), count);
@@ -176,22 +182,23 @@ impl Mapping {
         }
     }
 
-    /// The first bytes of one that this process alone writes. Panics if there are not so many, or if another writes it.
+    /// Returns the first `count` bytes of a file that only this process writes. Panics if the mapping is
+    /// shorter or read-only.
     pub fn first(&self, count: usize) -> &[u8] {
         assert!(self.is_writable && count <= self.bytes, "not within a memory file that is to be written");
-        // SAFETY: within the mapping, which this value owns, and lives as long as it. The other side has the file only
-        // to be read.
+        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
+        // side can only read the file.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             std::slice::from_raw_parts(self.base.as_ptr(), count)
         }
     }
 
-    /// The first bytes, to be written. Panics if there are not so many, or if they are only to be read.
+    /// Returns the first `count` bytes for writing. Panics if the mapping is shorter or read-only.
     pub fn first_mut(&mut self, count: usize) -> &mut [u8] {
         assert!(self.is_writable && count <= self.bytes, "not within a memory file that is to be written");
-        // SAFETY: within the mapping, which this value owns, and lives as long as it. The other side has the file only
-        // to be read.
+        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
+        // side can only read the file.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             std::slice::from_raw_parts_mut(self.base.as_ptr(), count)
@@ -199,15 +206,15 @@ impl Mapping {
     }
 }
 
-/// Whether what was read of a lease's result before this was there. The supervisor gives the file a mode before it
-/// empties it.
+/// Returns true if a lease's result had not been revoked when it was read before this call. The supervisor
+/// sets the mode of the file before it empties the file.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this length, and nothing points into it any more.
+        // SAFETY: mapped by `new` with this length, and no pointer into the mapping is left.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }

@@ -1,5 +1,5 @@
-//! What became of a job: the one table of outcomes and reasons that the wire, the command line, HTTP
-//! and the metrics share. It says what happened; it never decides it.
+//! Outcomes of jobs: the table of outcomes and reasons that the wire protocol, the command line, HTTP and the
+//! metrics share. This module makes no decisions.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,22 +8,22 @@ use crate::JobId;
 use crate::vocabulary::codes;
 
 codes! {
-    /// Whether the handler began to work on the job.
+    /// Whether the handler began the job.
     Executed {
-        /// Certainly not: it is safe to send the job again.
+        /// The handler did not begin. Sending the job again is safe.
         No = 0 "no",
-        /// It did.
+        /// The handler began.
         Yes = 1 "yes",
-        /// The worker died with the job in its hands; how far it came cannot be told.
+        /// The worker died while it had the job. The progress of the job is unknown.
         Unknown = 2 "unknown",
     }
 }
 
 codes! {
-    /// The party that a handler blames for its failure.
+    /// The party at fault for a failure, according to the handler.
     #[derive(Default)]
     Fault {
-        /// The job itself was wrong; it says nothing about the health of the bulkhead.
+        /// The job itself was invalid. Such failures do not count against the health of the bulkhead.
         Caller = 1 "caller",
         /// The code or service behind the bulkhead failed.
         #[default]
@@ -31,38 +31,38 @@ codes! {
     }
 }
 
-/// What a handler says when it cannot do its job.
+/// The error that a handler returned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct HandlerFailure {
-    /// A short word for programs.
+    /// Error code for programs, a short word.
     pub code: String,
-    /// A sentence for people.
+    /// Message for people.
     pub message: String,
-    /// Whether the same job may succeed later.
+    /// True if the same job may succeed later.
     pub retryable: bool,
-    /// The party to blame.
+    /// The party at fault.
     pub fault: Fault,
 }
 
-/// The code of a [`HandlerFailure`] whose result was larger than the bulkhead's `max_result`.
+/// The code of a [`HandlerFailure`] for a result larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {
-    /// Why a job was not taken. None of these ran.
+    /// The reason why a job was rejected. Rejected jobs never ran.
     RejectReason {
-        /// The request makes no sense.
+        /// The request is invalid.
         Invalid = 1 "invalid",
         /// The payload is larger than the bulkhead's `max_payload`.
         TooLarge = 2 "too_large",
-        /// There is no such bulkhead.
+        /// The bulkhead does not exist.
         NotFound = 3 "not_found",
         /// The client cannot be identified.
         Unauthenticated = 4 "unauthenticated",
-        /// This client may not.
+        /// The client has no permission.
         Forbidden = 5 "forbidden",
-        /// More than the agreed rate.
+        /// The rate limit is exceeded.
         RateLimited = 6 "rate_limited",
-        /// More than the tenant's share.
+        /// The tenant's quota is exceeded.
         TenantQuota = 7 "tenant_quota",
         /// The queue is filling up.
         Backpressure = 8 "backpressure",
@@ -70,25 +70,25 @@ codes! {
         QueueFull = 9 "queue_full",
         /// The job waited for its `queue_timeout`.
         QueueTimeout = 10 "queue_timeout",
-        /// A more important job needed the place.
+        /// A job of higher priority needed the space.
         Shed = 11 "shed",
-        /// A newer job needed the place.
+        /// A newer job needed the space.
         Evicted = 12 "evicted",
-        /// The breaker is open.
+        /// The circuit breaker is open.
         CircuitOpen = 13 "circuit_open",
-        /// The bulkhead, or the supervisor, takes no more jobs.
+        /// The bulkhead or the supervisor accepts no more jobs.
         Draining = 14 "draining",
-        /// No worker runs, and none will in time.
+        /// No worker runs, and none will be ready in time.
         Unavailable = 15 "unavailable",
-        /// The supervisor holds as many bytes or clients as it may.
+        /// The supervisor has reached its limit of memory or clients.
         Overloaded = 16 "overloaded",
-        /// This payload has killed too many workers.
+        /// The payload has killed too many workers.
         Quarantined = 17 "quarantined",
     }
 }
 
 impl RejectReason {
-    /// Whether the same job may be taken later.
+    /// Returns true if the same job may be accepted later.
     pub const fn is_retryable(self) -> bool {
         !matches!(
             self,
@@ -101,7 +101,8 @@ impl RejectReason {
         )
     }
 
-    /// Whether it is the caller's own doing, and says nothing of how well the bulkhead serves.
+    /// Returns true if the caller caused the rejection, which then says nothing about the health of the
+    /// bulkhead.
     pub const fn is_callers(self) -> bool {
         match self {
             Self::Invalid | Self::TooLarge | Self::NotFound | Self::Unauthenticated | Self::Forbidden => true,
@@ -111,7 +112,7 @@ impl RejectReason {
         }
     }
 
-    /// The HTTP status of the contract's table.
+    /// Returns the HTTP status.
     pub const fn http_status(self) -> u16 {
         match self {
             Self::Invalid => 400,
@@ -125,7 +126,7 @@ impl RejectReason {
         }
     }
 
-    /// The exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command.
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::Invalid | Self::TooLarge | Self::Quarantined => 65,
@@ -137,56 +138,55 @@ impl RejectReason {
 }
 
 codes! {
-    /// How a worker, or a program run by one, ended while it held a job.
+    /// The way in which a worker, or a program that it ran, ended while it had a job.
     CrashReason {
-        /// It exited with a status, whatever the status.
+        /// The process exited, with any status.
         Exit = 1 "exit",
-        /// A signal that the supervisor did not send killed it.
+        /// The process was killed by a signal that the supervisor did not send.
         Signal = 2 "signal",
-        /// The kernel killed it for its memory.
+        /// The kernel killed the process because of its memory use.
         Oom = 3 "oom",
-        /// It made a system call that the sandbox forbids.
+        /// The process made a system call that the sandbox forbids.
         Violation = 4 "violation",
-        /// It broke the protocol.
+        /// The worker violated the protocol.
         Protocol = 5 "protocol",
-        /// It no longer answered heartbeats.
+        /// The worker stopped sending heartbeats.
         Hung = 6 "hung",
-        /// The supervisor's own stop outran it.
+        /// The supervisor stopped before the job could end.
         Stopped = 7 "stopped",
         /// Another job brought the worker down.
         Collateral = 8 "collateral",
     }
 }
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The handler answered; the result travels beside the outcome.
+    /// The handler succeeded. The result is not part of the verdict.
     Ok,
-    /// The handler said that it cannot.
+    /// The handler returned an error.
     Failed(HandlerFailure),
-    /// The job was not taken.
+    /// The job was rejected.
     Rejected {
-        /// Why not.
+        /// Reason of the rejection.
         reason: RejectReason,
-        /// A sentence for people, possibly empty.
+        /// Message for people; can be empty.
         message: String,
     },
     /// The deadline passed before the job ran.
     DeadlineQueued,
     /// The deadline passed while the job ran.
     DeadlineRunning,
-    /// The worker died with the job in its hands.
+    /// The worker died while it had the job.
     Crashed {
-        /// How.
+        /// Kind of the crash.
         reason: CrashReason,
-        /// The exit code (for [`CrashReason::Exit`]) or the signal's number
-        /// (for [`CrashReason::Signal`]), where known.
+        /// Exit code (for [`CrashReason::Exit`]) or signal number (for [`CrashReason::Signal`]), if known.
         status: Option<i32>,
-        /// A sentence for people, possibly empty: "killed by SIGSEGV".
+        /// Message for people, such as "killed by SIGSEGV"; can be empty.
         message: String,
     },
-    /// The client asked for that, or went away.
+    /// The client cancelled the job or disconnected.
     Cancelled {
         /// Whether the handler had begun.
         executed: Executed,
@@ -194,12 +194,12 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// A rejection that needs no further words.
+    /// Creates a rejection without a message.
     pub const fn rejected(reason: RejectReason) -> Self {
         Self::Rejected { reason, message: String::new() }
     }
 
-    /// The outcome's name: the first column of the contract's table.
+    /// Returns the name of the outcome, such as `ok` or `rejected`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -211,7 +211,7 @@ impl Verdict {
         }
     }
 
-    /// The reason's name: the second column; `None` for `ok` and `cancelled`.
+    /// Returns the name of the reason. `None` for `ok` and `cancelled`.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Ok | Self::Cancelled { .. } => None,
@@ -223,7 +223,7 @@ impl Verdict {
         }
     }
 
-    /// The sentence for people that goes with it, if there is one.
+    /// Returns the message for people, if there is a message.
     pub fn message(&self) -> Option<&str> {
         let text = match self {
             Self::Failed(failure) => &failure.message,
@@ -233,7 +233,7 @@ impl Verdict {
         (!text.is_empty()).then_some(text)
     }
 
-    /// Whether the handler began.
+    /// Returns whether the handler began.
     pub const fn executed(&self) -> Executed {
         match self {
             Self::Ok | Self::Failed(_) | Self::DeadlineRunning => Executed::Yes,
@@ -243,7 +243,7 @@ impl Verdict {
         }
     }
 
-    /// Whether the same job may be sent again, given whether its sender called it idempotent.
+    /// Returns true if the same job can be sent again. `idempotent` is the declaration of the job's sender.
     pub const fn is_retryable(&self, idempotent: bool) -> bool {
         match self {
             Self::Ok | Self::Cancelled { .. } => false,
@@ -254,7 +254,7 @@ impl Verdict {
         }
     }
 
-    /// The HTTP status of the contract's table.
+    /// Returns the HTTP status.
     pub const fn http_status(&self) -> u16 {
         match self {
             Self::Ok => 200,
@@ -266,7 +266,7 @@ impl Verdict {
         }
     }
 
-    /// The exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Ok => 0,
@@ -279,41 +279,41 @@ impl Verdict {
     }
 }
 
-/// What became of a job, with everything a caller needs to decide what to do next.
+/// The final result of a job, with everything a caller needs to decide what to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// How it ended.
+    /// The end of the job.
     pub verdict: Verdict,
-    /// The number under which events, crash reports and the worker know it, in that bulkhead; `None` if it was not
-    /// taken.
+    /// The number of the job in events, crash reports and the worker, unique within the bulkhead. `None` if
+    /// the job was rejected.
     pub job: Option<JobId>,
-    /// The bulkhead that served it, or was asked to.
+    /// The bulkhead that served or rejected the job.
     pub bulkhead: String,
-    /// How often a worker was given the job.
+    /// Number of times a worker was given the job.
     pub attempts: u32,
-    /// How long it waited for a permit.
+    /// Time for which the job waited for a permit.
     pub queued: Duration,
-    /// How long a worker had it.
+    /// Time for which a worker had the job.
     pub ran: Duration,
-    /// The process that ran it last, as the supervisor sees it.
+    /// Process id of the last worker of the job, as the supervisor sees it.
     pub worker_pid: Option<u32>,
-    /// Whether the same job may be sent again and end otherwise.
+    /// True if the same job may succeed when sent again.
     pub retryable: bool,
-    /// How long to wait before that.
+    /// Minimum time to wait before sending the job again.
     pub retry_after: Option<Duration>,
     /// The time limit that applied, after clamping to `deadline_max`.
     pub deadline: Duration,
-    /// The longest run of each attempt, from its dispatch, if there was such a limit.
+    /// Maximum run time of each attempt, from dispatch, if there was a limit.
     pub run_limit: Option<Duration>,
     /// Exit status of the program that ran the job (`exec`), if it exited and the job ended `ok` or `failed`.
     pub status: Option<i32>,
-    /// The id of the crash report about the death that ended the job: `bulkhead crashes ID` shows it. `None` if the job
-    /// did not crash, or if the crash was only counted, because many came at once.
+    /// Id of the crash report about the crash that ended the job; `bulkhead crashes ID` shows the report.
+    /// `None` if the job did not crash, or if the crash was only counted because there were too many at once.
     pub report: Option<String>,
 }
 
 impl fmt::Display for Outcome {
-    /// One line for people: `crashed (signal): killed by SIGSEGV`.
+    /// Writes one line for people, such as `crashed (signal): killed by SIGSEGV`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.verdict.name())?;
         if let Some(reason) = self.verdict.reason() {

@@ -1,42 +1,42 @@
-//! What the keeper tells the host of `exec` about its own confinement, so that the host can put each program
-//! under rules of its own: the Landlock rules of the worker, path by path, and its temporary folder apart from
-//! them. It lies in a file that is the host's standard input.
+//! The confinement of a worker, passed from the keeper to the host of `exec` so that the host can confine
+//! each program further. It consists of the worker's Landlock rules, path by path, and separately the
+//! temporary folder. The data are in a file that is the host's standard input.
 //!
-//! Numbers are little-endian: the rights that are withheld and the scopes, 64 bits each; then for each path the
-//! rights that are given, 64 bits, the length of the path, 32 bits, and the path. The first is that of the
-//! temporary folder; it has no path if there is none.
+//! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. For each
+//! path follow the granted rights (64 bits), the length of the path (32 bits) and the path. The first path is
+//! that of the temporary folder, and is empty if there is no such folder.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// Bytes of such a file that are read.
+/// Maximum number of bytes that are read from the file.
 pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 
-/// A path, and what may be done with it and what lies below, in Landlock's bits.
+/// A path, and the Landlock rights granted for it and everything below.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
-    /// Absolute, as the worker sees it.
+    /// Absolute path, as the worker sees it.
     pub path: PathBuf,
-    /// `LANDLOCK_ACCESS_FS_*`.
+    /// Sum of `LANDLOCK_ACCESS_FS_*`.
     pub access: u64,
 }
 
-/// The rules of a worker, for the programs that it runs.
+/// The Landlock rules of a worker, from which the rules of its programs are made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
-    /// The rights that are withheld but for what is given; none: there is no Landlock.
+    /// Rights that are withheld except for the grants; 0 without Landlock.
     pub handled: u64,
-    /// `LANDLOCK_SCOPE_*`.
+    /// Sum of `LANDLOCK_SCOPE_*`.
     pub scoped: u64,
-    /// The worker's temporary folder, of which each program gets a part.
+    /// The worker's temporary folder. Each program gets a subfolder.
     pub temporary: Option<Grant>,
-    /// All else that is given.
+    /// All other grants.
     pub grants: Vec<Grant>,
 }
 
 impl ProgramRules {
-    /// As bytes.
+    /// Encodes the rules.
     pub fn encode(&self) -> Vec<u8> {
         let nowhere = (Path::new(""), 0);
         let temporary = self.temporary.as_ref().map_or(nowhere, |grant| (&grant.path, grant.access));
@@ -53,7 +53,7 @@ impl ProgramRules {
         bytes
     }
 
-    /// From bytes; `None` if they are no such rules.
+    /// Decodes rules. Returns `None` if the bytes are invalid.
     pub fn decode(mut bytes: &[u8]) -> Option<Self> {
         let rest = &mut bytes;
         let (handled, scoped) = (number(rest)?, number(rest)?);

@@ -1,40 +1,41 @@
-//! What the keeper and a *template* say to each other: a worker that was initialised once and forks the workers of its
-//! bulkhead. Whole messages on a `SOCK_SEQPACKET` socket, the first byte of which says what it is; numbers are
-//! little-endian.
+//! The protocol between the keeper and a *template*: a process that was initialised once and forks the
+//! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
+//! kind of message; numbers are little-endian.
 
-/// The environment variable that tells a worker that it is to be a template: its link is the keeper's socket then.
+/// Environment variable that makes a worker a template. Its link is then the keeper's socket.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
-/// Descriptors that come with [`Order`]: the link, standard output and standard error of the worker to fork.
+/// Number of descriptors sent with [`Order::Fork`]: link, standard output and standard error of the new
+/// worker.
 pub const ORDER_DESCRIPTORS: usize = 3;
 
-/// Bytes of text in a message.
+/// Maximum size of a message's text, in bytes.
 pub const TEXT_BYTES_MAX: usize = 512;
 
-/// Bytes of a message.
+/// Maximum size of a message, in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 
-/// What the keeper orders.
+/// An order of the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Fork a worker, whose temporary folder is to be [called](folder_name) so.
+    /// Forks a worker whose temporary folder has the name [`folder_name`].
     Fork {
-        /// The keeper's name for the worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// What makes its folder's name one that cannot be guessed.
+        /// Random part of the folder's name, which makes it unpredictable.
         secret: u128,
     },
-    /// Nothing is left of such a worker: remove its temporary folder.
+    /// Removes the temporary folder of a worker, of which no process is left.
     Remove {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// As when it was forked.
+        /// Random part of the folder's name.
         secret: u128,
     },
 }
 
 impl Order {
-    /// The message.
+    /// Encodes the message.
     pub fn encode(self) -> [u8; 25] {
         let (kind, worker, secret) = match self {
             Self::Fork { worker, secret } => (b'F', worker, secret),
@@ -46,7 +47,7 @@ impl Order {
         bytes
     }
 
-    /// `None`: this is no order.
+    /// Decodes a message. Returns `None` if it is invalid.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         let (worker, rest) = rest.split_first_chunk()?;
@@ -59,52 +60,52 @@ impl Order {
     }
 }
 
-/// What the temporary folder of a forked worker is called, in that of its template.
+/// Returns the name of a forked worker's temporary folder, which is in the template's folder.
 pub fn folder_name(worker: u64, secret: u128) -> String {
     format!("{worker}-{secret:032x}")
 }
 
-/// The worker whose folder is called so.
+/// Returns the spawn number of the worker with this folder.
 pub fn worker_of_folder(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
 
-/// What a template says, or a worker that it has forked.
+/// A message of a template or of a forked worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word<'a> {
-    /// It is initialised, and can fork.
+    /// The template is initialised and can fork.
     Ready,
-    /// What it is doing, for people.
+    /// Current activity, for people.
     Status(&'a str),
-    /// Why it cannot be a template; it ends.
+    /// The template cannot start, for the given reason, and exits.
     Refused(&'a str),
-    /// It needs more time to be ready, in milliseconds.
+    /// The template needs more time to be ready, in milliseconds.
     Extend(u32),
-    /// It has forked a worker, which has this process number for it.
+    /// The template has forked a worker.
     Forked {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// Its process.
+        /// Process id of the worker, as the template sees it.
         pid: u32,
     },
-    /// It could not, or what it has forked could not become a worker.
+    /// The fork failed, or the forked process could not become a worker.
     NotForked {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// Why.
+        /// Error number.
         errno: i32,
-        /// What failed, if it is not the fork itself.
+        /// The failed step; empty if the fork itself failed.
         step: &'a str,
     },
-    /// A worker says that it has begun; the kernel says which process it is.
+    /// A forked worker has started. The kernel attests the sender's process id.
     Born {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
     },
 }
 
 impl<'a> Word<'a> {
-    /// Puts the message into `out` and returns how long it is. Text is to be no longer than [`TEXT_BYTES_MAX`].
+    /// Writes the message to `out` and returns its length. Texts must not exceed [`TEXT_BYTES_MAX`].
     pub fn encode(&self, out: &mut [u8; MESSAGE_BYTES_MAX]) -> usize {
         let mut length = 0;
         let mut put = |bytes: &[u8]| {
@@ -139,7 +140,7 @@ impl<'a> Word<'a> {
         length
     }
 
-    /// `None`: this is none of them.
+    /// Decodes a message. Returns `None` if it is invalid.
     pub fn decode(bytes: &'a [u8]) -> Option<Self> {
         let (kind, rest) = bytes.split_first()?;
         let text = || std::str::from_utf8(rest).ok();

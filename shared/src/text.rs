@@ -1,7 +1,8 @@
 //! Escapes texts of workers and clients before they are printed, logged or written as JSON.
 
-/// Returns true if a terminal may obey the character, reorder other text because of it, or not show it. These are
-/// control and format characters, including line feed and tab, and line and paragraph separators.
+/// Returns true if a terminal may interpret the character, reorder text because of it, or not display it.
+/// Such characters are control and format characters, including line feed and tab, and line and paragraph
+/// separators.
 pub fn is_unseen(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -9,7 +10,7 @@ pub fn is_unseen(c: char) -> bool {
             | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes all such characters but line feed and tab: `\u{202e}`.
+/// Escapes characters for which [`is_unseen`] is true, except line feed and tab, for example as `\u{202e}`.
 pub fn escape(text: &str) -> String {
     let escaped = |c: char| {
         if is_unseen(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
@@ -17,7 +18,8 @@ pub fn escape(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
-/// Escapes all such characters in a line of JSON, which stand in strings only, so that its meaning stays.
+/// Escapes characters for which [`is_unseen`] is true in a line of JSON. They occur only in strings, so the
+/// JSON keeps its meaning.
 pub fn escape_json(json: &str) -> String {
     if !json.contains(is_unseen) {
         return json.to_owned();

@@ -1,18 +1,18 @@
-//! A `traceparent` of the W3C: read, taken apart, and continued by a span of one's own. It makes up no trace.
+//! W3C `traceparent`: parsing, fields, and continuation with another span. Never starts a trace.
 
 use std::fmt;
 use std::num::NonZeroU64;
 
-/// Bytes of a `traceparent`: version, trace, span and flags, with a dash between them.
+/// Length of a `traceparent` in bytes: version, trace, span and flags, separated by dashes.
 const BYTES: usize = 55;
 
-/// Where the dashes are.
+/// Positions of the dashes.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// The flags that are handed on: sampled, and that the trace's number is random.
+/// Flags that are passed on: sampled, and random trace id.
 const FLAGS_KNOWN: u8 = 0b11;
 
-/// A `traceparent` that makes sense, by the rules of Trace Context.
+/// A valid `traceparent`, by the rules of Trace Context.
 ///
 /// ```
 /// use bulkhead_shared::trace::Traceparent;
@@ -26,8 +26,8 @@ const FLAGS_KNOWN: u8 = 0b11;
 pub struct Traceparent([u8; BYTES]);
 
 impl Traceparent {
-    /// Reads one: four parts in small hexadecimal digits, of which neither trace nor span is zero. Of a later
-    /// version, which may have more behind a fifth dash, what is known.
+    /// Parses a `traceparent`: four parts in lower-case hexadecimal digits, with nonzero trace and span. A
+    /// later version can have more parts after a fifth dash, which are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = match text.split_at_checked(BYTES) {
             Some((known, more)) if more.starts_with('-') && !known.starts_with("00") => known,
@@ -46,29 +46,29 @@ impl Traceparent {
         is_sensible.then_some(read)
     }
 
-    /// As it is sent.
+    /// Returns the text as it is sent.
     pub fn as_str(&self) -> &str {
-        // Nothing but ASCII gets in.
+        // The bytes are always ASCII.
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// The trace: 32 digits.
+    /// Returns the trace id: 32 digits.
     pub fn trace_id(&self) -> &str {
         &self.as_str()[DASHES[0] + 1..DASHES[1]]
     }
 
-    /// The span that is the parent of whatever its receiver does: 16 digits.
+    /// Returns the span id, which is the parent of the receiver's spans: 16 digits.
     pub fn span_id(&self) -> &str {
         &self.as_str()[DASHES[1] + 1..DASHES[2]]
     }
 
-    /// Whether its sender records the trace.
+    /// Returns true if the sender records the trace.
     pub fn is_sampled(&self) -> bool {
         self.flags() & 1 != 0
     }
 
-    /// The same trace, with another span as the parent of what follows. It is of version 00, which is the one
-    /// that is known here, and flags that are not known there are left out.
+    /// Returns the same trace with another span as parent. The result has version 00, the only version known
+    /// here, without unknown flags.
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;
@@ -82,7 +82,7 @@ impl Traceparent {
         Self(bytes)
     }
 
-    /// The lower four of them; none of the others has a meaning.
+    /// Returns the low four flags. The others have no meaning.
     fn flags(&self) -> u8 {
         (self.0[BYTES - 1] as char).to_digit(16).map_or(0, |digit| digit as u8)
     }

@@ -1,24 +1,24 @@
-//! Words of a fixed vocabulary: an enum of which each value has its word in one row, and its number where it has one
-//! on the wire.
+//! Enums with a fixed vocabulary. Each value has a word, and a wire number if it crosses a socket, declared
+//! in one row.
 
-/// All that a field can say, each in one word.
+/// A type whose values are written as words.
 pub trait Vocabulary: Copy + PartialEq + 'static {
-    /// Every value.
+    /// All values.
     const ALL: &'static [Self];
 
-    /// The words for them.
+    /// The words of all values.
     const WORDS: &'static [&'static str];
 
-    /// The word for it in every interface.
+    /// Returns the word of the value, which all interfaces use.
     fn name(self) -> &'static str;
 
-    /// What a word stands for.
+    /// Returns the value of a word.
     fn of(word: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|value| value.name() == word)
     }
 }
 
-/// Declares an enum whose values have words: `Value = "word"`.
+/// Declares an enum with words: `Value = "word"`.
 #[macro_export]
 macro_rules! vocabulary {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:expr,)* }) => {
@@ -32,16 +32,16 @@ macro_rules! vocabulary {
     };
 }
 
-/// The words of an enum that is declared elsewhere.
+/// Implements the words of an enum that is declared elsewhere.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! words {
     ($name:ident { $($value:ident = $word:expr,)* }) => {
         impl $name {
-            /// Every value, in the order of the declaration.
+            /// All values, in the order of declaration.
             pub const ALL: [Self; [$($word),*].len()] = [$(Self::$value),*];
 
-            /// The word for it in every interface.
+            /// Returns the word of the value, which all interfaces use.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)*
@@ -60,8 +60,7 @@ macro_rules! words {
     };
 }
 
-/// Declares an enum whose values have words, and numbers on the wire, which never change their meaning:
-/// `Value = 1 "word"`.
+/// Declares an enum with words and wire numbers: `Value = 1 "word"`. A number never changes its meaning.
 macro_rules! codes {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $code:literal $word:literal,)* }) => {
         $(#[$about])*
@@ -74,12 +73,12 @@ macro_rules! codes {
         $crate::words!($name { $($value = $word,)* });
 
         impl $name {
-            /// The number on the wire.
+            /// Returns the number on the wire.
             pub const fn code(self) -> u8 {
                 self as u8
             }
 
-            /// What this number stands for on the wire, if this version knows it.
+            /// Returns the value of a wire number, if this version knows it.
             pub const fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$value),)*

@@ -1,5 +1,6 @@
-//! The serializer's bytes against a second encoder: the rules of `docs/protocol.md`, written out by hand. So another
-//! serializer can take its place, and a program in another language be written from that page.
+//! Compares the serializer's bytes with a second encoder, which follows the rules of `docs/protocol.md` by
+//! hand. So another serializer can replace this one, and the page is sufficient for programs in other
+//! languages.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
@@ -7,7 +8,7 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome,
 };
 
-/// A value as the page describes its type.
+/// A value of a type that the page describes.
 trait ByHand {
     fn put(&self, out: &mut Vec<u8>);
 }
@@ -31,7 +32,7 @@ impl ByHand for &str {
     }
 }
 
-/// The extensions behind a structure.
+/// Encodes the extensions after a structure.
 fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     (extensions.len() as u64).put(out);
     for (tag, bytes) in extensions {
@@ -41,7 +42,7 @@ fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     }
 }
 
-/// Reads a message of the same type.
+/// Decodes a message of the type of the first argument.
 fn decode_like<'a, M: codec::Message<'a>>(
     _: &M,
     bytes: &'a [u8],
@@ -50,7 +51,7 @@ fn decode_like<'a, M: codec::Message<'a>>(
     codec::decode(bytes, known).unwrap()
 }
 
-/// Encodes a structure of these fields in both ways, and reads it back.
+/// Encodes a structure of these fields in both ways, and decodes it.
 macro_rules! same {
     ($extensions:expr, $message:ident { $($field:ident: $value:expr),* $(,)? }) => {{
         let message = $message { $($field: $value),* };

@@ -1,11 +1,12 @@
 /*
- * bulkhead.h - put a C library behind a bulkhead-supervisor.
+ * bulkhead.h - run a C library as a worker of bulkhead-supervisor.
  *
- * A library exports `bulkhead_handle` (or the name given as `entry` in
- * workers.toml), the version marker BULKHEAD_LIBRARY, and, if it has something
- * to prepare, `bulkhead_init`. The host process loads it, calls `bulkhead_init`
- * once, and then `bulkhead_handle` for each job, from up to `max_in_flight`
- * threads at once. With `max_in_flight = 1` it is always the same thread.
+ * A library exports `bulkhead_handle` (or the function named by `entry` in
+ * workers.toml), the version marker BULKHEAD_LIBRARY, and optionally
+ * `bulkhead_init`. The host process loads the library and calls
+ * `bulkhead_init` once. Then the host calls `bulkhead_handle` for each job,
+ * from up to `max_in_flight` threads at once. With `max_in_flight = 1`, all
+ * calls come from the same thread.
  *
  *     #include <bulkhead.h>
  *     BULKHEAD_LIBRARY
@@ -17,13 +18,14 @@
  *
  *     cc -shared -fPIC -o libecho.so echo.c
  *
- * A crash, a hang or a leak in here costs this process and the jobs in it,
- * never the caller.
+ * A crash, a hang or a leak in the library affects this process and the jobs
+ * in it, never the caller.
  *
- * A process that the library forks is not the worker: it must end itself with
- * _exit(), also when exec() fails. If it returns from the handler, the host
- * ends it with status 1. Close only descriptors that the library opened: a
- * worker that lost its link ends at once or with its next heartbeat.
+ * A process that the library forks is not the worker. It must end with
+ * _exit(), also when exec() fails. If a forked process returns from the
+ * handler, the host ends the process with status 1. The library must close
+ * only descriptors that it has opened: a worker that loses its link ends
+ * immediately or at the next heartbeat.
  */
 #ifndef BULKHEAD_H
 #define BULKHEAD_H
@@ -35,63 +37,66 @@
 extern "C" {
 #endif
 
-/* The version of everything below. A host refuses a library whose version it
- * does not know, before it calls anything in it. */
+/* The ABI version of this header. A host rejects a library with an unknown
+ * version before it calls any function in the library. */
 #define BULKHEAD_ABI_VERSION 1u
 
-/* Put this once at file scope: it tells the host what the library was built for. */
+/* Version marker of the library. Put it at file scope, exactly once. */
 #define BULKHEAD_LIBRARY const uint32_t bulkhead_abi_version = BULKHEAD_ABI_VERSION;
 
-/* One job. Everything it points to is valid until the handler returns. */
+/* A job. All pointers are valid until the handler returns. */
 typedef struct bulkhead_job {
     uint32_t struct_size;      /* sizeof(bulkhead_job) as the host knows it */
     uint32_t reserved;
-    uint64_t number;           /* names the job in outcomes, logs and events, which write it as "%" PRIx64 does */
-    const char *operation;     /* never NULL; "" if the caller named none */
-    const char *tenant;        /* never NULL; "" if the caller named none */
+    uint64_t number;           /* job number, as in outcomes, logs and events, which print it with "%" PRIx64 */
+    const char *operation;     /* never NULL; "" if the client did not set it */
+    const char *tenant;        /* never NULL; "" if the client did not set it */
     const uint8_t *payload;    /* never NULL, even if payload_len is 0 */
     size_t payload_len;        /* bytes */
-    void *host_data;           /* the host's own; leave it alone */
+    void *host_data;           /* internal to the host; do not touch */
 } bulkhead_job;
 
-/* For `flags` of bulkhead_host.error: add them up. */
+/* Flags of bulkhead_host.error; combine them with |. */
 #define BULKHEAD_RETRYABLE    1u  /* the same job may succeed later */
-#define BULKHEAD_CALLER_FAULT 2u  /* the payload is to blame, not the library */
+#define BULKHEAD_CALLER_FAULT 2u  /* the payload is at fault, not the library */
 
-/* What the host offers to a handler. */
+/* Functions of the host for handlers. */
 typedef struct bulkhead_host {
     uint32_t struct_size;      /* sizeof(bulkhead_host) as the host knows it */
     uint32_t abi_version;
 
-    /* Appends `len` bytes to the result; call it as often as you like. The
-     * bytes are copied. Returns 0, or -1 once the result is larger than
-     * `max_result`: the job then ends as `failed` / `result_too_large`. */
+    /* Copies `len` bytes from `data` to the end of the result. Can be called
+     * repeatedly. Returns 0. If the result would exceed `max_result`, returns
+     * -1, and the job ends as `failed` / `result_too_large`. */
     int (*result)(const bulkhead_job *job, const void *data, size_t len);
 
-    /* Says why the handler is about to return non-zero. `code` is a short
-     * word for programs ("bad_header"), `message` a sentence for people; both
-     * are copied, and NULL counts as "". Without it the code is "error_N"
-     * with N the value returned. */
+    /* Sets the error of the job, before the handler returns non-zero. `code`
+     * is a short word for programs ("bad_header"), `message` a sentence for
+     * people. Both are copied; NULL counts as "". Without this call the code
+     * is "error_N", where N is the handler's return value. */
     void (*error)(const bulkhead_job *job, const char *code, const char *message, uint32_t flags);
 
-    /* Non-zero once the job was cancelled or its deadline has passed. A
-     * handler that looks at it now and then is spared from being killed. */
+    /* Returns non-zero if the job was cancelled or its deadline has passed. A
+     * handler that checks this regularly and returns early prevents the
+     * supervisor from killing the worker. */
     int (*is_cancelled)(const bulkhead_job *job);
 
-    /* Milliseconds until the deadline, 0 when it has passed. */
+    /* Returns the milliseconds until the deadline, or 0 if it has passed. */
     uint64_t (*remaining_ms)(const bulkhead_job *job);
 
-    /* Tells the caller how far the job is: 0.0 to 1.0, and a few words or NULL. */
+    /* Reports progress to the client: a fraction from 0.0 to 1.0, and a short
+     * text or NULL. */
     void (*progress)(const bulkhead_job *job, double fraction, const char *text);
 } bulkhead_host;
 
-/* Handles one job. 0: `ok`, with what was given to host->result. Otherwise
- * `failed`, with what was given to host->error. */
+/* Handles a job. On return value 0 the job ends as `ok` with the bytes passed
+ * to host->result; otherwise as `failed` with the error set by host->error. */
 int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host);
 
-/* Optional. Runs once before the first job; the time it may take is
- * `start.ready`. 0: ready. Otherwise the worker does not start, and the words
- * written to `message` (at most `size` bytes, with the final NUL) say why. */
+/* Optional. Runs once before the first job, for at most `start.ready`. Returns
+ * 0 if the library is ready. On any other value the worker does not start, and
+ * operators see the text in `message` (at most `size` bytes, including the
+ * final NUL). */
 int bulkhead_init(char *message, size_t size);
 
 #ifdef __cplusplus

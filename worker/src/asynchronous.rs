@@ -1,11 +1,11 @@
-//! Handlers that are async functions, with feature `tokio`.
+//! Async handlers (feature `tokio`).
 //!
-//! Each job in flight has a handler thread, as in every worker, which waits for the handler's future: it
-//! costs a stack that is hardly touched, and the future need not be `Send`. What the future waits for is
-//! driven by one runtime of the worker's own.
+//! Each job in flight has a handler thread, as in every worker, which blocks on the handler's future. The
+//! thread costs little memory, because its stack is hardly used, and the future need not be `Send`. One
+//! runtime per worker drives timers and I/O.
 //!
-//! When a job is cancelled or past its deadline, its future is dropped at its next `await`: that is how an
-//! async handler yields, and what spares the worker from being killed.
+//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. So the
+//! handler ends, and the supervisor need not kill the worker.
 
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -16,7 +16,7 @@ use crate::context::{Ctx, Job};
 use crate::reply::HandlerError;
 use crate::server::Server;
 
-/// Serves jobs with one async function; see [`crate::serve`].
+/// Serves jobs of all operations with one async function; see [`crate::serve`].
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -37,7 +37,7 @@ where
 }
 
 impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
-    /// Serves one operation with an async function. A job that is cancelled has its future dropped.
+    /// Sets an async handler of one operation. The future is dropped when the job is cancelled.
     #[must_use]
     pub fn async_operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
@@ -47,8 +47,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.operation(name, blocking(handler))
     }
 
-    /// Serves every operation that has no handler of its own with an async function; see
-    /// [`Server::handler`].
+    /// Sets an async handler of all operations that have no handler; see [`Server::handler`].
     #[must_use]
     pub fn async_handler<R, F>(self, handler: F) -> Server<S>
     where
@@ -76,12 +75,13 @@ where
     }
 }
 
-/// The runtime of all async handlers of this worker, started with the first job.
+/// Returns the runtime for all async handlers of this worker. The first job starts it.
 fn runtime() -> std::io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if RUNTIME.get().is_none() {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-        // Another thread may have been quicker; one of the two is dropped outside of any runtime.
+        // Another thread may have set the runtime first. The unused one is dropped here, outside of any
+        // runtime.
         let _ = RUNTIME.set(runtime);
     }
     RUNTIME.get().ok_or_else(|| std::io::Error::other("no runtime"))

@@ -1,4 +1,4 @@
-//! What a handler sees: the job, and its surroundings.
+//! The job and its context, as passed to a handler.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,27 +19,33 @@ use crate::ownership;
 use crate::progress::Progress;
 use crate::template::Template;
 
-/// One job, as handed to a handler.
+/// A job, as passed to a handler.
 pub struct Job {
     pub(crate) payload: Vec<u8>,
-    /// If it is in a file.
+    /// The payload, if the client sent it in a memory file.
     pub(crate) leased: Option<Box<Leased>>,
 }
 
 impl Job {
-    /// The bytes that the client sent.
+    /// Returns the payload as the client sent it. A payload in a memory file is copied on the first call.
     pub fn payload(&self) -> &[u8] {
         self.leased.as_ref().map_or(&self.payload, |leased| leased.copy())
     }
 
-    /// The same where they stand, without a copy, if that is in a memory file: the client may change them meanwhile.
-    /// Whether it is depends on the client, on the size, and on which worker has the job.
+    /// Returns the payload in its memory file, without a copy. The client can modify the file while the
+    /// handler reads it.
+    ///
+    /// Returns `None` if the payload came over the socket. That depends on the client, the payload size and
+    /// the worker that runs the job.
     pub fn mapped_payload(&self) -> Option<MappedPayload<'_>> {
         self.leased.as_deref().map(MappedPayload)
     }
 
-    /// Room for a result of so many bytes where the client reads it, if there is some: only for jobs with a
-    /// [mapped payload](Self::mapped_payload), up to about its size. What it holds is of no meaning.
+    /// Returns a buffer for a result of `bytes` bytes in a memory file that the client reads. The initial
+    /// contents are unspecified.
+    ///
+    /// Returns `None` if `bytes` is 0, if the job has no [mapped payload](Self::mapped_payload), or if the
+    /// result does not fit. A result as large as the payload always fits.
     ///
     /// ```no_run
     /// use bulkhead_worker::{HandlerError, Job};
@@ -71,13 +77,13 @@ impl fmt::Debug for Job {
     }
 }
 
-/// How others reach a job that runs.
+/// Cancellation flag and progress of a running job, shared with other threads.
 #[derive(Default)]
 pub(crate) struct Handle {
     cancelled: AtomicBool,
-    /// Made only for handlers that wait for the cancellation.
+    /// Created when a handler first asks for a cancellation descriptor.
     event: OnceLock<OwnedFd>,
-    /// Made only for handlers that report progress.
+    /// Created when a handler first reports progress.
     pub(crate) progress: OnceLock<Box<Progress>>,
     #[cfg(feature = "tokio")]
     notify: tokio::sync::Notify,
@@ -93,7 +99,8 @@ impl Handle {
 
     #[cfg(feature = "tokio")]
     pub(crate) async fn cancelled(&self) {
-        // A waiter that has asked for a notification before it is sent gets it.
+        // A `Notified` created before `notify_waiters` receives the notification even if it is first polled
+        // later.
         let notified = self.notify.notified();
         if !self.is_cancelled() {
             notified.await;
@@ -106,13 +113,13 @@ impl Handle {
 
     fn ring(&self) {
         if let Some(event) = self.event.get() {
-            // A counter that is full rings as well.
+            // A write fails only if the counter is full, and then the descriptor is readable already.
             let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
         }
     }
 }
 
-/// What was said of a job beside its payload.
+/// Metadata of a job.
 pub(crate) struct Order {
     pub(crate) number: u64,
     pub(crate) operation: Box<str>,
@@ -122,9 +129,9 @@ pub(crate) struct Order {
     pub(crate) handle: Arc<Handle>,
 }
 
-/// The surroundings of a job: what is asked for, for which tenant, until when, and what [`crate::Server::init`] made.
+/// The context of a job: operation, tenant, deadline, and the state made by [`crate::Server::init`].
 pub struct Ctx<S = ()> {
-    // Changes from job to job; a thread keeps the rest.
+    // Replaced for each job. The thread keeps the other fields.
     pub(crate) order: Order,
     pub(crate) result_bytes_max: u64,
     pub(crate) writer: Arc<Writer>,
@@ -132,55 +139,55 @@ pub struct Ctx<S = ()> {
 }
 
 impl<S> Ctx<S> {
-    /// What the client wants done; empty if it did not say.
+    /// Returns the operation that the client named, or an empty string.
     pub fn operation(&self) -> &str {
         &self.order.operation
     }
 
-    /// The tenant; empty if the client did not say.
+    /// Returns the tenant that the client named, or an empty string.
     pub fn tenant(&self) -> &str {
         &self.order.tenant
     }
 
-    /// The W3C `traceparent` that the client sent along, if it did.
+    /// Returns the W3C `traceparent` of the request, if the client sent one.
     pub fn traceparent(&self) -> Option<&str> {
         self.order.traceparent.as_deref()
     }
 
-    /// The number under which outcomes, events, logs and crash reports know the job. They write it as [`id`](Self::id)
-    /// does, in hexadecimal digits.
+    /// Returns the job number that outcomes, events, logs and crash reports use. They write the number in
+    /// hexadecimal, as [`id`](Self::id) does.
     pub fn number(&self) -> u64 {
         self.order.number
     }
 
-    /// The same, to be written in the one notation of all: `format!("job {}", ctx.id())`.
+    /// Returns the job number as a value that prints in the notation of events and logs (hexadecimal).
     pub fn id(&self) -> JobId {
         JobId(self.order.number)
     }
 
-    /// When the client is told that it took too long.
+    /// Returns the deadline. When the deadline passes, the client gets the outcome `deadline_exceeded`.
     pub fn deadline(&self) -> Instant {
         self.order.deadline
     }
 
-    /// The time until then; zero when it has passed.
+    /// Returns the time left until the deadline, or zero if the deadline has passed.
     pub fn remaining(&self) -> Duration {
         self.order.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// The largest result that will be taken, in bytes.
+    /// Returns the maximum size of a result, in bytes.
     pub fn result_bytes_max(&self) -> u64 {
         self.result_bytes_max
     }
 
-    /// Whether no client waits for the result any more. A handler that looks now and then, and returns, is
-    /// spared from being killed.
+    /// Returns true if no client waits for the result any more. A handler that checks this regularly and
+    /// returns early prevents the supervisor from killing the worker.
     pub fn is_cancelled(&self) -> bool {
         self.order.handle.is_cancelled()
     }
 
-    /// A descriptor that becomes readable when the job is cancelled, for handlers that wait in `poll(2)`.
-    /// Errors are those of `eventfd(2)`.
+    /// Returns a descriptor that becomes readable when the job is cancelled, for handlers that wait in
+    /// `poll(2)`. Errors are those of `eventfd(2)`.
     pub fn cancellation(&self) -> std::io::Result<BorrowedFd<'_>> {
         if self.order.handle.event.get().is_none() {
             let fresh = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -193,14 +200,14 @@ impl<S> Ctx<S> {
         Ok(event.as_fd())
     }
 
-    /// What [`crate::Server::init`] made.
+    /// Returns the state that [`crate::Server::init`] made.
     pub fn state(&self) -> &S {
         &self.state
     }
 
-    /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words. However often it is called,
-    /// the client hears ten times a second at most, and the last word before the result. Does nothing in a process that
-    /// the handler forked.
+    /// Reports progress to the client: `fraction` from 0 to 1, and a short text. Handlers can call this at
+    /// any rate. The client gets at most ten reports per second, and always the last report before the
+    /// result. Does nothing in a process that the handler forked.
     pub fn progress(&self, fraction: f32, text: &str) {
         if !ownership::is_worker() {
             return;
@@ -210,21 +217,21 @@ impl<S> Ctx<S> {
     }
 }
 
-/// The surroundings of [`crate::Server::init`].
+/// The context of [`crate::Server::init`].
 pub struct StartCtx {
     pub(crate) to: Listener,
 }
 
-/// What hears of a start.
+/// Receiver of status and extension messages during the start.
 pub(crate) enum Listener {
     /// The supervisor.
     Supervisor(Arc<Writer>),
-    /// The keeper, of a template.
+    /// The keeper; used by a template.
     Keeper(Arc<Template>),
 }
 
 impl StartCtx {
-    /// Asks for more time than `start.ready`: so much from now, each time at most `start.ready`.
+    /// Asks for more time to start: `more` from now, at most `start.ready` per call.
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {
@@ -233,7 +240,7 @@ impl StartCtx {
         }
     }
 
-    /// Tells operators what the worker is doing.
+    /// Reports the current activity to operators.
     pub fn status(&self, text: &str) {
         let text = cut(text, MESSAGE_BYTES_MAX);
         match &self.to {

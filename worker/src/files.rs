@@ -1,4 +1,4 @@
-//! Memory files that this worker was lent: payloads that are read in them, and results that are written there.
+//! Memory files lent to this worker: payloads to read and results to write.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use bulkhead_shared::codec;
 use bulkhead_shared::memory_files::{FILES, Mapping, Named};
 
-/// The two files of a lease.
+/// The mapped files of one lease.
 pub(crate) struct Files {
     payload: Mapping,
     result: Mutex<Mapping>,
@@ -32,18 +32,19 @@ impl Files {
     }
 }
 
-/// All that was lent, by the numbers of the leases.
+/// The memory files lent to this worker, by lease number.
 #[derive(Default)]
 pub(crate) struct Lent {
     files: HashMap<u64, Arc<Files>>,
-    /// Descriptors that came, for the frame that says what they are.
+    /// Descriptors received before the frame that describes them.
     pub(crate) coming: Vec<OwnedFd>,
-    /// What the supervisor is to be told of.
+    /// Leases to confirm to the supervisor.
     pub(crate) taken: Vec<u64>,
 }
 
 impl Lent {
-    /// The supervisor lends files. Without them its jobs come as bytes.
+    /// Maps the received files. If this fails, the lease stays unconfirmed and the supervisor sends payloads
+    /// over the link.
     pub(crate) fn take(&mut self, metadata: &[u8]) {
         let coming = std::mem::take(&mut self.coming);
         let Ok((named, _)) = codec::decode::<Named>(metadata, &[]) else { return };
@@ -60,7 +61,7 @@ impl Lent {
         self.files.remove(&lease);
     }
 
-    /// The payload of a job that stands in a file.
+    /// Returns the payload of a job in a memory file, or `None` if the lease is unknown or too small.
     pub(crate) fn payload(&self, named: Named) -> Option<Box<Leased>> {
         let files = self.files.get(&named.lease)?.clone();
         let bytes = usize::try_from(named.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
@@ -75,15 +76,15 @@ impl Lent {
     }
 }
 
-/// A job's payload in a file.
+/// A payload in a memory file.
 pub(crate) struct Leased {
     lease: u64,
     bytes: usize,
     files: Arc<Files>,
     copy: OnceLock<Vec<u8>>,
-    /// A buffer that can be used for the copy.
+    /// Buffer to reuse for the copy.
     pub(crate) spare: Mutex<Vec<u8>>,
-    /// Bytes of the result that was written in place.
+    /// Size of the result written in place, in bytes; 0 if there is none.
     in_place: AtomicU64,
 }
 
@@ -92,7 +93,7 @@ impl Leased {
         self.bytes
     }
 
-    /// A copy, which does not change.
+    /// Returns a private copy of the payload, which the client cannot modify.
     pub(crate) fn copy(&self) -> &[u8] {
         self.copy.get_or_init(|| {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,7 +108,8 @@ impl Leased {
         self.in_place.load(Ordering::Acquire) > 0
     }
 
-    /// Where the result stands that was written in place, or is written now, if it fits.
+    /// Returns the location of the result in the memory file. Writes `result` there, unless the handler has
+    /// already written its result in place. Returns `None` if the result does not fit.
     pub(crate) fn result(&self, result: &[u8]) -> Option<Named> {
         let in_place = self.in_place.load(Ordering::Acquire);
         if in_place > 0 {
@@ -121,36 +123,36 @@ impl Leased {
         Some(Named { lease: self.lease, bytes: result.len() as u64 })
     }
 
-    /// The buffers that it used.
+    /// Returns the buffers for reuse.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
         let spare = self.spare.into_inner().unwrap_or_else(PoisonError::into_inner);
         [spare, self.copy.into_inner().unwrap_or_default()]
     }
 }
 
-/// A payload where it stands: in a file that the client can write to. **It may change while it is read.** Who parses
-/// it must not rely on reading the same bytes twice; [`Job::payload`](crate::Job::payload) is a copy.
+/// A payload in a memory file that the client can write to. **The contents can change at any time.** A parser
+/// must not rely on reading the same bytes twice. [`Job::payload`](crate::Job::payload) returns a copy.
 #[derive(Clone, Copy)]
 pub struct MappedPayload<'j>(pub(crate) &'j Leased);
 
 impl MappedPayload<'_> {
-    /// How many bytes it has.
+    /// Returns the size of the payload in bytes.
     pub fn len(&self) -> usize {
         self.0.bytes
     }
 
-    /// Whether it has none.
+    /// Returns true if the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }
 
-    /// Copies bytes from `at` on, as many as `into` has. Panics if there are not so many.
+    /// Copies payload bytes from offset `at` until `into` is full. Panics if the payload ends before that.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(at <= self.len() && into.len() <= self.len() - at, "beyond the end of the payload");
         self.0.files.payload.read(at, into);
     }
 
-    /// Its first byte, for those that read it as it is.
+    /// Returns a pointer to the first byte, for code that reads the payload without a copy.
     pub fn as_ptr(&self) -> *const u8 {
         self.0.files.payload.as_ptr()
     }
@@ -162,7 +164,8 @@ impl fmt::Debug for MappedPayload<'_> {
     }
 }
 
-/// Room for a result in the file that the client reads it from. It counts once [`ResultInPlace::finish`] was called.
+/// Buffer for a result in a memory file that the client reads. The result counts only after a call of
+/// [`ResultInPlace::finish`].
 pub struct ResultInPlace<'j> {
     leased: &'j Leased,
     file: MutexGuard<'j, Mapping>,
@@ -175,7 +178,7 @@ impl<'j> ResultInPlace<'j> {
         (bytes <= file.len() && bytes > 0).then_some(Self { leased, file, bytes })
     }
 
-    /// It is written: what the handler returns with `Ok` does not matter.
+    /// Marks the result as complete. The value that the handler returns with `Ok` is then ignored.
     pub fn finish(self) {
         self.leased.in_place.store(self.bytes as u64, Ordering::Release);
     }

@@ -1,4 +1,4 @@
-//! The host: a worker whose handler is a program (`exec`) or a function of a C library (`library`).
+//! The host: a worker whose handler is a program (`exec`) or a function in a C library (`library`).
 //!
 //! ```text
 //! bulkhead-worker exec [--rlimit NAME=VALUE | --ok STATUS | OPTION VALUE]... -- PROGRAM [ARGUMENT]...
@@ -20,7 +20,7 @@ use crate::link;
 
 const USAGE: u8 = 2;
 
-/// Runs the host with these arguments, the program's own name left out.
+/// Runs the host. `arguments` excludes the program name.
 pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
     let arguments: Vec<String> = arguments.collect();
     let texts: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -34,13 +34,13 @@ pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
     }
 }
 
-/// What is loaded or run, if this user cannot reach it by its path: then it came along as a descriptor, and programs get
-/// at it by what they are.
+/// Returns the inherited descriptor of the program or library. The supervisor passes a descriptor when the
+/// worker's user cannot reach the path.
 fn inherited_program() -> Option<OwnedFd> {
     link::inherited(PROGRAM_VARIABLE)
 }
 
-/// Where such a descriptor is opened or executed.
+/// Returns the path under which a descriptor can be opened or executed.
 fn place(descriptor: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", descriptor.as_raw_fd())
 }

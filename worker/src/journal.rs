@@ -1,4 +1,5 @@
-//! Answers that have not been sent yet, where they outlive this process: see [`bulkhead_shared::journal`].
+//! The worker's side of the journal, which holds unsent answers and survives this process: see
+//! [`bulkhead_shared::journal`].
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,7 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// The numbers by which a worker and the supervisor agree on who has a job. They live as long as the process.
+/// Counters in the journal by which worker and supervisor agree who owns a job. They live as long as the
+/// process.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,
@@ -16,12 +18,12 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Whether the job that came as this one was taken back.
+    /// Returns true if the supervisor recalled the job with this arrival number.
     pub(crate) fn is_taken(self, arrival: u64) -> bool {
         arrival <= u64::from_le(self.taken.load(Ordering::Acquire))
     }
 
-    /// Takes back as the supervisor does: what has begun then.
+    /// Recalls jobs as the supervisor does. Returns the number of the last job begun at that time.
     #[cfg(test)]
     pub(crate) fn take_back(self, up_to: u64) -> u64 {
         self.taken.store(up_to.to_le(), Ordering::Release);
@@ -29,47 +31,49 @@ impl Claims {
         u64::from_le(self.begun.load(Ordering::Acquire))
     }
 
-    /// Begins the next job that was not taken back. Returns false if the supervisor took the job back just then. Only
-    /// one thread at a time may call this.
+    /// Claims the next job that was not recalled. Returns false if the supervisor recalled the job in the
+    /// meantime. Must not be called by two threads at the same time.
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
-        // The supervisor stores its number and then loads ours.
+        // The supervisor stores `taken`, then loads `begun`. The fences ensure that at least one side sees
+        // the other's store.
         fence(Ordering::SeqCst);
         !self.is_taken(arrival)
     }
 }
 
-/// The journal in this process's memory, as long as the process lives.
+/// The mapped journal. The mapping is never removed.
 pub(crate) struct Journal {
     base: NonNull<u8>,
     used: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
+// SAFETY: the mapping belongs to no thread, and only the owner of this value writes frames to it.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Send for Journal {}
 
 impl Journal {
-    /// Maps the file that the supervisor lent.
+    /// Maps the journal file received from the supervisor.
     pub(crate) fn map(file: OwnedFd) -> io::Result<Self> {
         if rustix::fs::fstat(&file)?.st_size != JOURNAL_BYTES as i64 {
             return Err(io::Error::other("the journal has an odd size"));
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file as long as that, which is sealed
-        // against becoming shorter.
+        // SAFETY: a new mapping at an address of the kernel's choice. The file has exactly this size and is
+        // sealed against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, used: 0 })
     }
 
-    /// Where this process says when it was last alive. It stays as long as the process.
+    /// Returns the time of the last heartbeat in the journal. The reference is valid as long as the process
+    /// lives.
     pub(crate) fn beat(&self) -> &'static AtomicU64 {
         self.number::<BEAT_AT>()
     }
 
-    /// The numbers by which this process announces begun jobs and the supervisor announces jobs taken back.
+    /// Returns the counters of begun and recalled jobs.
     pub(crate) fn claims(&self) -> Claims {
         Claims { begun: self.number::<BEGUN_AT>(), taken: self.number::<TAKEN_AT>() }
     }
@@ -83,12 +87,12 @@ impl Journal {
         }
     }
 
-    /// Keeps a frame. Returns whether there was room for it.
+    /// Appends a frame. Returns false if the frame does not fit.
     pub(crate) fn keep(&mut self, frame: &[u8]) -> bool {
         if frame.len() > FRAMES_BYTES_MAX - self.used {
             return false;
         }
-        // SAFETY: within the mapping, as was just seen, and nothing else in this process points there.
+        // SAFETY: within the mapping, as checked above, and nothing else in this process points there.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             let at = self.base.as_ptr().add(FRAMES_AT + self.used);
@@ -99,7 +103,7 @@ impl Journal {
         true
     }
 
-    /// What was kept has been sent.
+    /// Removes all frames. Called when they have been sent.
     pub(crate) fn clear(&mut self) {
         if self.used > 0 {
             self.used = 0;
@@ -107,9 +111,9 @@ impl Journal {
         }
     }
 
-    /// Says how much counts, after it is there.
+    /// Publishes the number of valid bytes. Must be called after the bytes are written.
     fn count(&self) {
-        // SAFETY: the mapping begins with this number, aligned to a page, and lives as long as the process.
+        // SAFETY: the mapping begins with this number, is page-aligned, and lives as long as the process.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };
         count.store((self.used as u64).to_le(), Ordering::Release);

@@ -6,12 +6,13 @@
 //! }
 //! ```
 //!
-//! A worker is started by `bulkhead-supervisor`, which gives it at most `max_in_flight` jobs at a time,
-//! and kills it when a job in it does not end. That number may change while the worker runs: handler threads
-//! are started as jobs need them, and those that are too many end with the job they run. So a handler may
-//! block, compute, crash and leak: it costs this process and the jobs in it. [`Server`] has more to offer:
-//! several operations, and something to prepare once for all jobs. With feature `tokio`, handlers may be
-//! async functions.
+//! `bulkhead-supervisor` starts the worker, gives it at most `max_in_flight` jobs at a time, and kills it if
+//! a job does not end. `max_in_flight` can change while the worker runs. The SDK starts handler threads when
+//! jobs need them, and ends surplus threads after their current job.
+//!
+//! A handler can block, compute, crash or leak without harm to other processes: only this process and the
+//! jobs in it are affected. [`Server`] supports several operations and state that is initialised once for all
+//! jobs. With feature `tokio`, handlers can be async functions.
 
 mod context;
 mod files;

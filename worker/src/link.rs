@@ -1,4 +1,4 @@
-//! The worker's end of its link: taking over the inherited descriptor, the handshake, and writing.
+//! The worker's end of the link: the inherited descriptor, the handshake, reading and writing.
 
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -19,20 +19,21 @@ use crate::journal::{Claims, Journal};
 use crate::ownership::{self, end_at_once};
 use crate::seal::Seal;
 
-/// Bytes that one read takes: a worker gets few jobs at once.
+/// Maximum number of bytes per read. Small, because a worker gets few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Takes over the descriptor that the supervisor left for us under this variable. `None`: there is none, so that a
-/// person has started this program by hand.
+/// Takes ownership of the descriptor that the supervisor named in the environment variable `variable`.
+/// Returns `None` if there is none, for example because the program was started by hand.
 pub(crate) fn inherited(variable: &str) -> Option<OwnedFd> {
     let number: RawFd = std::env::var(variable).ok()?.parse().ok().filter(|number| *number > 2)?;
-    // SAFETY: only a look; `BorrowedFd` demands that the descriptor is open, and if it is not, `fcntl` says so. The
-    // number comes from our own environment, is asked for once, and names nothing else that early in `main`.
+    // SAFETY: `BorrowedFd` demands an open descriptor. The number is only passed to `fcntl`, which fails if
+    // it is not open. The number comes from this process's environment, is used once, and names nothing else
+    // this early in `main`.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    // Children must not get at it.
+    // Children must not inherit the descriptor.
     rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: it is open, and the supervisor handed it to this process for this.
+    // SAFETY: the descriptor is open, and the supervisor passed it to this process for this use.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
     Some(unsafe { OwnedFd::from_raw_fd(number) })
 }
@@ -41,24 +42,25 @@ pub(crate) fn is_socket(descriptor: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_type(descriptor).is_ok()
 }
 
-/// What the welcome said.
+/// Contents of the supervisor's welcome.
 pub(crate) struct Welcome {
-    /// To be put in force before the first job.
+    /// Filter to install before the first job.
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
-    /// Where the time of the last heartbeat is to be written, if none are to be sent.
+    /// Location for the time of the last heartbeat, if the supervisor reads it there instead of expecting
+    /// frames.
     pub(crate) beat: Option<&'static AtomicU64>,
     pub(crate) result_bytes_max: u64,
 }
 
-/// How many handler threads so many jobs at once may take. A worker that is to get none keeps one thread, and no thread
-/// makes us start threads without end.
+/// Returns the maximum number of handler threads for `max_in_flight`. At least one thread is kept, and the
+/// ceiling bounds the number of threads whatever the supervisor sends.
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
 }
 
-/// The reading half.
+/// The receiving half.
 pub(crate) struct Reader {
     pub(crate) inbox: Inbox,
     pub(crate) scratch: Scratch,
@@ -72,8 +74,8 @@ impl Reader {
     }
 }
 
-/// Says hello and waits to be welcomed; what came behind the welcome stays in the inbox. An error is a
-/// sentence for people.
+/// Sends the hello and waits for the welcome. Frames behind the welcome stay in the inbox. Errors are
+/// messages for people.
 pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
@@ -104,7 +106,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.leave_rest();
-                    // The supervisor counts on it from here on.
+                    // The supervisor relies on the journal from here on.
                     let mut beat = None;
                     if is_lent {
                         let file =
@@ -138,7 +140,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
 }
 
 fn wait(link: &OwnedFd, flags: PollFlags) {
-    // Whatever made it return, the next read or write will tell.
+    // The next read or write reports any error.
     let _ = poll(&mut [PollFd::new(link, flags)], None);
 }
 
@@ -163,7 +165,7 @@ pub(crate) fn lost(error: rustix::io::Errno) -> ! {
     }
 }
 
-/// The writing half, shared by all threads.
+/// The sending half, shared by all threads.
 pub(crate) struct Writer {
     link: OwnedFd,
     /// Device and inode of the link.
@@ -171,12 +173,12 @@ pub(crate) struct Writer {
     waiting: Mutex<Waiting>,
 }
 
-/// What waits to be sent.
+/// Unsent frames.
 #[derive(Default)]
 struct Waiting {
     outbox: Outbox,
     pool: BufferPool,
-    /// Where answers outlive this process until they are sent.
+    /// Journal in which answers survive this process until they are sent.
     journal: Option<Journal>,
 }
 
@@ -199,7 +201,8 @@ impl Writer {
         Ok(Self { link: link.try_clone()?, identity: identity(link)?, waiting: Mutex::default() })
     }
 
-    /// Ends the worker if one of its descriptors of the link, `other` or the writer's own, is another file now.
+    /// Ends the worker if one of its descriptors of the link, `other` or the writer's, now refers to another
+    /// file.
     pub(crate) fn check_link(&self, other: &OwnedFd) {
         for link in [&self.link, other] {
             match identity(link) {
@@ -210,30 +213,33 @@ impl Writer {
         }
     }
 
-    /// From here on, answers are kept there until they are sent.
+    /// Sets the journal that stores later answers until they are sent.
     pub(crate) fn keep_journal(&self, journal: Journal) {
         if let Some(mut waiting) = self.lock() {
             waiting.journal = Some(journal);
         }
     }
 
-    /// The numbers of jobs begun and taken back, if there is a journal: then jobs may be sent ahead.
+    /// Returns the counters of begun and recalled jobs. `None` without a journal; the supervisor must not
+    /// prefetch then.
     pub(crate) fn claims(&self) -> Option<Claims> {
         self.lock()?.journal.as_ref().map(Journal::claims)
     }
 
-    /// `None` in a process that a handler forked: another thread may have held the lock, and the link is not its own.
+    /// Returns `None` in a process that a handler forked, because another thread may have held the lock, and
+    /// the link belongs to the worker.
     fn lock(&self) -> Option<MutexGuard<'_, Waiting>> {
         ownership::is_worker().then(|| self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Appends a frame; it leaves with the next flush.
+    /// Appends a frame, to be sent by the next flush.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
         self.answer(kind, number, message, &[], payload);
     }
 
-    /// The same with extensions, each a tag and its bytes. Of the answer for a job, returns whether the next job may begin before it is sent: where there is a
-    /// journal, only what is in it outlives this process.
+    /// Appends a frame with extensions, each a tag and its bytes. For the answer of a job, returns true if
+    /// the next job can begin before the answer is sent. With a journal, this requires that the answer is in
+    /// the journal, because only then does the answer survive this process.
     pub(crate) fn answer(
         &self,
         kind: u8,
@@ -242,7 +248,7 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        // What handlers say was cut to size, so that the metadata fits.
+        // Texts of handlers were cut to size before, so the metadata fits.
         let Some(mut waiting) = self.lock() else { return true };
         let Waiting { outbox, pool, journal } = &mut *waiting;
         let before = outbox.waiting_bytes();
@@ -252,7 +258,7 @@ impl Writer {
         matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.keep(frame))
     }
 
-    /// Sends all that waits, however long the supervisor takes to read it.
+    /// Sends all queued frames. Blocks until the supervisor has taken them.
     pub(crate) fn flush(&self) {
         let Some(mut waiting) = self.lock() else { return };
         while !waiting.flush(&self.link) {
@@ -265,8 +271,8 @@ impl Writer {
         self.flush();
     }
 
-    /// Sends a frame unless another thread is writing: then bytes flow, which says as much as a heartbeat. Returns
-    /// whether it is on its way; it has left with the next flush.
+    /// Appends a frame and sends what the socket takes. Does nothing and returns false if another thread is
+    /// writing; its bytes prove liveness as well as a heartbeat would.
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
         let Some(mut waiting) = self.try_lock() else { return false };
         let is_pushed = waiting.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
@@ -274,8 +280,8 @@ impl Writer {
         is_pushed
     }
 
-    /// Sends what waits, as far as the supervisor takes it now; whether nothing is left, or another thread sends
-    /// it.
+    /// Sends queued frames as far as the socket takes them. Returns true if nothing is left, or if another
+    /// thread is sending.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut waiting) = self.try_lock() else { return true };
         waiting.flush(&self.link)

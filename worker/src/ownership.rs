@@ -1,7 +1,8 @@
-//! Tells the worker process from processes that are forked by code in the worker. Forked processes must not use the
-//! worker's link or journal.
+//! Distinguishes the worker process from processes forked by code in the worker. Forked processes must not
+//! use the worker's link or journal.
 //!
-//! The mark is a byte in memory that the kernel clears in a forked process (`MADV_WIPEONFORK`). A check is one load.
+//! The mark is a byte in memory that the kernel clears in a forked process (`MADV_WIPEONFORK`). A check is
+//! one load.
 
 use std::io;
 use std::sync::OnceLock;
@@ -14,7 +15,7 @@ static MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
 /// Size of the mapping. The kernel rounds it up to a page.
 const MAPPED_BYTES: usize = 1;
 
-/// Makes this process the worker. A process that a template forked as a worker calls it again.
+/// Marks this process as the worker. A worker forked by a template calls this again.
 pub(crate) fn claim() -> io::Result<()> {
     if MARK.get().is_none() {
         let _ = MARK.set(map()?);
@@ -38,17 +39,18 @@ pub(crate) fn end_forked_process() {
     }
 }
 
-/// Kills this process. Used when the supervisor is gone, or sends nonsense, so that nothing here is of use any more.
+/// Kills this process. Called when the supervisor is gone or violates the protocol, so that the process has
+/// no further use.
 pub(crate) fn end_at_once() -> ! {
-    // Not `exit`, which would run whatever a C library has left to be run, and might not return.
+    // `exit` would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort();
 }
 
-/// Ends this process with a message. Runs no destructors: they belong to the worker's code, and may hang or, in a
-/// forked process, undo what the worker still needs.
+/// Ends this process with a message. Runs no destructors, because they belong to the worker's code: they may
+/// hang or, in a forked process, undo what the worker still needs.
 pub(crate) fn leave(message: &str) -> ! {
-    // Without the lock of `std::io::stderr`, which another thread may have held at the fork.
+    // Avoids the lock of `std::io::stderr`, which another thread may have held at the fork.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
     // SAFETY: ends the process and returns nowhere.
     #[expect(unsafe_code, reason = "_exit(2) has no safe form")]

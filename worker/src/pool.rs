@@ -1,24 +1,25 @@
-//! The threads of a worker, and how a job finds one without being handed from thread to thread.
+//! The threads of a worker. Jobs run on the thread that read them wherever possible, without a hand-over.
 //!
-//! Waking a thread costs more than most jobs, so how jobs find threads depends on how long they take.
+//! Waking a thread costs more than most jobs, so the distribution of jobs depends on the duration of
+//! handlers.
 //!
-//! **Slow handlers** (and all of them, until they prove to be quick) run side by side. Every idle handler
-//! thread waits for the link itself: all of them in one epoll instance, of which the kernel wakes one
-//! thread for each arrival; that one reads the jobs, runs the first and calls for help with the rest. The
-//! *dispatch thread* waits for the link as well, in an instance of its own. Both are registered with
-//! `EPOLLEXCLUSIVE`, the handlers' first: the kernel wakes the first instance that has a thread waiting,
-//! so that the dispatch thread reads the link only while all handlers are busy, which is when
-//! cancellations have to be seen. It sends the heartbeats, too.
+//! **Slow handlers** run in parallel. All handlers count as slow until they prove quick. Idle handler threads
+//! wait for the link themselves, all in one epoll instance. For each arrival the kernel wakes one thread,
+//! which reads the jobs, runs the first and calls other threads for the rest. The *dispatch thread* waits for
+//! the link too, in a separate instance. Both instances are registered with `EPOLLEXCLUSIVE`, the handlers'
+//! first. The kernel wakes the first instance that has a waiting thread, so the dispatch thread reads the
+//! link only while all handlers are busy. It then sees cancellations. It also sends the heartbeats.
 //!
-//! **Quick handlers**, of a few microseconds, are done before another thread has woken up, and many threads would
-//! only get in each other's way. So one thread alone waits for the link, runs what it has read one after
-//! the other, and has the answers leave together; the others are parked until the backlog is worth them.
-//! Should one job take long after all, the *watchdog*, a timer of the dispatch thread, sees that nothing
-//! moves, and from then on handlers count as slow.
+//! **Quick handlers**, of a few microseconds, end before another thread has woken up, and many threads would
+//! only contend with each other. So a single thread waits for the link, runs the jobs it has read one after
+//! the other, and sends their answers together. The other threads are parked until the backlog justifies
+//! waking them. The *watchdog*, a timer of the dispatch thread, detects that a job takes long after all. From
+//! then on handlers count as slow.
 //!
-//! **How many threads** there may be is what the welcome said, and then each LIMITS. They are started when
-//! jobs need them. A thread that would take its next job while there are more than that ends instead; only
-//! the first, on which `init` ran, stays for good. More jobs than threads wait, in the order they came.
+//! **The number of threads** is limited by the welcome, and later by each LIMITS. Threads are started when
+//! jobs need them. A thread ends instead of taking its next job while there are more threads than allowed.
+//! Only the first thread, which ran `init`, stays permanently. If there are more jobs than threads, jobs wait
+//! in the order of arrival.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -59,49 +60,50 @@ const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
-/// Handlers that take longer than this on average are slow, and those that take less than half are quick.
+/// Handlers are slow if they take longer than this on average, and quick if they take less than half.
 const SLOW_NS: u64 = 20_000;
 
-/// A backlog of quick jobs that takes longer than this is worth waking another thread, unless a job takes
-/// no longer than the two would spend on getting in each other's way.
+/// A backlog of quick jobs justifies waking another thread if the estimated duration exceeds this. Jobs of at
+/// most `TINY_NS` never do, because two threads would lose more time by contention than they save.
 const BACKLOG_NS: u64 = 100_000;
 const TINY_NS: u64 = 3_000;
 
-/// How slow handlers count as long as nothing is known of them, and when one was found stuck.
+/// Assumed duration of handlers, initially and after a job was found stuck.
 const STUCK_NS: u64 = 1_000_000;
 
-/// How often the watchdog looks while quick jobs run.
+/// Interval of the watchdog while quick jobs run.
 const WATCH: Duration = Duration::from_millis(2);
 
-/// An answer waits for the answers behind it no longer than about this.
+/// Maximum time for which an answer waits to be sent together with later answers (approximate).
 const BATCH: Duration = Duration::from_micros(100);
 
-/// How soon to try again to say that the worker stops, where that was not possible at once.
+/// Interval between attempts to send STOPPING while the link is busy.
 const SAY_AGAIN: Duration = Duration::from_millis(5);
 
-/// No deadline is later than that; no addition of times overflows.
+/// Maximum time until a deadline, so that additions of times cannot overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
-/// What a worker does with its jobs.
+/// The function that runs a job.
 pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
 
 struct Pending {
-    /// The how many-th job of the link it is.
+    /// Position of the job among all jobs received on the link, counted from 1.
     arrival: u64,
     order: Order,
     payload: Vec<u8>,
     leased: Option<Box<Leased>>,
 }
 
-/// How long handlers take, by experience.
+/// Typical duration of handlers, as measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pace {
-    /// Long enough for a thread each. The dispatch thread waits for the link.
+    /// Handlers are slow enough for a thread each. The dispatch thread waits for the link.
     #[default]
     Slow,
-    /// Not worth a wake-up. The watchdog looks after them, unless nothing has run for a while.
+    /// Handlers are too quick to justify a wake-up. The watchdog monitors them, unless nothing has run for a
+    /// while.
     Quick {
-        /// What `begun` was when the watchdog last looked; `None` while it sleeps.
+        /// Value of `begun` at the watchdog's last check; `None` while the watchdog sleeps.
         watched: Option<u64>,
     },
 }
@@ -109,52 +111,52 @@ enum Pace {
 #[derive(Default)]
 struct State {
     pending: VecDeque<Pending>,
-    /// Counts the jobs that came.
+    /// Number of jobs received.
     arrived: u64,
-    /// Whether jobs were taken back of which the supervisor has not heard that this process knows.
+    /// True if recalled jobs were dropped and the supervisor has not been notified.
     has_dropped: bool,
     lent: Lent,
-    /// Every job that was given and not answered.
+    /// Handles of all jobs received and not answered.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
-    /// Counts the jobs that were begun.
+    /// Number of jobs begun.
     begun: u64,
     pace: Pace,
-    /// Handler threads that wait.
+    /// Number of waiting handler threads.
     idle: usize,
-    /// How many of them wait for the link, and not only for a call.
+    /// Number of idle threads that wait for the link; the others wait only for a call.
     on_link: usize,
     threads: usize,
-    /// How many handler threads there may be; at least one.
+    /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// Whether a handler thread has been called and none has looked since. Then, and only then, `wake` is
-    /// readable; and a thread is idle.
+    /// True if a handler thread has been called and no thread has responded since. Exactly then `wake` is
+    /// readable. Implies that a thread is idle.
     is_searching: bool,
-    /// Whether the supervisor may send jobs.
+    /// True if the supervisor may send jobs.
     is_ready: bool,
-    /// Whether the supervisor has said that no more jobs come.
+    /// True if the supervisor has announced that no more jobs follow.
     is_draining: bool,
 }
 
-/// How far this worker has come with saying that it takes no more jobs.
+/// Progress of announcing that this worker takes no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stopping {
     No,
     ToSay,
-    /// In the outbox.
+    /// STOPPING is in the outbox.
     Said,
     Sent,
 }
 
-/// How long a handler thread stays.
+/// Lifetime of a handler thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tenure {
-    /// As long as the process: what `init` prepared or started may belong to this thread.
+    /// Lives as long as the process, because resources made by `init` may depend on this thread.
     Permanent,
-    /// Until there are more threads than may be, and it runs no job.
+    /// Ends when there are more threads than allowed and this thread runs no job.
     WhileNeeded,
 }
 
-/// Spreads the supervisor's job numbers over a table; they are not chosen to collide.
+/// Hashes job numbers. The supervisor chooses them, so the hash need not resist collision attacks.
 #[derive(Default)]
 struct NumberHasher(u64);
 
@@ -181,15 +183,15 @@ pub(crate) struct Pool<S> {
     writer: Arc<Writer>,
     state: Mutex<State>,
     wake: OwnedFd,
-    /// Told whenever `is_searching` ends.
+    /// Notified whenever `is_searching` becomes false.
     looked: Condvar,
     handlers: OwnedFd,
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
-    /// The numbers of jobs begun and taken back, if jobs may be sent ahead.
+    /// Counters of begun and recalled jobs, if the supervisor may prefetch jobs.
     claims: Option<Claims>,
-    /// How long a handler takes, smoothed.
+    /// Smoothed duration of a handler.
     typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
     shared: std::sync::OnceLock<Arc<S>>,
@@ -213,7 +215,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let timer_flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let watchdog = rustix::time::timerfd_create(TimerfdClockId::Monotonic, timer_flags)?;
-        // In this order: see above.
+        // The order matters; see the module documentation.
         let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
         epoll::add(&handlers, &link, EventData::new_u64(LINK), flags)?;
         epoll::add(&handlers, &wake, EventData::new_u64(WAKE), flags)?;
@@ -240,7 +242,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }))
     }
 
-    /// Runs `init` on the first handler thread, and then jobs, until the supervisor ends it.
+    /// Runs `init` on the first handler thread, then runs jobs until the supervisor ends the worker.
     pub(crate) fn run<I>(self: &Arc<Self>, signals: &OwnedFd, init: I) -> ExitCode
     where
         I: FnOnce(&StartCtx) -> Result<S, HandlerError> + Send + 'static,
@@ -259,7 +261,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             eprintln!("failed to start a handler thread: {error}");
             return ExitCode::FAILURE;
         }
-        // What came with the welcome has been read, so that the link says nothing of it.
+        // Frames that arrived with the welcome are already in the inbox, so the link does not become readable
+        // for them.
         self.attend_link();
         self.dispatch_loop(signals)
     }
@@ -277,7 +280,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 {
                     self.give_up(&format!("failed to seal the worker: seccomp: {error}"));
                 }
-                // A thread that sees the one sees the other: what is said later comes behind it.
+                // READY is queued under the lock that guards `is_ready`: a thread that sees `is_ready` sends
+                // its frames after READY.
                 let mut state = lock(&self.state);
                 self.writer.push(kind::READY, 0, &Empty, Payload::NONE);
                 state.is_ready = true;
@@ -290,7 +294,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Ends a worker that cannot start.
+    /// Reports the error and exits, before the worker is ready.
     fn give_up(&self, text: &str) -> ! {
         eprintln!("{text}");
         self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
@@ -302,11 +306,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn handle_jobs(self: &Arc<Self>, tenure: Tenure) {
         let mut ctx = None;
         let mut done = None;
-        // When the job before this one ended, if this one follows at once.
+        // End of the previous job, if the next job follows immediately.
         let mut ended = None;
-        // When the oldest answer that is still unwritten came to be.
+        // Time of the oldest unsent answer.
         let mut unwritten_since = None;
-        // Whether no answer would be lost if the next job ended this process.
+        // True if no answer would be lost if the next job ended this process.
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
@@ -323,7 +327,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // An answer is not to wait for a slow handler, nor for many quick ones.
+            // An answer must not wait for a slow handler, nor for many quick ones.
             let is_late = unwritten_since.is_some_and(|since| began - since > BATCH);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -339,8 +343,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
-    /// it, or looks after them.
+    /// Removes the finished job `done` from the live jobs, and returns the next job with the current pace.
+    /// Calls another thread for the remaining jobs, or starts the watchdog.
     fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
@@ -354,7 +358,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let job = state.pending.pop_front()?;
         if self.claims.is_some_and(|claims| !claims.begin(job.arrival)) {
             self.give_back(&mut state, &job);
-            // So were all that came before the supervisor took it.
+            // All jobs that arrived before this one were recalled too.
             self.drop_taken(&mut state);
             return None;
         }
@@ -380,15 +384,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Takes the time of one more job into account.
+    /// Updates the average with the duration of one more job.
     fn learn(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * STUCK_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
-        // Threads may overwrite each other's: it is an estimate.
+        // Concurrent updates can be lost, which is acceptable for an estimate.
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Sees to it that one thread reads the link while others are busy.
+    /// Switches between slow and quick handlers. The dispatch thread waits for the link only while handlers
+    /// are slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_NS / 2 => {
@@ -408,11 +413,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn set_watchdog(&self, interval: Duration) {
         let interval = Timespec { tv_sec: 0, tv_nsec: interval.subsec_nanos().into() };
         let timer = Itimerspec { it_interval: interval, it_value: interval };
-        // Fails only for times that are no times.
+        // Fails only for invalid times.
         let _ = rustix::time::timerfd_settime(&self.watchdog, TimerfdTimerFlags::empty(), &timer);
     }
 
-    /// Looks whether a job takes long that was expected to be quick.
+    /// Runs on each tick of the watchdog. Treats handlers as slow if a job that was expected to be quick is
+    /// still running.
     fn look(self: &Arc<Self>) {
         let _ = rustix::io::read(&self.watchdog, &mut [0; 8]);
         let mut state = lock(&self.state);
@@ -433,7 +439,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sees to it that a handler thread looks for jobs soon, if there is one to spare.
+    /// Makes a handler thread look for jobs soon: wakes an idle thread, or starts one within the limit.
     fn call_help(self: &Arc<Self>, state: &mut State) {
         if state.idle > 0 {
             self.call_idle(state);
@@ -442,12 +448,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let spawned = std::thread::Builder::new()
                 .name("handler".into())
                 .spawn(move || pool.handle_jobs(Tenure::WhileNeeded));
-            // Without a further thread the jobs run one after the other, and their deadlines hold.
+            // If no thread can be started, jobs run one after the other. Their deadlines still hold.
             state.threads += usize::from(spawned.is_ok());
         }
     }
 
-    /// Has one of the idle threads, of which there is at least one, look what there is to do.
+    /// Wakes an idle thread to look for jobs. At least one thread must be idle.
     fn call_idle(&self, state: &mut State) {
         if !state.is_searching {
             state.is_searching = true;
@@ -457,14 +463,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Whether a thread that runs no job is to end; then it counts no longer.
+    /// Returns true if the calling thread, which runs no job, must end. The thread is then no longer counted.
     fn is_one_too_many(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
             return false;
         }
         state.threads -= 1;
-        // Another one may be too many, or have to run what this one has left, or wait for the link instead.
+        // Another thread may be surplus too, or must run remaining jobs, or must wait for the link in place
+        // of this one.
         let is_missed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
         if is_missed && state.idle > 0 {
             self.call_idle(&mut state);
@@ -472,8 +479,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         true
     }
 
-    /// Has the idle threads that are too many look before the permanent one waits beside them: the kernel
-    /// might wake that one again and again, which does not end.
+    /// Lets surplus idle threads end before the permanent thread waits in the same epoll instance. Otherwise
+    /// the kernel could wake the permanent thread for every call, and the surplus threads would never end.
     fn see_off_surplus(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
@@ -503,8 +510,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Whether the thread was called. Whatever woke it, it looks now, and so answers the call: no call is
-    /// open while no thread is idle that could, and a client that waits for an answer gets one.
+    /// Ends a thread's wait. Returns true if a call was pending; the caller then flushes, so that no client
+    /// waits for an unsent answer. The thread answers the call whatever woke it, because it looks for jobs
+    /// next. So a call is never pending without an idle thread.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;
@@ -518,8 +526,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         is_searching
     }
 
-    /// Runs a job in the surroundings that the thread keeps. Returns whether the next may begin before the answer is
-    /// sent.
+    /// Runs a job. Reuses the thread's context, `kept`. Returns true if the next job can begin before the
+    /// answer is sent.
     fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) -> bool {
         let Pending { order, payload, leased, .. } = pending;
         let (number, job) = (order.number, Job { payload, leased });
@@ -570,7 +578,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sends a result, with the exit status of the program that made it.
+    /// Sends a result, with the exit status of the program that ran the job, if any.
     fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, leased: Option<&Leased>) -> bool {
         let most = self.welcome.result_bytes_max;
         if result.len() as u64 > most {
@@ -584,12 +592,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let (named, status) = (named.map(Named::to_bytes), status.map(i32::to_le_bytes));
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
-        // Without extensions this allocates nothing.
+        // An empty `Vec` allocates nothing.
         let extensions: Vec<_> = named.into_iter().chain(status).collect();
         self.writer.answer(kind::RESULT, number, &Empty, &extensions, payload)
     }
 
-    /// Sends an error, with the output and the exit status of the program that failed.
+    /// Sends an error, with the output and the exit status of the program that ran the job, if any.
     fn fail(&self, number: u64, error: &HandlerError, mut output: Vec<u8>, status: Option<i32>) -> bool {
         output.truncate(INLINE_PAYLOAD_BYTES_MAX);
         let status = status.map(i32::to_le_bytes);
@@ -608,7 +616,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     // The link.
 
-    /// Reads all there is, and queues the jobs among it.
+    /// Reads the link until it is drained, and queues the jobs.
     fn take_in(&self) {
         let mut reader = lock(&self.reader);
         let Reader { inbox, scratch, pool } = &mut *reader;
@@ -621,7 +629,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             };
             let now = Instant::now();
             let mut state = lock(&self.state);
-            // What comes can be among them, and then is another.
+            // Recalled jobs must be dropped first, because a job can arrive again under the same number.
             self.drop_taken(&mut state);
             if !files.is_empty() {
                 state.lent.coming = std::mem::take(&mut files);
@@ -655,7 +663,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Forgets jobs that the supervisor has taken back.
+    /// Drops jobs that the supervisor has recalled.
     fn drop_taken(&self, state: &mut State) {
         let Some(claims) = self.claims else { return };
         while state.pending.front().is_some_and(|job| claims.is_taken(job.arrival))
@@ -666,8 +674,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Gives back a job that was taken back just as it was about to begin. This happens before a handler can begin and
-    /// answer a later job. The supervisor relies on this order, also if a handler ends the process.
+    /// Hands a job back to the supervisor that was recalled just as it was about to begin. Must happen before
+    /// a handler can begin and answer a later job. The supervisor relies on this order, even if a handler
+    /// ends the process.
     fn give_back(&self, state: &mut State, job: &Pending) {
         state.unlist(&job.order);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
@@ -675,7 +684,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.writer.flush();
     }
 
-    /// Shows the supervisor, which has taken jobs back, that this process can begin others.
+    /// Sends a heartbeat if recalled jobs were dropped, so that the supervisor knows that this process can
+    /// begin other jobs.
     fn tell_dropped(&self, state: &mut State) {
         if std::mem::take(&mut state.has_dropped) {
             self.writer.push(kind::HEARTBEAT, 0, &Empty, Payload::NONE);
@@ -683,7 +693,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Says which memory files are there, so that jobs can name them.
+    /// Confirms received memory files, so that jobs can use them.
     fn tell_taken(&self, state: &mut State) {
         if state.lent.taken.is_empty() {
             return;
@@ -726,7 +736,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 stopping = Stopping::Sent;
             }
             if !interval.is_zero() && Instant::now() >= next_beat {
-                // A heartbeat says that the supervisor can reach this worker.
+                // A heartbeat asserts that the supervisor can reach this worker.
                 self.writer.check_link(&self.link);
                 match self.welcome.beat {
                     Some(beat) => beat.store(monotonic_ns().to_le(), Ordering::Release),
@@ -738,7 +748,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// What jobs have said of their progress and not told, because they said something else just before.
+    /// Sends progress reports that the rate limit held back.
     fn settle_progress(&self) {
         let live: Vec<(u64, Arc<Handle>)> = {
             let state = lock(&self.state);
@@ -748,14 +758,14 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let settle = |(number, handle): &(u64, Arc<Handle>)| {
             handle.progress.get().is_some_and(|progress| progress.settle(&self.writer, *number))
         };
-        // Each of them, and one write.
+        // One write for all reports. `count` visits every job, unlike `any`.
         if live.iter().filter(|job| settle(job)).count() > 0 {
             self.writer.flush();
         }
     }
 
-    /// On SIGTERM. Jobs may be on their way until the supervisor has heard of it and answered with DRAIN, so
-    /// the worker goes on as before until then. Without a single job to come it ends at once.
+    /// Handles SIGTERM. The supervisor may send jobs until it has processed STOPPING and answered with DRAIN,
+    /// so the worker continues until then. Before READY no job can come, so the worker exits immediately.
     fn begin_to_stop(&self) -> Stopping {
         if !lock(&self.state).is_ready {
             std::process::exit(0);
@@ -763,7 +773,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         Stopping::ToSay
     }
 
-    /// Reads what there is on behalf of the handlers, and has them see to it.
+    /// Reads the link for the handlers, and calls a handler thread if jobs are pending.
     fn attend_link(self: &Arc<Self>) {
         self.take_in();
         let mut state = lock(&self.state);
@@ -785,25 +795,27 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
-    /// Forgets a job, unless it came again under its number.
+    /// Removes a job from the live jobs, unless its number now belongs to a job received later.
     fn unlist(&mut self, order: &Order) {
         if self.live.get(&order.number).is_some_and(|handle| Arc::ptr_eq(handle, &order.handle)) {
             self.live.remove(&order.number);
         }
     }
 
-    /// Whether there are more threads than may be. Those that may end do so instead of taking a job.
+    /// Returns true if there are more threads than allowed. Surplus threads end instead of taking a job; the
+    /// permanent thread stays.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
     }
 
-    /// Whether a job waits, and fewer run than may, however many threads are left: jobs can be sent ahead.
+    /// Returns true if a job is pending and fewer than `threads_max` jobs run. The number of threads does not
+    /// matter, because jobs can be prefetched.
     fn may_begin(&self) -> bool {
         let running = self.live.len().saturating_sub(self.pending.len());
         !self.pending.is_empty() && running < self.threads_max
     }
 
-    /// A frame that came at this moment.
+    /// Handles a frame received at `now`.
     fn take_in(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
             kind::JOB => {
@@ -859,18 +871,18 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// The same for a thread that need not be woken on time: with others that need not either, so that many idle workers
-/// do not each wake a processor. Threads that this one starts do not inherit it.
+/// Waits as [`wait_one`] does, with timer slack `late` if there is a timeout. So the kernel can combine
+/// wake-ups of many idle workers. Threads started by this thread do not inherit the slack.
 fn wait_idly(epoll: &impl AsFd, patience: Option<Duration>, late: Duration) -> Option<u64> {
     let slack = patience.and(NonZeroU64::new(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX)));
-    // Without it the thread is woken on time, which does no harm.
+    // On an error the thread is woken on time, which is harmless.
     let _ = slack.map(|slack| set_current_timer_slack(Some(slack)));
     let woken_by = wait_one(epoll, patience);
     let _ = slack.map(|_| set_current_timer_slack(None));
     woken_by
 }
 
-/// Waits for one event of an epoll instance; `None` if the time ran out.
+/// Waits for one event of an epoll instance. Returns `None` on a timeout.
 fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
     let timeout = patience.and_then(|patience| Timespec::try_from(patience).ok());
     let mut event = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
@@ -881,7 +893,8 @@ fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs code of the worker's author: a panic is an error, and a process that it forked does not return from here.
+/// Runs code of the worker's author. Turns a panic into an error. Ends a process that the code forked instead
+/// of returning in it.
 pub(crate) fn guarded<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

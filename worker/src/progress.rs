@@ -1,5 +1,5 @@
-//! Progress of a job, told ten times a second at most: a handler may say it in every round of its loop. The last
-//! word is told before the result.
+//! Rate limit for the progress reports of a job: at most ten per second. So a handler can report in every
+//! iteration of a loop. The last report is always sent, before the result.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use bulkhead_shared::worker_protocol::Progressed;
 
 use crate::link::Writer;
 
-/// The time from one to the next.
+/// Minimum interval between two reports.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a job has said.
+/// Progress reports of a job.
 #[derive(Default)]
 pub(crate) struct Progress(Mutex<Said>);
 
@@ -24,7 +24,7 @@ struct Said {
 }
 
 impl Progress {
-    /// Tells it, or keeps it until it is time.
+    /// Sends the report, or keeps it until the interval has passed.
     pub(crate) fn say(&self, writer: &Writer, number: u64, fraction: f32, text: &str) {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -36,7 +36,7 @@ impl Progress {
         writer.send(kind::PROGRESSED, number, &Progressed { fraction, text });
     }
 
-    /// Puts what was kept before whatever is written next. Returns whether there was something.
+    /// Writes the kept report to the outbox, before the next frame. Returns false if there was none.
     pub(crate) fn settle(&self, writer: &Writer, number: u64) -> bool {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((fraction, text)) = said.unreported.take() else { return false };

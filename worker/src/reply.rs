@@ -1,27 +1,27 @@
-//! What a handler answers.
+//! Results and errors of handlers.
 
 use std::fmt;
 
 use bulkhead_shared::Fault;
 
-/// Why a handler could not do its job.
+/// The error of a handler that could not do the job.
 ///
-/// Every [`std::error::Error`] becomes one by `?`, with the code `error`, as the dependency's fault and
-/// not worth a retry.
+/// The `?` operator converts every [`std::error::Error`] into a `HandlerError` with the code `error`,
+/// `fault` set to `Dependency`, and `retryable` set to false.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HandlerError {
-    /// A short word for programs; up to 128 bytes reach the client.
+    /// Error code for programs, a short word. At most 128 bytes reach the client.
     pub code: String,
-    /// A sentence for people; up to 8 KiB reach the client.
+    /// Message for people. At most 8 KiB reach the client.
     pub message: String,
-    /// Whether the same job may succeed later.
+    /// True if the same job may succeed later.
     pub retryable: bool,
-    /// The party to blame; the caller's own faults do not speak against the bulkhead.
+    /// The party at fault. Faults of the caller do not count as failures of the bulkhead.
     pub fault: Fault,
 }
 
 impl HandlerError {
-    /// The dependency's fault, not worth a retry.
+    /// Creates a non-retryable error with `fault` set to `Dependency`.
     ///
     /// ```
     /// use bulkhead_worker::HandlerError;
@@ -32,13 +32,13 @@ impl HandlerError {
         Self { code: code.into(), message: message.into(), retryable: false, fault: Fault::Dependency }
     }
 
-    /// The caller is to blame.
+    /// Sets `fault` to `Caller`.
     #[must_use]
     pub fn caller(self) -> Self {
         Self { fault: Fault::Caller, ..self }
     }
 
-    /// The same job may succeed later.
+    /// Marks the error as retryable.
     #[must_use]
     pub fn retryable(self) -> Self {
         Self { retryable: true, ..self }
@@ -60,29 +60,30 @@ impl<E: std::error::Error> From<E> for HandlerError {
     }
 }
 
-/// What becomes of a job, as the protocol can say it.
+/// The reply to a job, with all forms that the protocol supports.
 #[doc(hidden)]
 pub enum Reply {
-    /// It is done.
+    /// The job succeeded.
     Result(Vec<u8>),
-    /// It could not be done.
+    /// The job failed.
     Failed(HandlerError),
-    /// A program has exited.
+    /// A program ran the job and exited.
     Exited {
         /// Exit status.
         status: i32,
-        /// Error of the job; `None` if it is done.
+        /// Error of the job; `None` if the job succeeded.
         error: Option<HandlerError>,
-        /// Result, or the payload of the error, of which the first 64 KiB reach the client.
+        /// Result of a successful job, or payload of the error. The client gets at most the first 64 KiB of
+        /// an error's payload.
         output: Vec<u8>,
     },
-    /// The program that did it died by a signal.
+    /// The program that ran the job was killed by a signal.
     ProgramCrashed {
-        /// What it was, as we number processes.
+        /// Process id of the program, as the worker sees it.
         process: u32,
-        /// The signal's number.
+        /// Signal number.
         signal: i32,
-        /// A sentence for people.
+        /// Message for people.
         message: String,
     },
 }

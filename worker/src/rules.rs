@@ -1,14 +1,15 @@
-//! The rules of Landlock that each program of `exec` is put under, on top of the worker's own, so that the
-//! programs of one worker, and the host, are out of each other's reach. Workers forked by a template get rules on top
-//! of the template's in the same way. For these, read "worker" for "program" and "template" for "worker" below.
+//! Landlock rules for each program of `exec`, in addition to the worker's rules. They keep programs of one
+//! worker away from each other and from the host. Workers forked by a template get rules in addition to the
+//! template's in the same way. For these, read "worker" for "program" and "template" for "worker" below.
 //!
-//! Rules only ever take away, so each program's name again what the worker has, but for its temporary
-//! folder: in place of that stands the folder of this program alone. They also scope: no signals to, no
-//! abstract sockets of, and no tracing of whatever is not below the program itself.
+//! Landlock rules can only remove rights. So the rules of a program repeat the grants of the worker, with the
+//! program's temporary folder in place of the worker's. The rules also set scopes: a program cannot signal or
+//! trace processes other than its descendants, or use their abstract sockets.
 //!
-//! What the worker has is told by the keeper (see [`bulkhead_shared::program_rules`]). It is opened once, at
-//! the start, so that a program costs one system call for each path, without a path lookup. In system folders only the
-//! topmost folders are opened, however many of their paths the worker may use.
+//! The keeper passes the grants of the worker (see [`bulkhead_shared::program_rules`]). The host opens the
+//! granted paths once, at the start, so that each program costs one system call per path and no path lookup.
+//! In system folders the host opens only the top-level folders, regardless of the number of granted paths
+//! below.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -22,10 +23,10 @@ use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRule
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// To look at and to make rules of, and nothing else.
+/// Open flags for folders and files that are only inspected or used in rules.
 const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// Rights that there are for single files; the kernel refuses a rule that has others.
+/// Rights that apply to files. The kernel rejects a rule for a file with any other right.
 const OF_FILES: u64 = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
 const EXECUTE: u64 = 1;
 const WRITE_FILE: u64 = 1 << 1;
@@ -34,20 +35,20 @@ const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
-/// Folders of the system. `/dev` is none of them, because the worker's temporary folder is mounted at `/dev/shm` as well.
+/// System folders. `/dev` is missing because the worker's temporary folder is also mounted at `/dev/shm`.
 const SYSTEM: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
-/// Variables that name the temporary folder, unless `env` sets them.
+/// Variables set to the temporary folder, unless `env` sets them.
 pub(crate) const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
 
-/// Of Landlock: with it the kernel logs what is tried and refused.
+/// Flags for `landlock_restrict_self`: none, so that the kernel logs denied accesses.
 const NO_VERSION: u32 = 0;
 
-/// Folders above one another.
+/// Maximum number of parent folders to follow.
 const DEPTH_MAX: usize = 256;
 
-/// What a worker has, ready to be given to programs.
+/// The grants of a worker, opened so that they can be granted to programs.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -61,15 +62,15 @@ pub(crate) struct Temporary {
     pub(crate) path: PathBuf,
     pub(crate) folder: OwnedFd,
     access: u64,
-    /// Whether nothing else that is given leads to it.
+    /// True if no grant covers the temporary folder.
     is_hidden: bool,
 }
 
 impl Rules {
-    /// Reads the rules that the keeper left on standard input; without rules this is the null device. The rules of a
-    /// program only have to withhold the other programs' folders, because the rules of this process still apply. So
-    /// system folders are granted as a whole, and the number of descriptors does not depend on the number of installed
-    /// paths.
+    /// Reads the rules that the keeper left on standard input; without rules, standard input is the null
+    /// device. The rules of a program only have to withhold the folders of other programs, because the
+    /// worker's rules still apply. So system folders are granted as a whole, and the number of descriptors
+    /// does not depend on the number of granted paths.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
@@ -81,12 +82,12 @@ impl Rules {
             .read_to_end(&mut bytes)?;
         let told = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
         let grants = widened(&told)?;
-        // Nothing else is withheld where there is no folder to keep apart.
+        // Without a temporary folder there is nothing to withhold from programs.
         let handled = if told.temporary.is_some() { told.handled } else { 0 };
         Self::open(ProgramRules { handled, grants, ..told })
     }
 
-    /// Whether there is anything to put in force.
+    /// Returns true if there are rules to enforce.
     pub(crate) fn are_any(&self) -> bool {
         self.handled != 0 || self.scoped != 0
     }
@@ -97,7 +98,7 @@ impl Rules {
         for Grant { path, access } in &grants {
             match rustix::fs::open(path, PLACE, Mode::empty()) {
                 Ok(place) => given.push((place, *access)),
-                // It may be gone since the worker was given it.
+                // The path may have been removed since the worker started.
                 Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP) => {}
                 Err(errno) => return Err(errno.into()),
             }
@@ -111,7 +112,8 @@ impl Rules {
         Ok(Self { handled, scoped, given, temporary })
     }
 
-    /// Gives programs what they are executed from, where no path leads there.
+    /// Grants programs the right to read and execute `program`, the descriptor of an executable that has no
+    /// accessible path.
     pub(crate) fn give_program(&mut self, program: OwnedFd) {
         self.given.push((program, EXECUTE | READ_FILE));
     }
@@ -120,22 +122,24 @@ impl Rules {
         self.temporary.as_ref()
     }
 
-    /// Whether programs reach each other's temporary files, since `read` or `write` give a folder above.
+    /// Returns true if programs can read each other's temporary files because `read` or `write` grants a
+    /// folder above.
     pub(crate) fn leave_temporary_files_open(&self) -> bool {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
 
-    /// Rules for one program, whose temporary folder is this one. `None`: there is no Landlock.
+    /// Creates the rules of a program with the temporary folder `folder`. Returns `None` if there are no
+    /// rules to enforce.
     pub(crate) fn of_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
         if !self.are_any() {
             return Ok(None);
         }
-        // What the worker's own rules withhold of the network, they withhold from its programs.
+        // Network rights need no entry: programs inherit the restrictions of the worker's rules.
         let withheld = Withheld { files: self.handled, network: 0, scopes: self.scoped };
         let ruleset = landlock::create_ruleset(withheld)?;
         for (place, access) in self.given.iter().filter(|_| self.handled != 0) {
             match landlock::give(ruleset.as_fd(), place.as_fd(), *access) {
-                // What was a folder is a file by now.
+                // The path was a folder when the rules were made and is a file now.
                 Err(Errno::INVAL) => landlock::give(ruleset.as_fd(), place.as_fd(), access & OF_FILES)?,
                 result => result?,
             }
@@ -147,8 +151,8 @@ impl Rules {
     }
 }
 
-/// Returns the grants with the folders of [`SYSTEM`] in place of what lies in them, unless that contains the temporary
-/// folder.
+/// Replaces grants below the folders of [`SYSTEM`] by a grant for the whole folder, unless the folder
+/// contains the temporary folder.
 fn widened(told: &ProgramRules) -> io::Result<Vec<Grant>> {
     let temporary = told.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
     let is_apart = |place: OwnedFd| {
@@ -172,7 +176,8 @@ fn open_folder(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(path, PLACE | OFlags::DIRECTORY, Mode::empty())
 }
 
-/// Whether a folder lies in what is given to be listed.
+/// Returns true if a grant with the right to list folders covers `folder`. Also returns true at more than
+/// `DEPTH_MAX` levels.
 fn is_given(folder: &OwnedFd, given: &[(OwnedFd, u64)]) -> io::Result<bool> {
     let listed = given.iter().filter(|(_, access)| access & READ_DIR != 0);
     let listed: Result<Vec<_>, _> = listed.map(|(place, _)| rustix::fs::fstat(place).map(name)).collect();
@@ -198,38 +203,39 @@ fn name(stat: Stat) -> (u64, u64) {
     (stat.st_dev.into(), stat.st_ino.into())
 }
 
-/// Rules that are ready to be put in force.
+/// Landlock rules, ready to be enforced.
 pub(crate) struct Ruleset(OwnedFd);
 
 impl Ruleset {
-    /// Puts this process under them, for ever, and all that it starts; `worker` is the worker's temporary
-    /// folder, which no program can list from then on. For a forked child: system calls and nothing else.
+    /// Restricts this process and its future descendants permanently. Then checks that the worker's temporary
+    /// folder, `worker`, can no longer be listed. Makes only system calls, because it runs in a forked child.
     pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
         landlock::restrict_self(self.0.as_fd(), NO_VERSION)?;
         let Some(folder) = worker else { return Ok(()) };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match rustix::fs::openat(folder, c".", flags, Mode::empty()) {
             Err(Errno::ACCESS) => Ok(()),
-            // Said to be in force, and are not.
+            // Landlock accepted the rules but does not enforce them.
             _ => Err(Errno::NOTRECOVERABLE.into()),
         }
     }
 }
 
 impl Temporary {
-    /// What proves that a program's rules are in force: that it cannot list this.
+    /// Returns the folder used to verify a program's rules: with the rules in force the program cannot list
+    /// it. Returns `None` if a grant covers the folder.
     pub(crate) fn proof(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }
 
-    /// Makes a folder in it.
+    /// Creates a subfolder.
     pub(crate) fn make(&self, name: &str) -> rustix::io::Result<OwnedFd> {
         self.open_up();
         rustix::fs::mkdirat(&self.folder, name, Mode::RWXU)?;
         rustix::fs::openat(&self.folder, name, FOLDER | OFlags::PATH, Mode::empty())
     }
 
-    /// Programs have the host's user, and may have shut the folder that theirs lie in.
+    /// Restores the owner's rights on the folder. Programs run as the host's user and can remove them.
     fn open_up(&self) {
         let is_open = rustix::fs::fstat(&self.folder)
             .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
@@ -238,7 +244,8 @@ impl Temporary {
         }
     }
 
-    /// Removes a folder in it, unless that has many entries; whether nothing is left to do.
+    /// Removes a subfolder, at most `entries_max` entries per call. Returns true if no further call is
+    /// needed.
     pub(crate) fn remove(&self, name: &CStr, entries_max: usize) -> bool {
         let parent = self.folder.as_fd();
         self.open_up();
@@ -246,7 +253,7 @@ impl Temporary {
             return true;
         }
         let Ok(folder) = folder::open(parent, name, Mode::RWXU) else { return true };
-        // What cannot be removed goes with the worker's own folder.
+        // Entries that cannot be removed are removed with the worker's own folder.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }

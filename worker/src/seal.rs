@@ -1,13 +1,13 @@
-//! The second filter of a strictly confined worker: what it needed to start, it gives up before its first
-//! job. The supervisor decides what that is and sends the filter; this puts it in force.
+//! The seal: a second seccomp filter of a strictly confined worker, which removes system calls that only the
+//! start needs. The supervisor builds the filter and sends it; the worker installs it before the first job.
 
 use std::io;
 
-/// A filter of system calls, as the kernel takes it.
+/// A seccomp filter in the kernel's format.
 pub(crate) struct Seal(Vec<libc::sock_filter>);
 
 impl Seal {
-    /// From the welcome's bytes: the instructions as they are in memory.
+    /// Reads the filter from the welcome: instructions in the kernel's memory layout.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
         let (instructions, rest) = bytes.as_chunks::<8>();
         let fits = !instructions.is_empty() && instructions.len() <= usize::from(u16::MAX) && rest.is_empty();
@@ -23,11 +23,11 @@ impl Seal {
         Ok(Self(instructions.iter().map(instruction).collect()))
     }
 
-    /// Puts it in force for all threads of this process, and those to come.
+    /// Installs the filter for all current and future threads of this process.
     pub(crate) fn put_in_force(&self) -> io::Result<()> {
         let program = libc::sock_fprog { len: self.0.len() as u16, filter: self.0.as_ptr().cast_mut() };
         let flags = libc::SECCOMP_FILTER_FLAG_TSYNC;
-        // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
+        // SAFETY: `program` points to a local value whose length matches the filter behind its pointer. The
         // kernel checks the program, copies it and writes to neither.
         #[expect(unsafe_code, reason = "seccomp(2) has no safe form")]
         let result =
@@ -49,7 +49,7 @@ mod tests {
         assert!(Seal::read(&[]).is_err());
         assert!(Seal::read(&[0; 9]).is_err());
         assert!(Seal::read(&[0; 16]).is_ok());
-        // The kernel is the judge of what they say.
+        // Only the kernel checks the meaning of the instructions.
         assert!(Seal::read(&[255; 8]).is_ok_and(|seal| seal.put_in_force().is_err()));
     }
 }

@@ -1,4 +1,4 @@
-//! Putting a worker together: its handlers, what they share, and [`serve`].
+//! [`Server`], which assembles a worker from handlers and shared state, and [`serve`].
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -17,12 +17,12 @@ use crate::pool::{Handler, Pool, guarded};
 use crate::reply::{HandlerError, Reply};
 use crate::template::{self, Template};
 
-/// Started by hand, or otherwise not as a worker.
+/// Exit status of a program that was not started as a worker.
 const USAGE: u8 = 2;
 
-/// Serves jobs with one function, whatever their operation, until the supervisor ends the worker.
+/// Serves jobs of all operations with one function, until the supervisor ends the worker.
 ///
-/// Returns only if the program was not started as a worker, or the supervisor refused it.
+/// Returns only if the program was not started as a worker, or if the worker cannot start.
 pub fn serve<R, F>(handler: F) -> ExitCode
 where
     R: Into<Vec<u8>>,
@@ -36,7 +36,7 @@ type BoxedHandler<S> = Box<Handler<S>>;
 type BeforeFork<S> = Box<dyn FnMut(&mut S) + Send>;
 type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError> + Send>;
 
-/// A worker with several operations, and something they share.
+/// A worker with several operations and shared state.
 ///
 /// ```no_run
 /// use bulkhead_worker::{HandlerError, Server};
@@ -55,8 +55,8 @@ type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError
 /// }
 /// ```
 ///
-/// [`Server::init`] is called first and once, because it sets the type of the handlers' state. Any other order does not
-/// compile.
+/// [`Server::init`] must be called first and only once, because it sets the type of the handlers' state. Any
+/// other order does not compile.
 ///
 /// ```compile_fail
 /// use bulkhead_worker::{HandlerError, Server};
@@ -83,16 +83,16 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// A call that was made twice. The second would silently discard the first.
+    /// A method that was called twice. The second call would silently replace the value of the first.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }
 
-/// The stage of a [`Server`] that can still be given an [`init`](Server::init).
+/// The stage of a [`Server`] that still accepts an [`init`](Server::init).
 #[derive(Debug)]
 pub enum Blank {}
 
-/// The stage of a [`Server`] that has its `init`, a handler or a hook.
+/// The stage of a [`Server`] that has an `init`, a handler or a hook.
 #[derive(Debug)]
 pub enum Configured {}
 
@@ -103,17 +103,19 @@ impl Default for Server<(), Blank> {
 }
 
 impl Server<(), Blank> {
-    /// A worker without handlers, which share nothing.
+    /// Creates a worker without handlers and without state.
     pub fn new() -> Self {
         Self::started_by(Box::new(|_| Ok(())))
     }
 
-    /// Has `init` run before the first job, on the thread that will run it, and which stays as long as the
-    /// worker while other handler threads come and go. What it makes is shared by all handlers as
-    /// [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
-    /// worker does not start, and the reason is shown to operators.
+    /// Sets the function that runs before the first job and makes the state that all handlers share as
+    /// [`Ctx::state`]. `init` runs on the first handler thread, which exists as long as the worker. Other
+    /// handler threads are started and ended as needed.
     ///
-    /// Must be called before handlers and hooks are added, because these depend on the type of the state.
+    /// `init` can take as long as `start.ready`, and can ask for more time. If `init` fails, the worker does
+    /// not start, and operators see the reason.
+    ///
+    /// Must be called before handlers and hooks are added, because they depend on the type of the state.
     pub fn init<S, E, I>(self, init: I) -> Server<S>
     where
         E: Into<HandlerError>,
@@ -138,7 +140,7 @@ impl<S, Stage> Server<S, Stage> {
 }
 
 impl<S> Server<S> {
-    /// Notes a call that replaced what an earlier one set.
+    /// Records a method call that replaced an earlier value.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
         self
@@ -151,7 +153,8 @@ impl<S> Server<S> {
 }
 
 impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
-    /// With `start.mode = "fork"`: runs in the template before each fork. No thread may be left afterwards.
+    /// Sets a hook that runs in the template before each fork (`start.mode = "fork"`). The process must have
+    /// a single thread when the hook returns.
     #[must_use]
     pub fn before_fork<F>(self, hook: F) -> Server<S>
     where
@@ -162,9 +165,10 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || "before_fork".into())
     }
 
-    /// With `start.mode = "fork"`: runs in each worker before its first job, on the thread that will run it. What all
-    /// workers would have alike (random generators of the program's own), share (offsets of open files, connections)
-    /// or lack (threads, timers, locks of files) is made anew here. If it fails, the worker does not start.
+    /// Sets a hook that runs in each forked worker before the first job, on the first handler thread
+    /// (`start.mode = "fork"`). Without this hook, forked workers duplicate the state of the program's random
+    /// generators, share file offsets and connections, and lack threads, timers and file locks. The hook must
+    /// recreate these where needed. If the hook fails, the worker does not start.
     #[must_use]
     pub fn after_fork<E, F>(self, hook: F) -> Server<S>
     where
@@ -177,7 +181,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || "after_fork".into())
     }
 
-    /// Serves one operation.
+    /// Sets the handler of one operation.
     #[must_use]
     pub fn operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
@@ -189,8 +193,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || format!("operation({name:?})"))
     }
 
-    /// Serves every operation that has no handler of its own. Without it those fail as
-    /// `unknown_operation`.
+    /// Sets the handler of all operations that have no handler. Without this handler, jobs of such operations
+    /// fail as `unknown_operation`.
     #[must_use]
     pub fn handler<R, F>(self, handler: F) -> Server<S>
     where
@@ -200,7 +204,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.configured().with_fallback(boxed(handler))
     }
 
-    /// The same for a handler that can say more than a result or an error.
+    /// Sets a handler that can return every [`Reply`].
     #[doc(hidden)]
     #[must_use]
     pub fn raw_handler<F>(self, handler: F) -> Server<S>
@@ -210,8 +214,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.configured().with_fallback(Box::new(handler))
     }
 
-    /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as
-    /// a worker, or the supervisor refused it.
+    /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as a
+    /// worker, or if the worker cannot start.
     pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {
             eprintln!(
@@ -221,7 +225,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             );
             return ExitCode::from(USAGE);
         };
-        // Others of our user are not to read our memory or take our descriptors.
+        // Prevents other processes of the same user from reading this process's memory or taking its
+        // descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
         if let Some(call) = self.repeated.take() {
             let message = format!("`{call}` of `Server` is called twice, and one of the two would be lost");
@@ -236,7 +241,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         })
     }
 
-    /// Initialises once, and goes on in each process that is forked from here on.
+    /// Initialises the template once. Returns only in forked workers, each of which then serves jobs.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
@@ -253,7 +258,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             ownership::end_forked_process();
         };
         let link = template.serve(before).map_err(refused)?;
-        // From here on this is a worker, and the link has taken the place of the template's socket.
+        // Now in the forked worker; the link has replaced the template's socket.
         ownership::claim().map_err(|error| error.to_string())?;
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {
@@ -299,9 +304,9 @@ where
     })
 }
 
-/// A descriptor that becomes readable on SIGTERM. The variable that named the link stays set: changing
-/// the environment is not safe once a C library has started threads, and the descriptor itself is closed
-/// in children.
+/// Returns a descriptor that becomes readable on SIGTERM. Leaves the environment variable of the link set:
+/// changing the environment is not safe once a C library has started threads. Children do not inherit the
+/// link's descriptor.
 fn termination() -> std::io::Result<OwnedFd> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     ours.set_nonblocking(true)?;

@@ -1,11 +1,12 @@
-//! A template (`start.mode = "fork"`): this process initialises once and forks the bulkhead's workers, each as a child
-//! of the keeper. It runs no job itself.
+//! A template (`start.mode = "fork"`): this process initialises once and forks the bulkhead's workers, each
+//! as a child of the keeper. A template runs no jobs.
 //!
-//! A process is forked as its calling thread alone. So a template has one thread, or says which others it has and
-//! ends. What a worker does not inherit: the template's socket, parent-death signal, session and being a subreaper.
+//! `fork` copies only the calling thread. So a template must have a single thread; otherwise it names the
+//! other threads and exits. A worker does not inherit the template's socket, parent-death signal, session or
+//! subreaper attribute.
 //!
-//! In a sandbox, a worker puts itself under rules of its own, so that the others and the template are out of its reach,
-//! and the seal (`seal.rs`) takes the right to fork like its template from it, before its first job.
+//! In a sandbox each worker applies additional Landlock rules, so that it cannot reach the template or other
+//! workers. Before its first job the seal (`seal.rs`) removes the template's right to fork siblings.
 #![expect(unsafe_code, reason = "fork as a sibling has no safe form, and descriptors change their numbers")]
 
 use std::collections::VecDeque;
@@ -25,28 +26,28 @@ use rustix::process::{Pid, Signal};
 use crate::ownership;
 use crate::rules::{OF_FOLDER, Rules, Temporary};
 
-/// Threads that are named where there should be one.
+/// Maximum number of surplus threads that a message names.
 const THREADS_NAMED_MAX: usize = 8;
 
-/// Entries of a worker's temporary folder that are removed in one go.
+/// Maximum number of entries of a temporary folder that are removed at once, between two orders.
 const ENTRIES_AT_ONCE: usize = 256;
 
-/// Whether this process is to be a template.
+/// Returns true if this process must become a template.
 pub(crate) fn is_wanted() -> bool {
     std::env::var_os(TEMPLATE_VARIABLE).is_some()
 }
 
 /// The template's end of the keeper's socket.
 pub(crate) struct Template {
-    /// Its number is the link's in a worker.
+    /// Workers reuse the descriptor number of this socket for the link.
     socket: ManuallyDrop<OwnedFd>,
-    /// The keeper, or the first process of the namespace.
+    /// The keeper, or the first process of the pid namespace.
     parent: Option<Pid>,
-    /// What each worker is put under.
+    /// Landlock rules for each worker.
     rules: Rules,
 }
 
-/// What failed, and why.
+/// The failed step, and the error.
 type Failed = (&'static str, Errno);
 
 fn at(step: &'static str) -> impl Fn(Errno) -> Failed {
@@ -54,7 +55,7 @@ fn at(step: &'static str) -> impl Fn(Errno) -> Failed {
 }
 
 impl Template {
-    /// Reads what the keeper has left on standard input.
+    /// Reads the rules that the keeper left on standard input.
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
         let failed = |error: io::Error| format!("what the keeper tells of the sandbox: {error}");
         let rules = Rules::inherited().map_err(failed)?;
@@ -77,16 +78,16 @@ impl Template {
         rustix::io::retry_on_intr(send).map(drop)
     }
 
-    /// Says it, but not in a process that the initialisation forked.
+    /// Sends a message to the keeper. Does nothing in a process that the initialisation forked.
     pub(crate) fn tell(&self, word: Word<'_>) {
         if ownership::is_worker() {
-            // An error means that the keeper is gone, and this process goes with it.
+            // An error means that the keeper is gone. This process ends with it.
             let _ = self.say(word);
         }
     }
 
-    /// Says that it is ready, and forks a worker for each order. Returns the worker's link in a worker, and in the
-    /// template only an error.
+    /// Reports that the template is ready, and forks a worker for each order. Returns the link in each forked
+    /// worker. In the template, returns only on an error.
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
         let failed = |error: Errno| format!("the keeper's socket: {error}");
@@ -97,14 +98,15 @@ impl Template {
             let ((worker, secret), descriptors) = self.next(&mut doomed).map_err(failed)?;
             before_fork();
             self.check_threads()?;
-            // What is not written would be written twice.
+            // Unwritten output would be written by both processes.
             let _ = io::stdout().flush();
             match fork() {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
-                        // If that cannot be said, the keeper is gone.
+                        // If the message cannot be sent, the keeper is gone.
                         let _ = self.say(Word::NotForked { worker, errno: errno.raw_os_error(), step });
-                        // SAFETY: ends the process, without a thing being run that the template registered.
+                        // SAFETY: ends the process. `_exit` runs no exit handlers that the template
+                        // registered.
                         unsafe { libc::_exit(1) }
                     }
                     let [link, ..] = descriptors;
@@ -119,16 +121,16 @@ impl Template {
         }
     }
 
-    /// Puts a worker's link where this socket was, which is where the environment says that it is.
+    /// Replaces the socket by the worker's link, at the descriptor number that the environment names.
     fn give_way(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
-        // SAFETY: nothing of this process uses the socket any more, and it is never closed by that name.
+        // SAFETY: nothing in this process uses the socket any more, and its owner never closes this number.
         errno::check(unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) })?;
-        // SAFETY: the call has made it, and the socket's owner does not drop it.
+        // SAFETY: `dup3` has just opened this number, and the owner of the socket does not drop it.
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
-    /// Waits for an order to fork, and removes folders meanwhile.
+    /// Waits for an order to fork. Meanwhile removes the folders in `doomed`.
     fn next(
         &self,
         doomed: &mut VecDeque<CString>,
@@ -168,7 +170,7 @@ impl Template {
             };
             match descriptors.try_into() {
                 Ok(descriptors) => return Ok(((worker, secret), descriptors)),
-                // It may not have that many.
+                // This process may have reached its limit of open descriptors.
                 Err(_) => {
                     let errno = Errno::MFILE.raw_os_error();
                     self.say(Word::NotForked { worker, errno, step: "descriptors" })?;
@@ -177,7 +179,7 @@ impl Template {
         }
     }
 
-    /// Removes a piece of what a worker left behind.
+    /// Removes some entries of a folder that a dead worker left behind.
     fn remove_some(&self, doomed: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (doomed.front(), self.rules.temporary()) else {
             return doomed.clear();
@@ -187,9 +189,9 @@ impl Template {
         }
     }
 
-    /// The kernel says how many threads there are; their names are for people.
+    /// Fails if this process has more than one thread. The error names the other threads.
     fn check_threads(&self) -> Result<(), String> {
-        // With the folder itself and its own folders, the links of `/proc/self/task` are two more than threads.
+        // The link count of `/proc/self/task` is the number of threads plus 2.
         let count = rustix::fs::stat(c"/proc/self/task").map(|found| found.st_nlink as usize);
         if count == Ok(3) {
             return Ok(());
@@ -214,7 +216,7 @@ impl Template {
         ))
     }
 
-    /// What a forked process does before it is a worker like others.
+    /// Turns a forked process into a worker.
     fn become_worker(
         &self,
         (worker, secret): (u64, u128),
@@ -222,7 +224,7 @@ impl Template {
         [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS],
     ) -> Result<(), Failed> {
         rustix::process::setsid().map_err(at("session"))?;
-        // The kernel takes any number but zero for yes.
+        // The kernel treats any nonzero value as true.
         rustix::process::set_child_subreaper(Some(Pid::INIT)).map_err(at("child subreaper"))?;
         let signal = Some(Signal::KILL);
         rustix::process::set_parent_process_death_signal(signal).map_err(at("parent-death signal"))?;
@@ -236,7 +238,7 @@ impl Template {
         self.say(Word::Born { worker }).map_err(at("keeper"))
     }
 
-    /// Takes a temporary folder of its own, and puts this process under rules that nothing else is under.
+    /// Makes a temporary folder for this worker, and restricts this process by additional Landlock rules.
     fn step_apart(&self, worker: u64, secret: u128, template: Pid) -> Result<(), Failed> {
         if !self.rules.are_any() {
             return Ok(());
@@ -254,7 +256,7 @@ impl Template {
         if let Some(ruleset) = ruleset {
             ruleset.restrict(proof.as_ref().map(AsFd::as_fd)).map_err(failed)?;
         }
-        // The template is one that it must not reach.
+        // Verifies the rules: the template must be out of reach.
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
             Err(errno) => return Err(("its template has ended", errno)),
@@ -272,23 +274,23 @@ impl Template {
     }
 }
 
-/// Forks a child of this process's parent. Returns 0 in the child.
+/// Forks a sibling: a child of this process's parent. Returns 0 in the child.
 fn fork() -> Result<u32, Errno> {
     const NONE: usize = 0;
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
-    // SAFETY: without a stack and without shared memory this is a fork; this process has one thread, so that no lock
-    // is held in the child by a thread that it does not have.
+    // SAFETY: without a new stack and without shared memory, `clone` is a fork. This process has one thread,
+    // so the child holds no lock of a thread that does not exist there.
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE) };
     errno::check(pid).map(|()| pid as u32)
 }
 
-/// Makes a number mean this descriptor.
+/// Duplicates a descriptor to the given number.
 fn put_at(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
-    // SAFETY: what had the number is standard output or error.
+    // SAFETY: the number is that of a standard stream, which no owner closes.
     errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
-/// The C library's random numbers, which all workers would draw alike.
+/// Seeds the C library's random generators, which would otherwise return the same numbers in all workers.
 fn reseed() -> Result<(), Errno> {
     let mut seed = [0; 8];
     // SAFETY: the buffer has that many bytes.
@@ -297,7 +299,7 @@ fn reseed() -> Result<(), Errno> {
     }
     let [a, b, c, d, e, f, g, h] = seed;
     let (low, high) = (u32::from_ne_bytes([a, b, c, d]), u32::from_ne_bytes([e, f, g, h]));
-    // SAFETY: they change state of the C library, which no other thread is there to use.
+    // SAFETY: these calls change state of the C library, which no other thread can use meanwhile.
     unsafe {
         libc::srand(low);
         libc::srand48(high.into());

@@ -1,5 +1,5 @@
-//! LIMITS, as a supervisor sends it over a real link to real worker processes: one made with the SDK, which
-//! is this very program, and the host of `exec`.
+//! Sends LIMITS, as a supervisor does, over a real link to real worker processes: an SDK worker, which is
+//! this program, and the host of `exec`.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -15,13 +15,13 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// How long a condition may take that comes true at once on a healthy, idle machine.
+/// Maximum time for conditions that become true immediately on a healthy, idle machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Makes a run of this program the worker, and says which.
+/// Environment variable that makes this program run as a worker, in the role it names.
 const ROLE: &str = "LIMITS_TEST_WORKER";
 
-/// How many jobs of the operation `meet` wait for each other.
+/// Number of `meet` jobs that wait for each other.
 const PARTY: usize = 3;
 
 #[test]
@@ -54,7 +54,7 @@ fn the_worker() {
     }
 }
 
-/// A worker process and what a supervisor has of it. Dropping it kills it.
+/// A worker process, and the supervisor's side of its link. Killed when dropped.
 struct Worker {
     child: Child,
     link: UnixStream,
@@ -71,14 +71,14 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// This program in a role of [`the_worker`].
+    /// Starts this program as a worker in a role of [`the_worker`].
     fn of_sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
         let arguments = ["the_worker", "--exact", "--ignored", "--nocapture"];
         Self::start(program.to_str().unwrap(), &arguments, &[(ROLE, role)])
     }
 
-    /// The host, whose jobs are runs of a script.
+    /// Starts the host, which runs a script for each job.
     #[cfg(feature = "host")]
     fn of_exec(script: &str, folder: &str) -> Self {
         let host = env!("CARGO_BIN_EXE_bulkhead-worker");
@@ -87,7 +87,7 @@ impl Worker {
 
     fn start(program: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let (link, theirs) = UnixStream::pair().unwrap();
-        // The shell moves the link to where only it is open, and becomes the worker.
+        // The shell moves the link to descriptor 3, closes all other copies, and becomes the worker.
         let child = Command::new("/bin/sh")
             .args(["-c", "exec \"$0\" \"$@\" 3<&0 </dev/null", program])
             .args(arguments)
@@ -101,7 +101,7 @@ impl Worker {
         Self { child, link, inbox, scratch, read: Vec::new() }
     }
 
-    /// Hears the hello, and answers with a welcome and `more` in one piece.
+    /// Waits for the hello, and answers with a welcome and `more` in one write.
     fn welcome(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         let (hello, number, metadata) = self.next();
         assert_eq!((hello, number), (kind::HELLO, MAGIC));
@@ -124,7 +124,7 @@ impl Worker {
         });
     }
 
-    /// The same, and waits until the worker is ready.
+    /// Opens the link as `welcome` does, then waits until the worker is ready.
     fn open(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         self.welcome(max_in_flight, more);
         assert_eq!(self.next().0, kind::READY);
@@ -136,7 +136,7 @@ impl Worker {
         assert!(outbox.flush(&self.link, &mut BufferPool::default()).unwrap());
     }
 
-    /// The next frame's kind, number and metadata.
+    /// Returns kind, number and metadata of the next frame.
     fn next(&mut self) -> (u8, u64, Vec<u8>) {
         while self.read.is_empty() {
             let patience = Timespec::try_from(PATIENCE).unwrap();
@@ -150,7 +150,7 @@ impl Worker {
         self.read.remove(0)
     }
 
-    /// The jobs of the next so many results, in their order.
+    /// Returns the jobs of the next `count` results, in order.
     fn results(&mut self, count: usize) -> Vec<u64> {
         let mut result = || {
             let (kind, number, metadata) = self.next();
@@ -160,7 +160,7 @@ impl Worker {
         (0..count).map(|_| result()).collect()
     }
 
-    /// Waits until there are so many handler threads.
+    /// Waits until there are `expected` handler threads.
     fn wait_threads(&self, expected: usize) {
         let began = Instant::now();
         while self.handler_threads() != expected {
@@ -171,12 +171,12 @@ impl Worker {
 
     fn handler_threads(&self) -> usize {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-        // A thread may be gone before it is looked at.
+        // A thread may end before its name is read.
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
         names.filter(|name| name == "handler\n").count()
     }
 
-    /// Waits until it has exited.
+    /// Waits until the worker has exited.
     fn end(mut self) -> ExitStatus {
         let began = Instant::now();
         loop {
@@ -202,7 +202,7 @@ fn push_drain(outbox: &mut Outbox) {
     outbox.push(kind::DRAIN, 0, &Empty, &[], Payload::NONE).unwrap();
 }
 
-/// Jobs that wait for each other, beyond what the welcome said.
+/// Jobs that wait for each other, with a higher limit than in the welcome.
 fn meets_within_its_limits(mut worker: Worker) {
     worker.open(1, |_| {});
     worker.send(|outbox| {
@@ -214,7 +214,7 @@ fn meets_within_its_limits(mut worker: Worker) {
     worker.wait_threads(PARTY);
     worker.send(|outbox| push_limits(outbox, 1));
     worker.wait_threads(1);
-    // More than it was told: one after the other.
+    // More jobs than the limit run one after the other.
     worker.send(|outbox| (4..=20).for_each(|number| push_job(outbox, number, "")));
     assert_eq!(worker.results(17), Vec::from_iter(4..=20));
     assert_eq!(worker.handler_threads(), 1);
@@ -250,7 +250,7 @@ fn limits_that_come_while_the_worker_drains_neither_hold_it_up_nor_cost_jobs() {
         push_drain(outbox);
         push_limits(outbox, 0);
     });
-    // Two of the three wait for the third, which needs a thread.
+    // Two of the three jobs wait for the third, which needs another thread.
     worker.send(|outbox| push_limits(outbox, 3));
     assert_eq!(worker.results(PARTY).len(), PARTY);
     assert_eq!(worker.end().code(), Some(0));

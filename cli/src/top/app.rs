@@ -1,5 +1,5 @@
-//! The state of the screen: what was seen last, what is selected, and what keys do. It knows no terminal and
-//! no socket, and reads no clock.
+//! State of the screen: latest sample, selection, and handling of keys. Independent of the terminal, sockets
+//! and the clock.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -12,48 +12,48 @@ use super::sample::{Bulkhead, Counts, Sample, rates};
 use super::words::clean;
 use crate::output::{Failure, exit};
 
-/// Characters of a filter.
+/// Maximum length of a filter in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// For how long past the time of the next look nothing need be heard before that is said.
+/// Grace time after a missed sample before the supervisor counts as silent.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// What is to be done after a key.
+/// Next step after a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Stay,
-    /// With this exit status.
+    /// Exits with this status.
     Leave(u8),
-    /// As ^Z does elsewhere.
+    /// Suspends the program, as ^Z does.
     Suspend,
 }
 
-/// What is on the screen.
+/// The displayed page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// One bulkhead, its workers scrolled down by so many.
+    /// A single bulkhead, with the number of workers scrolled past.
     One {
         name: String,
         scroll: usize,
     },
 }
 
-/// What keys are for.
+/// Input mode.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Browse,
-    /// A filter is being typed; this is the one before.
+    /// The user is typing a filter; `before` is the previous one.
     Filter {
         before: String,
     },
     Help,
 }
 
-/// What the table is sorted by.
+/// Sort order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// By state and service, the worst first.
+    /// Worst state and service first.
     Worst,
     Name,
     Utilisation,
@@ -83,7 +83,7 @@ impl Sort {
     }
 
     fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
-        // What happens now comes before what has happened.
+        // Current rates come before totals.
         let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
             let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
@@ -99,14 +99,14 @@ impl Sort {
     }
 }
 
-/// How things stand with the supervisor.
+/// State of the contact with the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contact {
     Live,
     Paused,
-    /// It has not answered for so long.
+    /// The supervisor has not answered for this time.
     Silent(Duration),
-    /// It could not be reached for so long.
+    /// The supervisor has been unreachable for this time.
     Lost(Duration),
 }
 
@@ -118,23 +118,23 @@ pub(super) struct App {
     pub(super) sort: Sort,
     pub(super) filter: String,
     pub(super) events: Events,
-    /// The first row that is shown. To draw sees to it that the selected one is.
+    /// Index of the first displayed row. Drawing adjusts it so that the selected row is visible.
     pub(super) top: usize,
-    /// Rows that one page down goes, as drawn last.
+    /// Number of rows per page, from the last drawing.
     pub(super) page_rows: usize,
     pub(super) interval: Duration,
     pub(super) socket: String,
     bulkheads: Vec<Bulkhead>,
     selected: Selected,
-    /// When the supervisor was seen last, or was first asked again after a pause.
+    /// Time of the last sample, or of the end of a pause.
     seen: Instant,
-    /// Why it could not be reached the last time.
+    /// Error of the last sample.
     trouble: Option<String>,
     is_paused: bool,
     sampled: Instant,
 }
 
-/// The selection follows a bulkhead; where that is not shown, it keeps its place.
+/// The selected row. It follows its bulkhead by name, and keeps its place if the bulkhead is not displayed.
 #[derive(Debug, Default)]
 struct Selected {
     name: Option<String>,
@@ -164,9 +164,9 @@ impl App {
         }
     }
 
-    // What was seen.
+    // Samples.
 
-    /// Takes in what a look has seen, or why it has seen nothing.
+    /// Stores a sample or its error.
     pub(super) fn take(&mut self, looked: Result<Sample, Failure>) -> Step {
         match looked {
             Ok(sample) => self.take_sample(sample),
@@ -216,7 +216,7 @@ impl App {
         self.bulkheads.iter().find(|bulkhead| bulkhead.name == name)
     }
 
-    /// The bulkheads that the filter lets through, in their order.
+    /// Returns the bulkheads that match the filter, in sort order.
     pub(super) fn rows(&self) -> Vec<&Bulkhead> {
         let filter = self.filter.to_lowercase();
         let is_shown = |bulkhead: &&Bulkhead| bulkhead.name.to_lowercase().contains(&filter);
@@ -225,14 +225,14 @@ impl App {
         rows
     }
 
-    /// The place of the selected one among these rows.
+    /// Returns the index of the selected row.
     pub(super) fn selected(&self, rows: &[&Bulkhead]) -> usize {
         let named = self.selected.name.as_ref();
         let found = named.and_then(|name| rows.iter().position(|row| row.name == *name));
         found.unwrap_or(self.selected.place).min(rows.len().saturating_sub(1))
     }
 
-    // What keys do.
+    // Keys.
 
     pub(super) fn press(&mut self, input: Input, now: Instant) -> Step {
         let Input::Key(key) = input else { return Step::Stay };
@@ -332,7 +332,7 @@ impl App {
 
     fn go(&mut self, by: isize) {
         if let Page::One { scroll, .. } = &mut self.page {
-            // The end is known when it is drawn.
+            // Drawing limits the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
@@ -347,7 +347,8 @@ fn step(rows: usize) -> isize {
     isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
 }
 
-/// The first row to show, so that the selected one is seen and as little moves as can be.
+/// Returns the first row to display, so that the selected row is visible and the display moves as little as
+/// possible.
 pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
     let first = (selected + 1).saturating_sub(page);
     top.clamp(first, selected.max(first)).min(rows.saturating_sub(page))

@@ -1,15 +1,16 @@
-//! The columns of the table of bulkheads: what stands in them, and which of them a width has room for.
+//! The columns of the table of bulkheads: their contents, and the choice for a given width.
 
 use super::sample::{Bulkhead, Counts};
 use super::words::{rate, short, width};
 
-/// Columns of the screen that a bar takes.
+/// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Columns of the screen that a name gets before all others; more only of what is left over.
+/// Minimum width of a name in screen columns, before other columns get any. A name gets more only if there is
+/// space left.
 const NAME_FIRST: usize = 14;
 
-/// One column, in the order in which they are shown.
+/// A column of the table, in display order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Column {
     Name,
@@ -30,7 +31,7 @@ pub(super) enum Column {
     P99,
 }
 
-/// All of them, the most important first.
+/// All columns, by importance.
 const BY_IMPORTANCE: [Column; 16] = [
     Column::Name,
     Column::State,
@@ -51,7 +52,7 @@ const BY_IMPORTANCE: [Column; 16] = [
 ];
 
 impl Column {
-    /// All of them, as they are shown.
+    /// Returns all columns in display order.
     pub(super) fn all() -> [Self; 16] {
         let mut all = BY_IMPORTANCE;
         all.sort();
@@ -109,7 +110,7 @@ impl Column {
         }
     }
 
-    /// The most columns of the screen that it wants for these rows.
+    /// Returns the width that the column needs for these rows, in screen columns.
     fn wanted(self, rows: &[&Bulkhead]) -> usize {
         if self == Self::Load {
             return BAR_COLUMNS;
@@ -119,10 +120,10 @@ impl Column {
     }
 }
 
-/// A column with the columns of the screen that it has.
+/// A column and its width in screen columns.
 pub(super) type Placed = (Column, usize);
 
-/// The columns that fit, as they are shown, one space apart. The name is always there.
+/// Returns the columns that fit, in display order, separated by one space. The name is always included.
 pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<Placed> {
     let mut left = columns;
     let mut placed: Vec<Placed> = Vec::new();
@@ -133,7 +134,8 @@ pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<Placed> {
             other => other.wanted(rows),
         };
         let gap = usize::from(column != Column::Name);
-        // What is less important stays away as well: columns should not come and go out of turn.
+        // Less important columns are omitted even if they would fit, so that columns appear and disappear in
+        // a fixed order.
         let Some(rest) = left.checked_sub(taken + gap) else { break };
         left = rest;
         placed.push((column, taken));

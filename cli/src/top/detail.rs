@@ -1,4 +1,4 @@
-//! The page of one bulkhead: its line of the table, what is counted, the busiest tenants, and its workers.
+//! The page of one bulkhead: its table row, counters, the busiest tenants, and its workers.
 
 use bulkhead_api::Tenant;
 use ratatui::buffer::Buffer;
@@ -12,13 +12,13 @@ use super::sample::{Bulkhead, Worker};
 use super::words::{fit, width};
 use crate::admin::WORKER_COLUMNS;
 
-/// Rows of the screen that workers have before tenants and counts take any.
+/// Number of screen rows reserved for workers before tenants and counters get any.
 const WORKER_ROWS_FIRST: usize = 4;
 
-/// Columns of the screen for a tenant's name.
+/// Width of a tenant's name in screen columns.
 const TENANT_COLUMNS: usize = 20;
 
-/// Draws the page; returns how many workers fit.
+/// Draws the page. Returns the number of workers that fit.
 pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let Page::One { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);
@@ -68,7 +68,8 @@ fn tenant_line(tenant: &Tenant) -> String {
     format!("{} {in_flight:8} {queued:8} {submitted:12} {rejected:12}", fit(name, TENANT_COLUMNS))
 }
 
-/// The workers as a table, its head first. Where tenants have workers of their own, each says whose it is.
+/// Formats the workers as a table with a header line. If tenants have separate workers, a column names the
+/// tenant.
 fn worker_lines(workers: &[Worker]) -> Vec<String> {
     let has_tenants = workers.iter().any(|worker| worker.tenant.is_some());
     let tenant = |worker: &Worker| {

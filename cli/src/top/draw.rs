@@ -1,5 +1,5 @@
-//! The screen as text in a buffer: the frame around a page, the table of bulkheads, and the help. Whatever the
-//! size, what does not fit is left out.
+//! Draws the screen into a buffer: header, footer, table of bulkheads, and help. Parts that do not fit are
+//! omitted.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,10 @@ use super::events::Event;
 use super::pieces::{bold, put, table_head, table_row, take_bottom, take_top};
 use super::words::fit;
 
-/// Rows of the screen from which on there is room for events.
+/// Minimum screen height for the event pane.
 const EVENTS_FROM: u16 = 10;
 
-/// Rows of the screen from which on there is room for a line at the bottom.
+/// Minimum screen height for the footer.
 const FOOTER_FROM: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[
@@ -35,7 +35,7 @@ const HELP: &[(&str, &str)] = &[
     ("q Ctrl-C", "leave"),
 ];
 
-/// Draws everything, and tells the application how far a page goes.
+/// Draws the screen, and stores the number of rows per page in `app`.
 pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     let mut rest = buffer.area;
     let has_footer = rest.height >= FOOTER_FROM;
@@ -54,14 +54,14 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     };
     event_pane(buffer, events, app);
     if matches!(app.contact(now), Contact::Lost(_) | Contact::Silent(_)) {
-        // Of yesterday, so to speak.
+        // Dims outdated data.
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
         }
     }
 }
 
-// The frame.
+// Header, footer and panes.
 
 fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
     let seconds =
@@ -124,9 +124,9 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
     }
 }
 
-// The table.
+// Table.
 
-/// Draws the rows that fit; returns how many that are.
+/// Draws the rows that fit. Returns their number.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);

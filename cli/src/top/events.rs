@@ -1,4 +1,4 @@
-//! The events that the screen has, as lines; those of a supervisor that was started again follow the others.
+//! Recent events as lines. Events of a restarted supervisor are appended to the earlier ones.
 
 use std::collections::VecDeque;
 
@@ -9,10 +9,10 @@ use serde_json::Value;
 use super::words::clean;
 use crate::admin::event_words;
 
-/// Events that are kept: as many as the supervisor keeps.
+/// Maximum number of stored events, as in the supervisor.
 pub(super) const EVENTS_MAX: usize = 4096;
 
-/// One event, ready to be shown.
+/// An event, formatted for display.
 #[derive(Clone, Debug)]
 pub(super) struct Event {
     pub(super) bulkhead: Option<String>,
@@ -21,17 +21,17 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// `None`, if it makes no sense.
+    /// Returns `None` if the event is malformed.
     pub(super) fn new(event: &Value) -> Option<Self> {
         let event = bulkhead_api::Event::deserialize(event).ok()?;
-        // Only the time of day, to the second.
+        // Shows only the time of day, in seconds.
         let at = event.at.get(11..19).unwrap_or(&event.at);
         let line = clean(&format!("{at} {}", event_words(&event)));
         Some(Self { bulkhead: event.bulkhead.as_deref().map(clean), severity: event.severity, line })
     }
 }
 
-/// The newest events, the oldest first.
+/// The most recent events, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Events {
     kept: VecDeque<Event>,
@@ -44,7 +44,7 @@ impl Events {
         self.kept.drain(..surplus);
     }
 
-    /// The newest so many, of one bulkhead or of all.
+    /// Returns the last `count` events, of one bulkhead or of all.
     pub(super) fn newest(&self, count: usize, bulkhead: Option<&str>) -> Vec<&Event> {
         let is_wanted = |event: &&Event| bulkhead.is_none() || event.bulkhead.as_deref() == bulkhead;
         let mut newest: Vec<&Event> = self.kept.iter().rev().filter(is_wanted).take(count).collect();

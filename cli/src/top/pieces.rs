@@ -1,4 +1,4 @@
-//! Pieces that the frame and its pages share: rows of text, and of the table of bulkheads.
+//! Drawing helpers for text lines and rows of the table of bulkheads.
 
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
@@ -21,7 +21,7 @@ pub(super) fn take_bottom(rest: &mut Rect, rows: u16) -> Rect {
     Rect { y: rest.y + rest.height, height, ..*rest }
 }
 
-/// One line of text, cut where the row ends.
+/// Draws a line of text, truncated at the end of the row.
 pub(super) fn put(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
     if row.height > 0 && row.width > 0 {
         let columns = usize::from(row.width);
@@ -33,7 +33,7 @@ pub(super) fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }
 
-/// Colours only repeat what a word says.
+/// Returns the colour of a state. Colours only repeat information that is also in the text.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
         "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),

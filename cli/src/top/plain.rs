@@ -1,4 +1,4 @@
-//! `top` without a screen: what is seen within one interval, as a table or as JSON.
+//! `top` without a screen: prints the result of one interval as a table or JSON.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::args::Args;
 use crate::output::{self, Failure, exit};
 use crate::worst;
 
-/// Events that are printed, the newest.
+/// Number of recent events to print.
 const EVENTS_SHOWN: usize = 10;
 
 pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> {

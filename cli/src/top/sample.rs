@@ -1,5 +1,4 @@
-//! Looking at a supervisor: what one look has seen, as plain data whose texts are harmless, and what differs
-//! between two of them.
+//! Samples of a supervisor as plain data with escaped texts, and differences between samples.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,35 +17,35 @@ use crate::args::Args;
 use crate::output::Failure;
 use crate::worst::rank;
 
-/// What one look has seen.
+/// A sample of the supervisor.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) at: Instant,
     pub(super) bulkheads: Vec<Bulkhead>,
-    /// Those since the look before.
+    /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// Whether it is another supervisor than at the look before, which has counted from nothing.
+    /// True if the supervisor was restarted since the previous sample, so that its counters began at zero.
     pub(super) is_another: bool,
 }
 
-/// How the jobs ended that a bulkhead has had.
+/// Number of jobs by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Counts<T> {
     pub(super) ok: T,
     pub(super) rejected: T,
     pub(super) failed: T,
-    /// Those that missed their deadline.
+    /// Jobs that missed their deadline.
     pub(super) late: T,
     pub(super) crashed: T,
 }
 
-/// A bulkhead at one moment.
+/// State of a bulkhead at the time of the sample.
 #[derive(Clone, Debug)]
 pub(super) struct Bulkhead {
     pub(super) name: String,
     pub(super) state: String,
     pub(super) service: String,
-    /// How much it needs to be looked at.
+    /// Severity, for sorting.
     pub(super) rank: (u8, u8),
     pub(super) detail: Option<String>,
     pub(super) service_cause: Option<String>,
@@ -55,14 +54,14 @@ pub(super) struct Bulkhead {
     pub(super) queued: u64,
     pub(super) capacity: u64,
     pub(super) counts: Counts<u64>,
-    /// A second, since the look before; `None` if that cannot be told.
+    /// Rates per second since the previous sample; `None` if unknown.
     pub(super) rates: Option<Counts<f64>>,
     pub(super) restarts: u64,
     pub(super) breaker: String,
-    /// Of the run.
+    /// Median of the run time.
     pub(super) p50: String,
     pub(super) p99: String,
-    /// Further facts in lines, for a closer look.
+    /// Further facts, one per line, for the page of the bulkhead.
     pub(super) facts: Vec<String>,
     pub(super) tenants: Vec<Tenant>,
     pub(super) workers: Vec<Worker>,
@@ -72,7 +71,7 @@ pub(super) struct Bulkhead {
 #[derive(Clone, Debug)]
 pub(super) struct Worker {
     pub(super) tenant: Option<String>,
-    /// As in `bulkhead status`.
+    /// Cells as in `bulkhead status`.
     pub(super) cells: [String; 8],
 }
 
@@ -105,7 +104,7 @@ impl Bulkhead {
         }
     }
 
-    /// The share of its permits that is in use.
+    /// Returns the fraction of permits in use.
     pub(super) fn utilisation(&self) -> f64 {
         match (self.in_flight, self.limit) {
             (0, _) => 0.0,
@@ -155,7 +154,7 @@ fn worker(worker: &bulkhead_api::Worker) -> Worker {
     Worker { tenant, cells: worker_cells(worker).map(|cell| clean(&cell)) }
 }
 
-/// How much more a second was counted; `None` if the counting began anew in between, or no time has passed.
+/// Returns the rates per second between two samples. `None` if counters were reset, or if no time has passed.
 pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) -> Option<Counts<f64>> {
     let seconds = elapsed.as_secs_f64();
     let rate = |before: u64, now: u64| {
@@ -171,18 +170,18 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
     })
 }
 
-/// What one look has been answered.
+/// The supervisor's answers for one sample.
 pub(super) struct Answers {
     pub(super) at: Instant,
-    /// As they came.
+    /// Unparsed documents.
     pub(super) bulkheads: Vec<Value>,
-    /// The same, as far as they are understood.
+    /// Parsed documents. Malformed ones are empty.
     pub(super) snapshots: Vec<Snapshot>,
     pub(super) events: Vec<Value>,
     pub(super) is_another: bool,
 }
 
-/// Nothing, where a snapshot makes no sense.
+/// Parses a snapshot. Returns an empty one if it is malformed.
 fn understood(told: &Value) -> Snapshot {
     Snapshot::deserialize(told).unwrap_or_default()
 }
@@ -198,7 +197,7 @@ impl From<Answers> for Sample {
     }
 }
 
-/// Looks at a supervisor, and remembers up to where its events are known.
+/// Takes samples of a supervisor, and remembers the last known event.
 #[derive(Debug)]
 pub(super) struct Watcher<'a> {
     args: &'a Args,
@@ -210,7 +209,7 @@ impl<'a> Watcher<'a> {
         Self { args, last: None }
     }
 
-    /// The socket that is asked.
+    /// Returns the path of the admin socket.
     pub(super) fn admin(&self) -> PathBuf {
         self.args.admin()
     }
@@ -226,7 +225,7 @@ impl<'a> Watcher<'a> {
             Value::Array(bulkheads) => bulkheads,
             _ => Vec::new(),
         };
-        // The last one that is known is asked for once more: it tells whether the ring is still the same.
+        // Requests the last known event again, to detect whether the supervisor was restarted.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
         let (events, is_another) = match unknown(self.last.as_ref(), self.events(since).await?) {
             Ring::Same(events) => (events, false),
@@ -247,25 +246,25 @@ impl<'a> Watcher<'a> {
     }
 }
 
-/// The bulkhead of the events.
+/// The origin of received events.
 enum Ring {
-    /// Of the supervisor of before: these are new.
+    /// Unchanged supervisor, with the new events.
     Same(Vec<Value>),
-    /// Of one that was started since, and numbers from one.
+    /// A restarted supervisor, whose event numbers start again at one.
     Another,
 }
 
 fn unknown(last: Option<&Value>, mut events: Vec<Value>) -> Ring {
     let Some(last) = last else { return Ring::Same(events) };
     match events.first() {
-        // A ring never forgets its newest event.
+        // A supervisor always keeps its newest event.
         None => Ring::Another,
         Some(first) if first == last => {
             events.remove(0);
             Ring::Same(events)
         }
         Some(first) if first["seq"] == last["seq"] => Ring::Another,
-        // More have come than are kept.
+        // More events have occurred than the supervisor keeps.
         Some(_) => Ring::Same(events),
     }
 }
@@ -276,7 +275,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// As much as is understood of a snapshot.
+    /// Parses a snapshot as far as possible.
     pub(in super::super) fn bulkhead(told: &Value) -> Bulkhead {
         Bulkhead::new(&understood(told))
     }

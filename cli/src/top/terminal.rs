@@ -1,5 +1,5 @@
-//! The terminal: taken when the screen begins, and given back on every way out, a panic included. What comes
-//! from it, and the signals that concern it.
+//! The terminal: acquired when the screen opens, and restored on every exit, including a panic. Also keyboard
+//! input and signals.
 
 use std::io::{self, BufWriter, Stdout, stdout};
 use std::sync::Once;
@@ -22,16 +22,16 @@ use tokio::sync::mpsc;
 use super::app::App;
 use super::draw;
 
-/// Keys that were pressed and not looked at yet; more stay with the terminal.
+/// Maximum number of unhandled keys. Further keys stay in the terminal's buffer.
 const KEYS_MAX: usize = 64;
 
-/// Bytes of a frame that are written at once.
+/// Size of the output buffer for a frame, in bytes.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// Whether the terminal is ours at present. There is one for the process, and a panic must find it.
+/// True while this process owns the terminal. Global, because the panic hook needs it.
 static IS_OURS: AtomicBool = AtomicBool::new(false);
 
-/// The full screen, which is given back when this is dropped.
+/// The full screen, which is restored when this value is dropped.
 pub(super) struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
 }
@@ -45,7 +45,7 @@ impl Screen {
         Ok(Self { terminal })
     }
 
-    /// Draws, unless the terminal belongs to another process at present.
+    /// Draws the screen, unless another process owns the terminal.
     pub(super) fn show(&mut self, app: &mut App, now: Instant) -> io::Result<()> {
         if !IS_OURS.load(Ordering::SeqCst) {
             return Ok(());
@@ -58,11 +58,12 @@ impl Screen {
         give_back();
     }
 
-    /// After a pause in which others may have used the terminal.
+    /// Acquires the terminal again, after a suspension in which other programs may have used it.
     pub(super) fn enter_again(&mut self) -> io::Result<()> {
         give_back();
         take()?;
-        // Not `clear`, which asks the terminal for its cursor, and whose answer the thread with the keys gets.
+        // Not `clear`, because it queries the cursor position, and the keyboard thread would receive the
+        // answer.
         let size = self.terminal.size()?;
         self.terminal.resize(Rect::from((Position::ORIGIN, size)))
     }
@@ -83,7 +84,7 @@ fn take() -> io::Result<()> {
 
 fn give_back() {
     if IS_OURS.swap(false, Ordering::SeqCst) {
-        // The terminal may be gone, and then it is not missed.
+        // If the terminal is gone, errors do not matter.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
@@ -100,7 +101,7 @@ fn restore_on_panic() {
     });
 }
 
-/// What comes from the terminal, read by a thread of its own; it ends with the process.
+/// Starts a thread that reads events from the terminal. The thread ends with the process.
 pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     let (sender, receiver) = mpsc::channel(KEYS_MAX);
     let read = move || {
@@ -116,15 +117,15 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     Ok(receiver)
 }
 
-/// What signals ask for.
+/// Action requested by a signal.
 pub(super) enum Heard {
-    /// An end with this exit status.
+    /// Exit with this status.
     End(u8),
     Stop,
     Continue,
 }
 
-/// The signals that end or stop a program with a screen.
+/// The signals that end or suspend a full-screen program.
 pub(super) struct Signals {
     hangup: Signal,
     interrupt: Signal,
@@ -158,27 +159,27 @@ impl Signals {
     }
 }
 
-/// As shells tell it.
+/// Returns the exit status that shells use for a signal.
 fn ended_by(signal: Number) -> Heard {
     Heard::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
-/// Whether a parent could have this process go on: a shell that knows of jobs. Where there is none, the first
-/// process of the session is ours.
+/// Returns true if a parent, usually a shell with job control, could continue this process. Without such a
+/// parent, this process leads its session.
 pub(super) fn may_stop() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }
 
-/// Asks for a stop of all that run beside this process, as the terminal does for ^Z outside of raw mode.
+/// Suspends the foreground process group, as the terminal does on ^Z outside of raw mode.
 pub(super) fn ask_for_stop() {
     if may_stop() {
-        // A group of our own is there as long as we are.
+        // The process group exists as long as this process.
         let _ = kill_current_process_group(Number::TSTP);
     }
 }
 
-/// Stops this process until it is continued.
+/// Suspends this process until it is continued.
 pub(super) fn stop() {
-    // No process is forbidden to stop itself.
+    // A process can always stop itself.
     let _ = kill_process(getpid(), Number::STOP);
 }

@@ -1,24 +1,25 @@
-//! Text for the screen: one line, harmless, and of a width that every terminal agrees on.
+//! Text for the screen: single lines, escaped, and with a width on which all terminals agree.
 
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::harmless;
 
-/// Characters of a text that are kept.
+/// Maximum number of characters of a text.
 const TEXT_CHARS_MAX: usize = 2000;
 
-/// Characters that may share a place on the screen.
+/// Maximum number of characters in one grapheme cluster.
 const CLUSTER_CHARS_MAX: usize = 8;
 
-/// A text from elsewhere in one line, with nothing in it that steers a terminal or shifts what stands beside it.
+/// Formats an external text as one line that cannot control the terminal or shift neighbouring text.
 pub(super) fn clean(text: &str) -> String {
     let kept: String = text.chars().take(TEXT_CHARS_MAX).collect();
     let line = harmless(&kept).replace(['\n', '\t'], " ");
     line.graphemes(true).filter_map(steady).collect()
 }
 
-/// A cluster, or only its first character where terminals differ about the width of the whole.
+/// Returns a grapheme cluster, or only its first character if terminals disagree about the width of the
+/// cluster.
 fn steady(cluster: &str) -> Option<&str> {
     let first = cluster.chars().next()?;
     let of_all: usize = cluster.chars().filter_map(UnicodeWidthChar::width).sum();
@@ -27,19 +28,19 @@ fn steady(cluster: &str) -> Option<&str> {
     (shown.width() > 0).then_some(shown)
 }
 
-/// How many columns a clean text takes.
+/// Returns the width of a clean text in screen columns.
 pub(super) fn width(text: &str) -> usize {
     text.graphemes(true).map(UnicodeWidthStr::width).sum()
 }
 
-/// A clean text in exactly so many columns, its end cut with `…`.
+/// Pads or truncates a clean text to exactly `columns` columns. A truncated text ends with `…`.
 pub(super) fn fit(text: &str, columns: usize) -> String {
     let mut fitted = cut(text, columns);
     fitted.extend(std::iter::repeat_n(' ', columns.saturating_sub(width(&fitted))));
     fitted
 }
 
-/// The same, at the right.
+/// Pads or truncates a clean text like [`fit`], aligned to the right.
 pub(super) fn fit_right(text: &str, columns: usize) -> String {
     let cut = cut(text, columns);
     let mut fitted = " ".repeat(columns.saturating_sub(width(&cut)));
@@ -67,7 +68,7 @@ fn cut(text: &str, columns: usize) -> String {
     kept
 }
 
-/// What numbers are counted in that are too long to be written out.
+/// Units for numbers that are too long to print in full.
 const UNITS: [(u64, char); 6] = [
     (1_000_000_000_000_000_000, 'E'),
     (1_000_000_000_000_000, 'P'),
@@ -77,7 +78,7 @@ const UNITS: [(u64, char); 6] = [
     (1_000, 'k'),
 ];
 
-/// A number in at most four characters.
+/// Formats a number in at most four characters.
 pub(super) fn short(number: u64) -> String {
     let unit = UNITS.iter().find(|(unit, _)| number >= 10_000 && number >= *unit);
     let Some(&(unit, letter)) = unit else { return number.to_string() };
@@ -85,23 +86,23 @@ pub(super) fn short(number: u64) -> String {
     if whole < 10 { format!("{whole}.{tenth}{letter}") } else { format!("{whole}{letter}") }
 }
 
-/// A rate in at most four characters.
+/// Formats a rate in at most four characters.
 pub(super) fn rate(per_second: f64) -> String {
     match per_second {
         none if none <= 0.0 => "0".to_owned(),
         little if little < 0.1 => "<0.1".to_owned(),
         some if some < 9.95 => format!("{some:.1}"),
-        // A number that is too large becomes the largest.
+        // The conversion saturates for values that are too large.
         many => short(many.round() as u64),
     }
 }
 
-/// A share of one as a bar, in eighths of a column.
+/// Formats a fraction as a bar, in eighths of a column.
 pub(super) fn bar(share: f64, columns: usize) -> String {
     const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
     let all = columns * 8;
     let filled = (share.clamp(0.0, 1.0) * all as f64).round() as usize;
-    // Something is never nothing.
+    // A nonzero fraction always shows at least one eighth.
     let filled = if share > 0.0 { filled.max(1).min(all) } else { 0 };
     fit(&format!("{}{}", "█".repeat(filled / 8), EIGHTHS[filled % 8]), columns)
 }

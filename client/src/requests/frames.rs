@@ -1,4 +1,4 @@
-//! Frames that come: what the supervisor says of jobs and leases.
+//! Incoming frames about jobs and leases.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -19,10 +19,11 @@ use crate::mapped::MappedResult;
 use crate::served::Served;
 use crate::waiters::{Told, Waiter};
 
-/// Outcomes that are told under one lock.
+/// Maximum number of outcomes delivered under one lock.
 const TOLD_AT_ONCE: usize = 64;
 
-/// The frames of one read: outcomes are told under one lock, and the tasks that wait woken together.
+/// Handler for the frames of one read. Delivers outcomes under one lock, and then wakes the waiting tasks
+/// together.
 pub(crate) struct Frames<'r> {
     requests: &'r Arc<Requests>,
     state: Option<MutexGuard<'r, State>>,
@@ -34,7 +35,7 @@ impl<'r> Frames<'r> {
         Self { requests, state: None, wakers: Vec::new() }
     }
 
-    /// A frame has come. An error ends the connection.
+    /// Handles a frame. An error ends the connection.
     pub(crate) fn take(&mut self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         if header.kind != kind::OUTCOME {
             self.wake();
@@ -47,7 +48,7 @@ impl<'r> Frames<'r> {
         Ok(())
     }
 
-    /// A buffer for the payload of an outcome that begins; `None` if its caller no longer waits.
+    /// Returns a buffer for the payload of an announced outcome. `None` if the caller no longer waits.
     pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         state.waiters.get(header.number)?;
@@ -57,7 +58,7 @@ impl<'r> Frames<'r> {
     fn outcome(&mut self, number: u64, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
         let state = self.state.get_or_insert_with(|| self.requests.lock());
-        // A caller that does not wait any more has cancelled.
+        // A caller that no longer waits has cancelled the job.
         let Some(mut waiter) = state.waiters.read(number) else { return Ok(()) };
         let bulkhead = std::mem::take(&mut waiter.bulkhead);
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
@@ -68,7 +69,7 @@ impl<'r> Frames<'r> {
             }
             return Ok(());
         }
-        // What follows copies, and locks where it has to.
+        // The following copies a result and takes the lock where needed.
         self.state = None;
         let told = self.requests.with_lease(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());
@@ -76,7 +77,7 @@ impl<'r> Frames<'r> {
         self.requests.tell_idle(state);
         match told {
             Ok(waker) => self.wakers.extend(waker),
-            // A mapped result goes back through the lock.
+            // Dropping a mapped result returns its lease, which takes the lock.
             Err(unwanted) => {
                 self.state = None;
                 drop(unwanted);
@@ -103,7 +104,7 @@ fn told(
     extensions: &Extensions<'_>,
     payload: Vec<u8>,
 ) -> Told {
-    // As a rule it is the one that was asked for.
+    // The outcome usually names the requested bulkhead.
     let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
     let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     let run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
@@ -121,7 +122,7 @@ fn told(
 }
 
 impl Requests {
-    /// What the supervisor says of leases.
+    /// Handles a frame about leases.
     fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
         let mut state = self.lock();
         match header.kind {
@@ -145,7 +146,7 @@ impl Requests {
         Ok(())
     }
 
-    /// The result of a job where it stands, or a copy.
+    /// Returns the result of a job in a memory file, mapped or as a copy.
     fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
         let named = Named::from_bytes(named);
         let lease = waiter.lease.take().filter(|lease| {
@@ -172,7 +173,7 @@ impl Requests {
         Ok(if is_whole { Found::Copy(copy) } else { Found::Lost })
     }
 
-    /// The outcome of a job that had a lease, or has its result in a file.
+    /// Returns the outcome of a job that had a lease, or whose result is in a memory file.
     fn with_lease(
         self: &Arc<Self>,
         mut waiter: Waiter,
@@ -189,7 +190,7 @@ impl Requests {
             }
         }
         if let Some(lease) = waiter.lease.take() {
-            // A worker may still be at what it was not asked to end.
+            // After any other outcome the worker may still be using the files, so the lease is not reused.
             let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
             if is_answered { self.put_back(*lease) } else { self.give_back(*lease) }
         }
@@ -208,12 +209,12 @@ impl Requests {
             kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
             kind::PROGRESS => {
                 let message = decode::<ProgressMessage<'_>>(metadata)?;
-                // Whatever a handler says.
+                // The handler can send any value.
                 let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
                 let progress = Progress { fraction, text: message.text.to_owned() };
                 let of = |waiter: &mut Waiter| waiter.progress.clone();
                 let sender = self.lock().waiters.get(header.number).and_then(of);
-                // Without the lock: it wakes a task, which may go with that, and have jobs of its own.
+                // Runs without the lock, because the woken task may drop jobs, which takes the lock.
                 if let Some(sender) = sender {
                     let _ = sender.try_send(progress);
                 }
@@ -232,11 +233,11 @@ impl Requests {
     }
 }
 
-/// A result that was in a file.
+/// A result in a memory file.
 enum Found {
     Copy(Vec<u8>),
     Mapped(MappedResult),
-    /// It was there no more.
+    /// The file was revoked before the result was read.
     Lost,
 }
 

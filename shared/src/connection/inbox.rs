@@ -9,21 +9,22 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Bytes that a half-received frame leaves behind at most: a small frame, all but its last byte.
+/// Maximum number of bytes kept of an incomplete frame: a small frame without its last byte.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Bytes of a large payload's buffer that are cleared at once, so that one read takes no longer than another.
+/// Number of bytes of a large payload's buffer that are zeroed at once, so that no read takes much longer
+/// than others.
 const LARGE_CLEAR_BYTES: usize = 1024 * 1024;
 
-/// The least that a large payload's buffer has room for.
+/// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_START_BYTES: usize = 4 * 1024;
 
-/// How many times what has arrived of a large payload its buffer may have room for: memory follows what arrives,
-/// not what is announced, and few steps lead to the end.
+/// Maximum ratio of the capacity of a large payload's buffer to the bytes received. So memory follows the
+/// received bytes instead of the announced size, with few reallocations.
 pub(super) const LARGE_GROWTH: usize = 8;
 
-/// The buffer into which all connections of one thread read. It has no memory before its first use, so
-/// that to put an empty one in its place for a while costs nothing.
+/// The read buffer shared by all connections of a thread. Allocated on first use, so that an empty one can
+/// take its place at no cost.
 pub struct Scratch {
     buffer: Vec<u8>,
     bytes: usize,
@@ -36,8 +37,8 @@ impl Default for Scratch {
 }
 
 impl Scratch {
-    /// A buffer for reads of `bytes` each; smaller than the default saves memory where few frames
-    /// come at once.
+    /// Creates a buffer for reads of `bytes` each. A size below the default saves memory where few frames
+    /// arrive at once.
     pub fn with_read_bytes(bytes: usize) -> Self {
         Self { buffer: Vec::new(), bytes: PARTIAL_BYTES_MAX + bytes }
     }
@@ -50,42 +51,42 @@ impl Scratch {
     }
 }
 
-/// What one call of [`Inbox::receive`] found.
+/// Result of one [`Inbox::receive`] call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
-    /// Bytes came, and there may be more: ask again before waiting.
+    /// Bytes were received and more may be available. Call again before waiting.
     More,
-    /// All that was there has been read.
+    /// All available bytes have been read.
     Drained,
     /// The peer has closed its side.
     Closed,
 }
 
-/// A frame, or the announcement of one.
+/// A frame, or the announcement of a large one.
 #[derive(Debug)]
 pub enum Item<'s> {
-    /// A frame whose payload is small.
+    /// A frame with a small payload.
     Frame {
-        /// Its header.
+        /// Header of the frame.
         header: Header,
-        /// The bytes for [`codec::decode`](crate::codec::decode).
+        /// Metadata, for [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
         /// The payload.
         payload: &'s [u8],
     },
-    /// A frame with a large payload begins. Call [`Batch::accept`] to have it stored; otherwise its
-    /// payload is thrown away as it comes, and never seen again.
+    /// A frame with a large payload begins. Call [`Batch::accept`] to store the payload; otherwise it is
+    /// discarded as it arrives.
     Announced {
-        /// Its header.
+        /// Header of the frame.
         header: Header,
-        /// The bytes for [`codec::decode`](crate::codec::decode).
+        /// Metadata, for [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
     },
     /// An accepted large frame is complete.
     Large {
-        /// Its header.
+        /// Header of the frame.
         header: Header,
-        /// The bytes for [`codec::decode`](crate::codec::decode).
+        /// Metadata, for [`codec::decode`](crate::codec::decode).
         metadata: Vec<u8>,
         /// The payload.
         payload: Vec<u8>,
@@ -106,8 +107,8 @@ enum Stage {
     },
 }
 
-/// A large frame of which `filled` bytes of payload have come. The buffer may be longer than that: it
-/// is used again and again, and clearing it would cost as much as filling it.
+/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because it
+/// is reused and clearing it would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -120,7 +121,7 @@ impl Large {
         room_for(arrived, self.header.payload_length())
     }
 
-    /// Puts what is there into a larger buffer; returns the one it was in.
+    /// Moves the received bytes into a larger buffer. Returns the old buffer.
     fn move_to(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
         if buffer.capacity() < room {
             buffer = Vec::with_capacity(room);
@@ -134,7 +135,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Takes what belongs to it from the front of `bytes`; returns how many those were.
+    /// Takes bytes of this payload from the front of `bytes`. Returns their number.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -149,8 +150,8 @@ impl Large {
     }
 }
 
-/// How large the buffer of a payload is to be once `arrived` bytes of it are there: not much more than these, and all
-/// of it when the end is near.
+/// Returns the capacity for a payload's buffer after `arrived` bytes: a multiple of the received bytes, or
+/// the total size near the end.
 fn room_for(arrived: usize, total: usize) -> usize {
     let room = arrived.saturating_mul(LARGE_GROWTH).max(LARGE_START_BYTES);
     if room >= total - total / 4 { total } else { room }
@@ -165,8 +166,8 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// Reads once from the socket. The frames found are in the batch; it must be asked for them until
-    /// it has no more. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
+    /// Reads once from the socket. The batch contains the received frames and must be read until
+    /// [`Batch::next`] returns `None`. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
     pub fn receive<'b>(
         &'b mut self,
         socket: impl AsFd,
@@ -177,7 +178,7 @@ impl Inbox {
         })
     }
 
-    /// The same, where bytes are read in a way of the caller's, which does not wait.
+    /// Receives with the caller's function, which must not block. See [`Inbox::receive`].
     pub fn receive_by<'b>(
         &'b mut self,
         scratch: &'b mut Scratch,
@@ -196,12 +197,14 @@ impl Inbox {
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
     }
 
-    /// Whether a frame has begun and not ended: a peer that leaves it so for long is to be cut off.
+    /// Returns true if a frame is incomplete. A peer that stays in this state for long should be
+    /// disconnected.
     pub fn is_mid_frame(&self) -> bool {
         !self.partial.is_empty() || !matches!(self.stage, Stage::Frames)
     }
 
-    /// Bytes that are still to come of a small frame, or of the metadata of a large one, whose header is there.
+    /// Returns the number of missing bytes of a small frame, or of a large frame's metadata, whose header has
+    /// arrived.
     pub fn missing_bytes(&self) -> usize {
         let Some(header) = self.pending_header() else { return 0 };
         let length = header.length as usize;
@@ -210,12 +213,12 @@ impl Inbox {
         whole.saturating_sub(self.partial.len())
     }
 
-    /// Whether bytes that come next are payload of a large frame.
+    /// Returns true if the next bytes are payload of a large frame.
     pub fn is_within_large(&self) -> bool {
         !matches!(self.stage, Stage::Frames)
     }
 
-    /// Bytes held for a half-received frame: all of its buffers, whether the peer has filled them or not.
+    /// Returns the memory held for an incomplete frame, in bytes: the full capacity of its buffers.
     pub fn held_bytes(&self) -> usize {
         let large = match &self.stage {
             Stage::Storing(large) => large.buffer.capacity() + large.metadata.capacity(),
@@ -224,13 +227,13 @@ impl Inbox {
         self.partial.capacity() + large
     }
 
-    /// Whether the frame that has begun is a large one that is stored.
+    /// Returns true if a large frame is being stored.
     pub fn is_storing(&self) -> bool {
         matches!(self.stage, Stage::Storing(_))
     }
 
-    /// Bytes by which the next [`Inbox::receive`] makes the buffer of a large frame grow: nothing, as long as there
-    /// is room in it.
+    /// Returns the number of bytes by which the next [`Inbox::receive`] would enlarge the buffer of a large
+    /// frame; 0 while there is space in it.
     pub fn growth(&self) -> usize {
         match &self.stage {
             Stage::Storing(large) if large.buffer.capacity() == large.filled => {
@@ -240,7 +243,7 @@ impl Inbox {
         }
     }
 
-    /// Lets it grow now, from a pool, which gets the smaller buffer.
+    /// Enlarges the buffer of a large frame now, with a buffer from `pool`. The old buffer goes to the pool.
     pub fn grow(&mut self, pool: &mut BufferPool) {
         let growth = self.growth();
         if let Stage::Storing(large) = &mut self.stage
@@ -252,19 +255,20 @@ impl Inbox {
         }
     }
 
-    /// Frames whose header was handled. It stays the same as long as a frame that has begun does not end.
+    /// Returns the number of frames whose header was processed. It does not change while a frame is
+    /// incomplete.
     pub fn frames_begun(&self) -> u64 {
         self.begun
     }
 
-    /// The header of a small frame, or of the metadata of a large one, that has begun and not ended, if all of it is
-    /// there. It is not checked.
+    /// Returns the unchecked header of an incomplete small frame, or of a large frame with incomplete
+    /// metadata, if the header has arrived completely.
     pub fn pending_header(&self) -> Option<Header> {
         self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
     }
 
-    /// Gives up the large frame that is being stored, if one is: its memory goes at once, the rest of
-    /// its bytes are thrown away as they come. Returns its header and metadata.
+    /// Abandons the large frame that is being stored, if any. Frees its memory immediately and discards the
+    /// rest of the payload as it arrives. Returns header and metadata.
     pub fn abandon_large(&mut self) -> Option<(Header, Vec<u8>)> {
         match std::mem::take(&mut self.stage) {
             Stage::Storing(large) => {
@@ -323,7 +327,7 @@ fn quiet(error: rustix::io::Errno) -> io::Result<Received> {
     }
 }
 
-/// The frames that one read brought, in order.
+/// The frames of one read, in order.
 pub struct Batch<'b> {
     inbox: &'b mut Inbox,
     bytes: &'b [u8],
@@ -331,8 +335,8 @@ pub struct Batch<'b> {
 }
 
 impl<'b> Batch<'b> {
-    /// The next frame; `None` when the bytes are used up, and what is left of them is kept for the
-    /// next read. After an error the connection is of no more use.
+    /// Returns the next frame. Returns `None` at the end of the bytes and keeps the rest for the next read.
+    /// After an error the connection cannot be used any more.
     #[expect(
         clippy::should_implement_trait,
         reason = "the items are told apart from an error that ends them"
@@ -378,20 +382,20 @@ impl<'b> Batch<'b> {
         }
     }
 
-    /// Whether the payload of a large frame is thrown away, and has not come to its end.
+    /// Returns true if the payload of a large frame is being discarded.
     pub fn is_skipping(&self) -> bool {
         matches!(self.inbox.stage, Stage::Skipping { .. } | Stage::Announced { .. })
     }
 
-    /// Keeps the bytes behind the last frame for the next [`Inbox::receive`], which has them even if nothing
-    /// more has come. Only for a reader that stops at a small frame.
+    /// Keeps the bytes after the last frame for the next [`Inbox::receive`], which returns them even if no
+    /// further bytes arrive. Only for readers that stop after a small frame.
     pub fn leave_rest(self) {
         debug_assert!(matches!(self.inbox.stage, Stage::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 
-    /// How large a buffer for [`Batch::accept`] is worth to be looked for in a pool: as large as what has come with
-    /// the announcement asks for.
+    /// Returns the size of a pool buffer to request for [`Batch::accept`], based on the bytes received with
+    /// the announcement.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.stage {
             Stage::Announced { header, .. } => {
@@ -403,7 +407,7 @@ impl<'b> Batch<'b> {
         }
     }
 
-    /// Has the payload of the frame just announced stored in `buffer`, over whatever it holds.
+    /// Stores the payload of the announced frame in `buffer`, overwriting its contents.
     pub fn accept(&mut self, buffer: Vec<u8>) {
         if let Stage::Announced { header, metadata } = std::mem::take(&mut self.inbox.stage) {
             self.inbox.stage = Stage::Storing(Large { header, metadata, buffer, filled: 0 });

@@ -16,24 +16,24 @@ use crate::codec::{self, CodecError};
 use crate::frame::{HEADER_BYTES, Header};
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Buffers that one write hands to the kernel.
+/// Maximum number of buffers per write.
 const WRITE_SEGMENTS_MAX: usize = 16;
 
-/// Bytes of a file that one call sends.
+/// Maximum number of bytes of a file per `sendfile` call.
 const FILE_PIECE_BYTES: usize = 1024 * 1024;
 
-/// The same where they are copied first.
+/// Maximum number of bytes of a file that are copied and sent per call, if `sendfile` is not used.
 const COPIED_PIECE_BYTES: usize = 128 * 1024;
 
-/// An empty coalescing buffer up to this many bytes stays with its [`Outbox`]; a larger one comes from a
-/// [`BufferPool`] and goes back there.
+/// Maximum size of an empty coalescing buffer that an [`Outbox`] keeps, in bytes. Larger ones come from a
+/// [`BufferPool`] and return there.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
-/// What a small frame may need beside its payload, roughly; one that needs more makes its buffer grow.
+/// Typical upper bound on the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
 pub(super) const METADATA_BYTES_USUAL: usize = 512;
 
-/// The send buffer of a socket on which a large payload does not fit, in bytes; the kernel may allow less.
-/// With the usual 208 KiB, sender and receiver of a megabyte would wake each other many times over.
+/// Send buffer of a socket after a large payload did not fit, in bytes. The kernel may allow less. With the
+/// default of 208 KiB, sender and receiver would wake each other many times per megabyte.
 const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 
 /// The payload of a frame to be sent.
@@ -43,15 +43,15 @@ pub enum Payload<'p> {
     Copied(&'p [u8]),
     /// A buffer to hand over.
     Owned(Vec<u8>),
-    /// The first bytes of a file, which is at least as long as that.
+    /// The first bytes of a file, which must be at least as long.
     File(Arc<OwnedFd>, usize),
 }
 
 impl Payload<'_> {
-    /// No bytes at all.
+    /// An empty payload.
     pub const NONE: Payload<'static> = Payload::Copied(&[]);
 
-    /// Bytes of payload.
+    /// Returns the size of the payload in bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Copied(bytes) => bytes.len(),
@@ -60,16 +60,16 @@ impl Payload<'_> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns true if the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What leaves in one piece.
+/// A part of the queued bytes that is sent as a unit.
 pub(super) enum Segment {
     Bytes(Vec<u8>),
-    /// So many bytes of a file, from its beginning on.
+    /// A number of bytes from the beginning of a file.
     File(Arc<OwnedFd>, usize),
 }
 
@@ -110,9 +110,9 @@ impl Segment {
 #[derive(Default)]
 pub struct Outbox {
     pub(super) segments: VecDeque<Segment>,
-    /// Bytes of the first segment that are sent.
+    /// Number of bytes of the first segment that have been sent.
     sent: usize,
-    /// Whether the last segment is a coalescing buffer that has room.
+    /// True if the last segment is a coalescing buffer with free space.
     tail_is_open: bool,
     bytes: usize,
     pub(super) spare: Vec<u8>,
@@ -120,38 +120,38 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Bytes that wait for the socket.
+    /// Returns the number of bytes that wait for the socket.
     pub fn waiting_bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Gives back the memory that is kept for what comes next, if nothing waits.
+    /// Frees the memory kept for later frames, if nothing waits.
     pub fn give_back(&mut self) {
         if self.bytes == 0 {
             (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
         }
     }
 
-    /// Leaves the buffer that is kept for what comes next to the other connections of `pool`, if nothing waits: of many
-    /// connections few have something to send at once. For those whose frames are put there by [`Outbox::push_pooled`].
+    /// Gives the buffer kept for later frames to `pool`, if nothing waits, because few of many connections
+    /// send at the same time. For connections whose frames are added by [`Outbox::push_pooled`].
     pub fn rest(&mut self, pool: &mut BufferPool) {
         if self.bytes == 0 && self.spare.capacity() > 0 {
             pool.give_spare(std::mem::take(&mut self.spare));
         }
     }
 
-    /// Whether nothing waits.
+    /// Returns true if nothing waits.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// The last bytes that wait, if so many were put there in one piece.
+    /// Returns the last `bytes` waiting bytes, if they are in one buffer.
     pub fn last(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
     }
 
-    /// Appends a frame. It is not sent before [`Outbox::flush`].
+    /// Appends a frame, to be sent by [`Outbox::flush`].
     pub fn push<M: bincode::Encode>(
         &mut self,
         kind: u8,
@@ -163,7 +163,8 @@ impl Outbox {
         self.push_within(kind, number, message, extensions, payload, None)
     }
 
-    /// The same, for those that send many frames at once: buffers come from the pool that they go back to.
+    /// Appends a frame like [`Outbox::push`], with buffers from the pool. For connections that send many
+    /// frames at once.
     pub fn push_pooled<M: bincode::Encode>(
         &mut self,
         kind: u8,
@@ -198,7 +199,7 @@ impl Outbox {
             tail.truncate(start);
             return Err(CodecError::TooLong);
         };
-        let metadata_length = metadata_bytes as u16; // `codec::encode` has checked it.
+        let metadata_length = metadata_bytes as u16; // `codec::encode` has checked the size.
         let header = Header { length, kind, flags: 0, metadata_length, number };
         tail[start..start + HEADER_BYTES].copy_from_slice(&header.encode());
         self.bytes += HEADER_BYTES + length as usize;
@@ -228,7 +229,8 @@ impl Outbox {
         }
     }
 
-    /// The buffer to append to. Many small frames share one, and few one that is small itself.
+    /// Returns the buffer for the next frame. Many small frames share a large buffer; a few share a small
+    /// one.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
@@ -245,7 +247,8 @@ impl Outbox {
         let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
             unreachable!("the last segment is one of bytes, as was just seen")
         };
-        // Grown by powers of two, so that one that could be a spare does not become too large for that.
+        // Grows in powers of two, so that a buffer that can be kept as a spare does not become too large for
+        // that.
         let needed = tail.len() + more;
         if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
             tail.reserve_exact(needed.next_power_of_two() - tail.len());
@@ -253,8 +256,8 @@ impl Outbox {
         tail
     }
 
-    /// Sends what the socket takes. Returns whether all is sent; if not, wait until the socket is
-    /// writable. Errors are those of `sendmsg(2)`, without `EAGAIN` and `EINTR`.
+    /// Sends as much as the socket takes. Returns true if nothing is left; otherwise, wait until the socket
+    /// is writable. Errors are those of `sendmsg(2)`, without `EAGAIN` and `EINTR`.
     pub fn flush(&mut self, socket: impl AsFd, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             match self.send_once(&socket) {
@@ -268,7 +271,8 @@ impl Outbox {
         Ok(true)
     }
 
-    /// Has the kernel take more at once, if a large payload waits; returns whether it is worth another try.
+    /// Enlarges the socket's send buffer if a large payload waits. Returns true if another attempt is
+    /// worthwhile.
     fn widen(&mut self, socket: &impl AsFd) -> bool {
         if self.is_widened || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
             return false;
@@ -316,16 +320,16 @@ impl Outbox {
     }
 }
 
-/// Whether `sendfile(2)` is done without.
+/// True if `sendfile(2)` must not be used.
 static SENDS_WITHOUT_SIGNALS: AtomicBool = AtomicBool::new(false);
 
-/// From now on no write of this process raises SIGPIPE, also where its thread neither blocks nor ignores that:
-/// `sendfile(2)`, which knows no `MSG_NOSIGNAL`, is done without. For threads that are the application's.
+/// Prevents SIGPIPE for all later writes of this process, by not using `sendfile(2)`, which has no
+/// `MSG_NOSIGNAL`. For threads of an application that neither block nor ignore the signal.
 pub fn send_without_signals() {
     SENDS_WITHOUT_SIGNALS.store(true, Ordering::Relaxed);
 }
 
-/// Sends some of a file. The socket does not wait.
+/// Sends part of a file. The socket must be non-blocking.
 fn send_piece(
     socket: &impl AsFd,
     file: &OwnedFd,
@@ -340,7 +344,7 @@ fn send_piece(
         };
     }
     match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_PIECE_BYTES)) {
-        // It is shorter than was said.
+        // The file is shorter than announced.
         Ok(0) => Err(rustix::io::Errno::IO),
         other => other,
     }

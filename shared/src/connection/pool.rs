@@ -1,39 +1,41 @@
-//! Buffers that are used again.
+//! Reusable buffers.
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// A pooled buffer may be so many times as large as what is asked for: all of it counts as held.
+/// Maximum ratio of a pooled buffer's size to the requested size. The whole buffer counts as memory in use.
 pub(super) const POOL_FIT_MAX: usize = 2;
 
-/// Bytes of large buffers that a [`BufferPool`] keeps for reuse.
+/// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
 pub(super) const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Coalescing buffers that a [`BufferPool`] keeps for reuse.
+/// Maximum number of coalescing buffers that a [`BufferPool`] keeps.
 const POOL_SEGMENTS_MAX: usize = 32;
 
-/// Small coalescing buffers that a [`BufferPool`] keeps for reuse: for connections that have something to send at once.
+/// Maximum number of small coalescing buffers that a [`BufferPool`] keeps, for connections that send at the
+/// same time.
 pub(super) const POOL_SPARES_MAX: usize = 128;
 
-/// A coalescing buffer is closed once it holds this many bytes, and the next one opened.
+/// Size from which on a coalescing buffer takes no further frames, in bytes.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
-/// What a coalescing buffer has room for: the last frame in it may be as large as an inline one can be.
+/// Capacity of a coalescing buffer. The last frame in it can have the size of the largest inline frame.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// Large buffers kept for reuse: a page of fresh memory costs more than the bytes that go into it.
+/// A pool of large buffers. Page faults of fresh memory would cost more than copying the bytes.
 #[derive(Default)]
 pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
     pub(super) bytes: usize,
     segments: Vec<Vec<u8>>,
-    /// Small coalescing buffers of connections that rest.
+    /// Small coalescing buffers of idle connections.
     pub(super) spares: Vec<Vec<u8>>,
 }
 
 impl BufferPool {
-    /// A buffer with room for `bytes`, if the pool has such a one; what it holds is of no meaning.
+    /// Returns a buffer with a capacity of at least `bytes` from the pool, or an empty buffer. The contents
+    /// are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
-        // The tightest fit, so that one huge buffer is not spent on many small payloads.
+        // Chooses the tightest fit, so that small payloads do not use huge buffers.
         let fits = bytes..=bytes.saturating_mul(POOL_FIT_MAX);
         let fit = (0..self.buffers.len())
             .filter(|&i| fits.contains(&self.buffers[i].capacity()))
@@ -48,13 +50,14 @@ impl BufferPool {
         }
     }
 
-    /// Takes back a buffer that is no longer needed, if it is worth keeping and there is room.
+    /// Returns a buffer to the pool. Drops buffers that are too small or too large, and the oldest ones
+    /// beyond the limit.
     pub fn give(&mut self, buffer: Vec<u8>) {
         let bytes = buffer.capacity();
         if bytes <= INLINE_PAYLOAD_BYTES_MAX || bytes > POOL_BYTES_MAX {
             return;
         }
-        // The oldest go: they are of a size that is not asked for any more.
+        // The oldest buffers are dropped, because their sizes are no longer requested.
         let surplus = (self.bytes + bytes).saturating_sub(POOL_BYTES_MAX);
         let mut freed = 0;
         let gone = self.buffers.iter().take_while(|oldest| {
@@ -68,17 +71,17 @@ impl BufferPool {
         self.buffers.push(buffer);
     }
 
-    /// An empty coalescing buffer.
+    /// Returns an empty coalescing buffer.
     pub(super) fn take_segment(&mut self) -> Vec<u8> {
         self.segments.pop().unwrap_or_else(|| Vec::with_capacity(SEGMENT_CAPACITY))
     }
 
-    /// An empty small coalescing buffer.
+    /// Returns an empty small coalescing buffer.
     pub(super) fn take_spare(&mut self) -> Vec<u8> {
         self.spares.pop().unwrap_or_default()
     }
 
-    /// Takes one back.
+    /// Returns a small coalescing buffer to the pool.
     pub(super) fn give_spare(&mut self, spare: Vec<u8>) {
         if self.spares.len() < POOL_SPARES_MAX {
             self.spares.push(spare);

@@ -48,7 +48,7 @@ fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
     }
     assert!(outbox.is_empty() && !inbox.is_mid_frame());
     drop(here);
-    // Another test that starts a process holds a copy for a moment.
+    // Another test that starts a process can hold a copy briefly.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
         assert!(began.elapsed().as_secs() < 30, "the end of the stream is not seen");
@@ -76,7 +76,7 @@ fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
     }
     assert_eq!(numbers, [2, 3, 4]);
 
-    // Nothing more comes on the socket, and yet there is a frame.
+    // Nothing more arrives on the socket, but a frame is available.
     outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
     outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
     assert!(outbox.flush(&here, &mut pool).unwrap());
@@ -121,7 +121,7 @@ fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
     bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
-    // Neither what was used before, nor what is announced, is held for two bytes.
+    // Two bytes must not hold memory for earlier payloads or for the announced size.
     pool.give(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {

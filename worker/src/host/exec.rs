@@ -24,32 +24,35 @@ use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
-/// Bytes of standard error that go into a job's message.
+/// Maximum number of bytes from the end of standard error in a job's message.
 const TAIL_BYTES: usize = 4 * 1024;
 
-/// Interval between checks whether something is left of a program that has exited.
+/// Interval between checks for remaining processes of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, its limits, and the meaning of its exit status. The supervisor passes all of this in arguments.
+/// The program to run, its limits, and the meaning of its exit status. The supervisor passes them as
+/// arguments.
 #[derive(Default)]
 pub(super) struct Plan {
     program: String,
     arguments: Vec<String>,
     rlimits: Vec<(Resource, Rlimit)>,
-    /// Time for which the output is awaited after the program's exit.
+    /// Time to wait for the end of the output after the program has exited.
     output_grace: Duration,
     /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,
-    /// File names of payload and result in the job's own folder, which is the working directory if there is one.
+    /// Names of the payload and result files in the job's folder. If either is set, the folder is the working
+    /// directory.
     input: Option<String>,
     output: Option<String>,
 }
 
 impl Plan {
     pub(super) fn parse(mut arguments: &[&str]) -> Option<Self> {
-        // As the supervisor sets it: less than any dump, and no 0, with which the kernel still hands dumps to programs.
+        // The supervisor sets the same limit. It is smaller than any core dump, but not 0: with 0 the kernel
+        // would still pipe dumps to a crash handler.
         let core = (Resource::Core, Rlimit { current: Some(1), maximum: Some(1) });
         let mut plan = Self { rlimits: vec![core], ..Self::default() };
         while let [option, text, ref rest @ ..] = *arguments {
@@ -82,7 +85,7 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
     let resource = rlimits::Resource::named(name)?.kernel();
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
-    // The second in between makes the kernel name the cause, SIGXCPU, before it kills.
+    // The extra second lets the kernel send SIGXCPU, which names the cause, before SIGKILL.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });
     Some((resource, Rlimit { current, maximum }))
 }
@@ -101,7 +104,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
         .raw_handler(|job, ctx: &Ctx<Host>| ctx.state().run_program(job, ctx));
     let serving = std::thread::Builder::new().name("dispatch".into()).spawn(move || {
         let code = server.serve();
-        // There is no other way to hand a status to a process whose first thread is busy.
+        // The first thread is busy, so returning a status from `main` is not possible.
         std::process::exit(if code == ExitCode::SUCCESS { 0 } else { 2 });
     });
     if let Err(error) = serving {
@@ -112,10 +115,10 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What all programs have in common.
+/// State shared by the programs of all jobs.
 struct Host {
     plan: Plan,
-    /// Where the program is found.
+    /// Path to execute.
     place: String,
     environment: Environment,
     rules: Arc<Rules>,
@@ -128,7 +131,8 @@ impl Host {
         let failed = |attempted: &str, error: io::Error| {
             HandlerError::new("confinement", format!("failed to {attempted}: {error}"))
         };
-        // Some descriptors for each program. Programs get what the host was given.
+        // Each program costs the host some descriptors, so the host's limit is raised. Programs get the
+        // original limit.
         let open_files = getrlimit(Resource::Nofile);
         plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
@@ -142,7 +146,7 @@ impl Host {
             }
             None => plan.program.clone(),
         };
-        // What fails for every program fails here.
+        // Detects here an error that would affect every program.
         rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.leave_temporary_files_open() {
             eprintln!(
@@ -194,8 +198,8 @@ impl Host {
         File::from(file).write_all(job.payload())
     }
 
-    /// Reads the file that the program wrote, of which nothing is left. Symbolic links are not followed, and opening a
-    /// FIFO does not wait.
+    /// Reads the program's output file. Must be called when no process of the program is left. Does not
+    /// follow symbolic links, and does not block on a FIFO.
     fn take_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
@@ -240,13 +244,14 @@ impl Host {
         self.orphans.start(|| launch.start(&surroundings), Program::id)
     }
 
-    /// Sees a program through to its end, after which nothing is left of it.
+    /// Waits for the end of the program and kills its remaining descendants. Afterwards no process of the
+    /// program is left.
     fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let watched = self.watch(&mut program, job.payload(), folder, ctx);
         let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited | End::Incomplete(_), .. }));
         if is_cut_short {
-            // Of this process alone: what it leaves behind is swept up below.
+            // Kills only this process. The sweep below kills its descendants.
             program.kill();
         }
         self.orphans.ended(pid);
@@ -264,7 +269,8 @@ impl Host {
         }
     }
 
-    /// Feeds a program and reads its output until both have ended, or the job must.
+    /// Writes the payload and reads the output until the program and its output have ended, or the job must
+    /// end.
     fn watch(
         &self,
         program: &mut Program,
@@ -273,7 +279,7 @@ impl Host {
         ctx: &Ctx<Self>,
     ) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
-        // A program that gets nothing on its standard input sees its end at once.
+        // Without a payload, standard input is closed immediately.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
         let mut run = Run {
@@ -392,8 +398,8 @@ fn append(message: &mut String, tail: &str) {
     }
 }
 
-/// The error of a program whose output did not end. `file` is the name of the output if it is no pipe. `holders` names
-/// processes that had the output open.
+/// Returns the error for output that did not end. `file` is the name of the output file, or `None` for a
+/// pipe. `holders` names processes that had the output open.
 fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> HandlerError {
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
@@ -424,8 +430,8 @@ struct Run {
 }
 
 impl Run {
-    /// Reads what is in the pipes of a program that has ended. To be called when nothing is left of it; what
-    /// others may still write is not waited for.
+    /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
+    /// is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
         if !matches!(self.end, End::Exited | End::Incomplete(_)) {
             return;
@@ -449,18 +455,18 @@ impl Run {
         }
     }
 
-    /// Reads once from the standard output; returns how much came.
+    /// Reads once from standard output. Returns the number of bytes read.
     fn read_output(&mut self) -> usize {
         read_some(&mut self.stdout, |bytes| self.output.extend_from_slice(bytes))
     }
 
-    /// The same of the standard error.
+    /// Reads once from standard error. Returns the number of bytes read.
     fn read_errors(&mut self) -> usize {
         read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
     }
 }
 
-/// Waits until a source is ready, for `most` at most. Returns which are.
+/// Waits for at most `most` until a source is ready. Returns which sources are ready.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,
@@ -474,7 +480,7 @@ fn wait<const N: usize>(
         .map(|(fd, _)| fd.and_then(|_| polled.next()).is_some_and(|one| is_any && !one.revents().is_empty()))
 }
 
-/// Writes what the program takes. One that does not want its input is no failure.
+/// Writes as much as the pipe takes. A program that closes its standard input is not an error.
 fn feed(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
@@ -489,7 +495,7 @@ fn feed(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     }
 }
 
-/// Reads once; returns how much came.
+/// Reads once. Returns the number of bytes read.
 fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize {
     let mut buffer = [0; 64 * 1024];
     let Some(source) = pipe else { return 0 };
@@ -498,9 +504,9 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
-/// Hands standard error on to the log, and keeps its end for the job's message.
+/// Forwards standard error to the log, and keeps the end for the job's message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
-    // A log that is gone is no reason to fail a job.
+    // A missing log must not fail the job.
     let _ = io::stderr().write_all(bytes);
     tail.extend_from_slice(bytes);
     if tail.len() > TAIL_BYTES {

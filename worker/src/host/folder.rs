@@ -1,8 +1,8 @@
-//! A temporary folder for each program, and its end: nothing that one program wrote is there for the next.
+//! A temporary folder for each program. No program sees files of an earlier one.
 //!
-//! What a program leaves is removed when nothing of the program lives any more, without following a link and
-//! without recursion, however deep it is. What takes long is taken out of all programs' reach at once, since no
-//! program is given another one's folder, and removed on a thread of its own.
+//! A folder is removed when no process of its program is left. The removal does not follow links and does not
+//! recurse, however deep the folder is. Large folders are removed on a separate thread. Other programs cannot
+//! reach such a folder in the meantime, because no program is granted another program's folder.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CString;
@@ -15,10 +15,10 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Entries that are removed before a program's outcome is told.
+/// Maximum number of entries removed before the job's outcome is sent.
 const AT_ONCE_MAX: usize = 256;
 
-/// Folders that may wait for their removal.
+/// Maximum number of folders queued for removal.
 const DOOMED_MAX: usize = 1024;
 
 /// The folders of all programs.
@@ -39,9 +39,9 @@ impl Folder {
         self.place.as_fd()
     }
 
-    /// Opens the folder to its owner, from whom the program may have closed it.
+    /// Restores the owner's rights on the folder, which the program may have removed.
     pub(super) fn open_up(&self) {
-        // If that fails, so does whatever is tried next.
+        // On an error, the following operation fails and reports it.
         let _ = bulkhead_linux::folder::give_to_owner(&self.place);
     }
 }
@@ -60,7 +60,7 @@ impl Folders {
         Ok(Self { rules, doomed })
     }
 
-    /// Makes one, with a name that cannot be guessed. `None`: the worker has no temporary folder.
+    /// Creates a folder with an unpredictable name. Returns `None` if the worker has no temporary folder.
     pub(super) fn make(&self) -> io::Result<Option<Folder>> {
         let Some(temporary) = self.rules.temporary() else { return Ok(None) };
         let name = format!("{:016x}", RandomState::new().build_hasher().finish());
@@ -69,7 +69,7 @@ impl Folders {
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
 
-    /// Removes the folder of a program of which nothing is left.
+    /// Removes the folder of a program. Must be called when no process of the program is left.
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);

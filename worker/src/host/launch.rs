@@ -1,4 +1,4 @@
-//! Starting one program: its arguments and environment, and what its process does before it is the program.
+//! Starts one program: arguments, environment, and the setup of the child process before `execve`.
 
 use std::ffi::{CString, OsStr, OsString, c_char};
 use std::io::{self, PipeReader, PipeWriter};
@@ -18,18 +18,18 @@ use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 use crate::context::Ctx;
 use crate::rules::{OF_FOLDER, Ruleset};
 
-/// Variables of a job's own.
+/// Variables that are set for each job.
 const OF_JOB: [&str; 4] = ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
-/// The environment that all programs have, and what of it is each one's own.
+/// The environment that all programs share, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Those of [`OF_FOLDER`] that are each program's own.
+    /// Variables of [`OF_FOLDER`] that are set to each program's folder.
     of_folder: Vec<&'static str>,
 }
 
 impl Environment {
-    /// From that of the host, whose temporary folder is this one.
+    /// Builds the environment from that of the host, whose temporary folder is `temporary`.
     pub(super) fn new(temporary: Option<&Path>) -> Self {
         let is_own = |name: &OsStr, value: &OsStr| {
             OF_FOLDER.iter().any(|own| name == *own)
@@ -44,7 +44,7 @@ impl Environment {
         Self { common: common.filter_map(|(name, value)| variable(name, &value).ok()).collect(), of_folder }
     }
 
-    /// That of one job, whose program has this temporary folder.
+    /// Returns the environment for a job whose program has the temporary folder `folder`.
     pub(super) fn of_job<S>(&self, ctx: &Ctx<S>, folder: Option<&Path>) -> io::Result<Vec<CString>> {
         let values = [
             ctx.operation().to_owned(),
@@ -70,11 +70,11 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
     Ok(CString::new(text.into_vec())?)
 }
 
-/// The surroundings of a program, which its process puts in force before it is the program.
+/// Settings that the child process applies before it executes the program.
 pub(super) struct Surroundings<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
-    /// A folder that the rules must withhold.
+    /// A folder that the rules must withhold; used to verify them.
     pub(super) proof: Option<BorrowedFd<'s>>,
     /// Working directory, unless it is the host's.
     pub(super) directory: Option<BorrowedFd<'s>>,
@@ -85,14 +85,14 @@ pub(super) struct Surroundings<'s> {
 /// A program that is ready to be executed.
 pub(super) struct Launch {
     program: CString,
-    /// Behind the pointers.
+    /// Owns the strings behind the pointers.
     _texts: Vec<CString>,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
 }
 
 impl Launch {
-    /// `place` is where the program is found, which knows itself by its name.
+    /// `place` is the path to execute, and `name` becomes `argv[0]`.
     pub(super) fn new(
         (name, place): (&str, &str),
         arguments: &[String],
@@ -108,7 +108,7 @@ impl Launch {
         Ok(Self { program, _texts: texts, arguments, environment: variables })
     }
 
-    /// Starts it, with pipes for its standard streams.
+    /// Starts the program with pipes for its standard streams.
     pub(super) fn start(self, its: &Surroundings<'_>) -> io::Result<Program> {
         let ((its_stdin, stdin), (stderr, its_stderr)) = (pipe()?, pipe()?);
         let (stdout, its_stdout) = (!its.logs_output).then(pipe).transpose()?.unzip();
@@ -123,7 +123,7 @@ impl Launch {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-                // If the host died before that, the signal would not be sent.
+                // If the host died before this call, the signal would never be sent.
                 if rustix::process::getppid() != Some(host) {
                     return Err(Errno::INTR.into());
                 }
@@ -134,7 +134,7 @@ impl Launch {
                 if let Some(ruleset) = its.ruleset {
                     ruleset.restrict(its.proof)?;
                 }
-                // Last, since one of them may forbid to open what is looked at above.
+                // Limits come last, because they could forbid the calls above.
                 for (resource, limit) in its.rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
@@ -145,16 +145,16 @@ impl Launch {
                 Err(error) => errno::of(&error, Errno::IO),
             }
         };
-        // SAFETY: it makes system calls, keeps errors that are numbers, and touches what was made before; it neither
-        // allocates nor takes a lock.
+        // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory
+        // prepared before. It neither allocates nor takes a lock.
         #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
         let child = unsafe { vfork::spawn(execute) }?;
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Becomes the program. Not by the C library's way, which has a shell run what the kernel does not know.
+    /// Executes the program. Not with `execvp`, which passes files of an unknown format to a shell.
     fn execute(&self) -> Errno {
-        // SAFETY: both lists end with a null pointer, and they and what they point to live in `self`.
+        // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
         unsafe {
             libc::execve(self.program.as_ptr(), self.arguments.as_ptr(), self.environment.as_ptr());
@@ -163,24 +163,24 @@ impl Launch {
     }
 }
 
-/// The descriptors 0 to 2 of a program. For a child that shares memory: system calls and nothing else.
+/// Installs the descriptors 0 to 2. Makes only system calls, because it runs in a child that shares memory.
 fn give_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
-        // SAFETY: numbers of descriptors, and those of the child are its own.
+        // SAFETY: plain descriptor numbers, and the child has a separate descriptor table.
         #[expect(unsafe_code, reason = "the safe form wants to own what it replaces")]
         errno::check(unsafe { libc::dup2(own, stream) })?;
     }
     Ok(())
 }
 
-/// A pipe of which no end is in the place of a standard stream, where the next one would replace it.
+/// Creates a pipe. Both ends are above the standard streams, where a later `dup2` would replace them.
 fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = std::io::pipe()?;
     debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has its standard streams");
     Ok((reader, writer))
 }
 
-/// A program that runs, and the ends of its standard streams.
+/// A running program, and the host's ends of its standard streams.
 pub(super) struct Program {
     pub(super) child: Child,
     pub(super) stdin: Option<PipeWriter>,
@@ -189,7 +189,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Its number.
+    /// Returns the process id.
     pub(super) fn id(&self) -> u32 {
         self.child.pid.as_raw_nonzero().get().unsigned_abs()
     }
@@ -201,20 +201,20 @@ impl Program {
         Ok(status.is_some_and(|status| !status.exited()))
     }
 
-    /// Kills this process alone.
+    /// Kills only this process, without its descendants.
     pub(super) fn kill(&self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
     }
 
-    /// Waits until it has ended.
+    /// Waits for the program and returns its exit status.
     pub(super) fn wait(&self) -> io::Result<ExitStatus> {
         let (_, status, _) = retry_on_intr(|| wait4(self.child.pid.as_raw_pid(), 0))?;
         Ok(ExitStatus::from_raw(status))
     }
 }
 
-/// Why a program was not started, for people.
+/// Describes for people why a program was not started.
 pub(super) fn describe(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOEXEC) => {

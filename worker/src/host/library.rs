@@ -1,5 +1,5 @@
-//! `library`: jobs are calls of a function in a C library, as `bulkhead.h` describes it. Nothing that the
-//! library passes back is trusted further than C allows.
+//! `library`: each job is a call of a function in a C library, as described in `bulkhead.h`. Data from the
+//! library is checked as far as C allows.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_double, c_int, c_void};
@@ -55,7 +55,7 @@ static HOST: CHost = CHost {
 type Handle = unsafe extern "C-unwind" fn(*const CJob, *const CHost) -> c_int;
 type Init = unsafe extern "C-unwind" fn(*mut c_char, usize) -> c_int;
 
-/// What one call of the handler gathers.
+/// State of one call of the handler.
 struct Call<'c> {
     ctx: &'c Ctx<Loaded>,
     result: RefCell<Vec<u8>>,
@@ -63,10 +63,10 @@ struct Call<'c> {
     error: RefCell<Option<HandlerError>>,
 }
 
-/// A library that is loaded for good.
+/// A loaded library, which is never unloaded.
 pub(super) struct Loaded {
     handle: Handle,
-    /// Never closed: its code may be running.
+    /// Never closed, because its code may be running.
     _library: std::mem::ManuallyDrop<Library>,
 }
 
@@ -83,13 +83,14 @@ fn cannot(message: String) -> HandlerError {
 fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     let inherited = super::inherited_program();
     let place = inherited.as_ref().map_or_else(|| path.to_owned(), super::place);
-    // SAFETY: what its initialisers do is the library's business, and this process exists for it.
+    // SAFETY: this process exists only to run the library, including its initialisers.
     let library = unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let detail = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
         cannot(format!("failed to load {path}: {detail}"))
     })?;
     let library = std::mem::ManuallyDrop::new(library);
-    // SAFETY: the header declares the marker so; a library without it is refused before any call.
+    // SAFETY: the header declares the marker with this type. A library without the marker is rejected before
+    // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
         cannot(format!("{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into it once"))
     })?;
@@ -101,13 +102,13 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
         )));
     }
     let symbol = CString::new(entry).map_err(|_| cannot("the entry's name holds a NUL".into()))?;
-    // SAFETY: the header declares the entry so.
+    // SAFETY: the header declares the entry with this signature.
     let handle = unsafe { library.get::<Handle>(symbol.as_bytes_with_nul()) }
         .map_err(|_| cannot(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
-    // SAFETY: the header declares the function so.
+    // SAFETY: the header declares the function with this signature.
     if let Ok(init) = unsafe { library.get::<Init>(b"bulkhead_init\0") } {
         let mut message = [0_u8; INIT_MESSAGE_BYTES];
-        // SAFETY: the buffer is as large as is said, and outlives the call.
+        // SAFETY: the buffer has the given size and outlives the call.
         let code = unsafe { init(message.as_mut_ptr().cast(), message.len()) };
         if code != 0 {
             let end = message.iter().position(|&b| b == 0).unwrap_or(message.len());
@@ -137,8 +138,8 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
         payload_len: job.payload().len(),
         host_data: (&raw const call).cast_mut().cast(),
     };
-    // SAFETY: everything the structures point to outlives the call. What the library does otherwise is
-    // what the process boundary is for.
+    // SAFETY: everything the structures point to outlives the call. The process boundary contains any other
+    // fault of the library.
     #[expect(unsafe_code, reason = "calls the C library")]
     let code = unsafe { (ctx.state().handle)(&c_job, &HOST) };
     if call.is_too_large.take() {
@@ -151,11 +152,11 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     }
 }
 
-/// The call that a job given back to us belongs to.
+/// Returns the call that belongs to a job pointer from the library.
 #[expect(unsafe_code, reason = "a pointer comes back from C")]
 fn call_of<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
-    // SAFETY: the header says that `job` is the one the handler was given, which points to a living call
-    // as long as the handler has not returned. A library that breaks this harms only this process.
+    // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call
+    // until the handler returns. A library that breaks this rule harms only this process.
     unsafe { job.as_ref()?.host_data.cast::<Call<'c>>().as_ref() }
 }
 
@@ -164,7 +165,7 @@ fn text_of(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the header asks for a text that ends with a NUL.
+    // SAFETY: the header requires a NUL-terminated text.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
@@ -183,7 +184,7 @@ extern "C-unwind" fn give_result(job: *const CJob, data: *const c_void, len: usi
         call.is_too_large.replace(true);
         return -1;
     }
-    // SAFETY: the header asks for `len` readable bytes.
+    // SAFETY: the header requires `len` readable bytes.
     result.extend_from_slice(unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) });
     0
 }

@@ -1,12 +1,14 @@
-//! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining descendants
-//! become the host's. The kernel hands such orphans to the first thread of a process,
-//! while a program is the child of the thread that started it. So the first thread starts nothing, waits
-//! for nothing but its own children (`__WNOTHREAD`), and "no child" means that nothing is left. The kernel lists the
-//! children of a thread in `/proc`, so that the first thread is not woken for programs that leave nothing behind.
+//! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining
+//! descendants become children of the host. The kernel assigns such orphans to the first thread of a process,
+//! while a program is the child of the thread that started it. So the first thread starts no process and
+//! waits only for its own children (`__WNOTHREAD`). Without such children, nothing is left of any program.
+//! The kernel lists the children of a thread in `/proc`, so the first thread is not woken for programs that
+//! leave nothing behind.
 //!
-//! During a program's `output_grace` its orphans must survive the cleanup after other programs. Each program leads a
-//! separate session, which descendants can leave only by starting another session. So the session of an orphan
-//! identifies the program. Descendants in other sessions are recorded when a program exits and during each cleanup.
+//! During a program's `output_grace` its orphans must survive the cleanup after other programs. Each program
+//! leads a separate session, which descendants can leave only by starting another session. So the session of
+//! an orphan identifies the program. Descendants in other sessions are recorded when a program exits and
+//! during each cleanup.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,10 +24,11 @@ use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
-/// A process that survives SIGKILL for so long sits in the kernel; nothing is gained by more patience.
+/// Maximum time to wait for killed processes. A process that survives SIGKILL for this long is stuck in the
+/// kernel, and waiting longer does not help.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Flags of `wait4` for a look at the first thread's own children.
+/// Flags of `wait4` that check only the first thread's children, without blocking.
 const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 
 /// Maximum number of processes that a message names.
@@ -37,26 +40,28 @@ const SEARCHED_MAX: usize = 256;
 /// Maximum number of descriptors that are searched in each process.
 const DESCRIPTORS_MAX: usize = 1024;
 
-/// The programs that run or have their grace, and the way to the thread that cleans up after the others.
+/// Programs that are running or in their `output_grace`, and the channel to the thread that cleans up.
 pub(super) struct Orphans {
     programs: Mutex<Programs>,
-    /// Held by threads that start a program, all at once, and by the one that kills what is not entered.
+    /// Locked for reading by threads that start a program, and for writing by the thread that kills
+    /// unregistered processes.
     starting: RwLock<()>,
-    /// The numbers of the children of the first thread, dead ones included, if the kernel tells.
+    /// `/proc` file that lists the children of the first thread, dead ones included; `None` if the kernel has
+    /// no such file.
     left: Option<File>,
     requests: SyncSender<SyncSender<()>>,
 }
 
 #[derive(Default)]
 struct Programs {
-    /// Programs whose job has not ended, by process number, which is also the session's number. True if the orphans are
+    /// Programs whose job has not ended, by process id, which is also the session id. True if the orphans are
     /// recorded.
     unfinished: HashMap<u32, bool>,
-    /// Programs that a process in another session, or the members of that session, may descend from.
+    /// Programs from which a process in another session, or the members of that session, may descend.
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// Key of a record: the number and the start of a process, or the number of a session.
+/// Key of a record: process id and start time, or session id.
 type Key = (u32, Option<u64>);
 
 fn keys(found: Identity) -> [Key; 2] {
@@ -64,7 +69,7 @@ fn keys(found: Identity) -> [Key; 2] {
 }
 
 impl Programs {
-    /// Returns the programs that a process may descend from, as far as they are known.
+    /// Returns the programs from which a process may descend, if known.
     fn known_owners(&self, found: Identity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
@@ -72,13 +77,13 @@ impl Programs {
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs that a child of the host may descend from. Of an unknown one these are the programs that have
-    /// just died and whose orphans are not recorded.
+    /// Returns the programs from which a child of the host may descend. For an unknown child these are the
+    /// programs that have just died and whose orphans are not recorded.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
         }
-        // A process that is gone needs no owner; its children are looked at by themselves.
+        // A process that is gone needs no owner. Its children are checked separately.
         let Some(found) = identity_of(child) else { return Vec::new() };
         self.known_owners(found).unwrap_or_else(|| {
             let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
@@ -99,7 +104,7 @@ impl Programs {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
-    /// Records all descendants. Errors: `/proc` cannot be read.
+    /// Records all descendants. Fails if `/proc` cannot be read.
     fn record_all(&mut self) -> io::Result<()> {
         for (found, child) in list_descendants()? {
             let owners = self.known_owners(found).unwrap_or_else(|| self.owners_of_child(child));
@@ -110,14 +115,14 @@ impl Programs {
 }
 
 impl Orphans {
-    /// To be called on the process's first thread.
+    /// Must be called on the first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
         let left = File::open("/proc/thread-self/children").ok();
         (Self { programs: Mutex::default(), starting: RwLock::default(), left, requests }, received)
     }
 
-    /// Starts a program and enters its number: one that is not entered is taken for an orphan.
+    /// Starts a program and registers its process id. An unregistered process counts as an orphan.
     pub(super) fn start<P>(
         &self,
         start: impl FnOnce() -> io::Result<P>,
@@ -130,29 +135,29 @@ impl Orphans {
         Ok(program)
     }
 
-    /// Protects the orphans of a program that has exited until [`Orphans::ended`]. The program must not have been waited
-    /// for, so that its number stays its own.
+    /// Protects the orphans of an exited program until [`Orphans::ended`]. The program must not have been
+    /// waited for, so that its process id is not reused.
     pub(super) fn keep(&self, number: u32) {
         let is_something_left = !self.is_nothing_left();
         let starting =
             is_something_left.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if is_something_left {
-            // Without /proc only orphans in the program's session are known.
+            // Without `/proc`, only orphans in the program's session are known.
             let _ = programs.record_all();
         }
         programs.unfinished.insert(number, true);
         drop((programs, starting));
     }
 
-    /// Returns true if something is left of a program that has exited and whose orphans are kept.
+    /// Returns true if an exited program whose orphans are kept has left any process.
     pub(super) fn has_left(&self, number: u32) -> bool {
-        // Dead orphans are waited for.
+        // Reaps dead orphans.
         self.sweep();
         !self.is_nothing_left() && !self.orphans_of(number).is_empty()
     }
 
-    /// Lists the orphans of a program. Without /proc none are found.
+    /// Lists the orphans of a program. Returns none without `/proc`.
     fn orphans_of(&self, number: u32) -> Vec<u32> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         let mut left = list_descendants().unwrap_or_default();
@@ -179,18 +184,19 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans, whose job is over: the next sweep kills them. Must be called before
-    /// the program is waited for.
+    /// Ends the protection of a program's orphans after its job. The next sweep kills the orphans. Must be
+    /// called before the program is waited for.
     pub(super) fn ended(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
 
-    /// Whether the first thread has no child. A program's children are handed over before its end is seen.
+    /// Returns true if the first thread has no children. The kernel hands over a program's children before
+    /// its exit becomes visible.
     fn is_nothing_left(&self) -> bool {
         self.left.as_ref().is_some_and(|children| children.read_at(&mut [0], 0).is_ok_and(|count| count == 0))
     }
 
-    /// Returns when nothing is left of the programs that have ended.
+    /// Kills and reaps everything that ended programs have left. Returns when it is done.
     pub(super) fn sweep(&self) {
         if self.is_nothing_left() {
             return;
@@ -202,7 +208,7 @@ impl Orphans {
         }
     }
 
-    /// Serves the requests of [`Orphans::sweep`]. To be called on the process's first thread.
+    /// Serves the requests of [`Orphans::sweep`]. Must be called on the first thread of the process.
     pub(super) fn serve(&self, requests: &Receiver<SyncSender<()>>) {
         while let Ok(done) = requests.recv() {
             self.sweep_here();
@@ -218,7 +224,7 @@ impl Orphans {
                     let starting = self.starting.write().unwrap_or_else(PoisonError::into_inner);
                     let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
                     let has_kept = programs.unfinished.values().any(|is_recorded| *is_recorded);
-                    // An error means that /proc cannot be read; the next round asks again.
+                    // An error means that `/proc` cannot be read; the next iteration tries again.
                     let _ = if has_kept { programs.record_all() } else { Ok(()) };
                     let killed = kill_descendants(|child| programs.is_spared(child));
                     drop((programs, starting));

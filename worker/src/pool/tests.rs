@@ -1,4 +1,4 @@
-//! The pool with real threads and a real link; the tests stand at its other end.
+//! Tests of the pool with real threads and a real link. The tests act as the supervisor.
 
 use std::mem::ManuallyDrop;
 use std::os::unix::net::UnixStream;
@@ -12,19 +12,19 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::*;
 use crate::journal::Journal;
 
-/// How long a condition may take that comes true at once on a healthy, idle machine.
+/// Maximum time for conditions that become true immediately on a healthy, idle machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The job whose handler returns at once; all others wait until they are cancelled.
+/// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Handlers of jobs from this number on return at once as well.
+/// Handlers of jobs with this number or higher return immediately, too.
 const RETURNS: u64 = 1 << 32;
 
-/// A pool at work, and the supervisor's end of its link.
+/// A running pool, and the supervisor's end of its link.
 struct Stage {
     pool: Arc<Pool<()>>,
-    /// Never closed: a worker that loses its supervisor kills its process, which is this one.
+    /// Never closed: a worker that loses its supervisor kills its process, which is the test's process.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
@@ -48,7 +48,7 @@ impl Stage {
         stage
     }
 
-    /// A pool whose `init` ends with a message from the caller.
+    /// Starts a pool whose `init` ends when the caller sends a message.
     fn before_ready(max_in_flight: u32, journal: Option<Journal>) -> (Self, Sender<()>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let link = OwnedFd::from(theirs);
@@ -57,7 +57,7 @@ impl Stage {
         journal.into_iter().for_each(|journal| writer.keep_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
-            // The test may have seen enough.
+            // The test may have ended already.
             let _ = tell.send((ctx.number(), std::thread::current().id()));
             if ctx.number() != QUICK && ctx.number() < RETURNS {
                 let event = ctx.cancellation().unwrap();
@@ -89,7 +89,7 @@ impl Stage {
         (Self { pool, link: ManuallyDrop::new(ours), begun, answered, told, init_thread }, init)
     }
 
-    /// Sends frames that arrive together.
+    /// Sends frames in one write.
     fn send(&self, fill: impl FnOnce(&mut Outbox)) {
         let mut outbox = Outbox::default();
         fill(&mut outbox);
@@ -114,7 +114,7 @@ impl Stage {
         self.send(|outbox| push_limits(outbox, max_in_flight));
     }
 
-    /// The next so many jobs that begin, sorted.
+    /// Returns the numbers of the next `count` jobs that begin, sorted.
     fn next_begun(&self, count: usize) -> Vec<u64> {
         let mut numbers: Vec<u64> =
             (0..count).map(|_| self.begun.recv_timeout(PATIENCE).expect("a job begins").0).collect();
@@ -137,7 +137,7 @@ impl Stage {
     }
 }
 
-/// The numbers of the jobs that are answered or given back, read as they come; or with kinds, and heartbeats.
+/// Receives the numbers of answered and returned jobs; with `with_kinds`, kinds and heartbeats too.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
@@ -148,7 +148,7 @@ fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, 
             poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
             let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
             while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
-                // The test may have seen enough.
+                // The test may have ended already.
                 let _ = match header.kind {
                     kind::RESULT | kind::RETURNED | kind::HEARTBEAT if with_kinds => {
                         tell_kinds.send((header.kind, header.number)).is_ok()
@@ -189,7 +189,7 @@ fn a_higher_limit_has_more_jobs_run_at_once() {
     let stage = Stage::new(1);
     stage.give(1..=2);
     assert_eq!(stage.next_begun(1), [1]);
-    // What came too early runs as soon as it may.
+    // A job above the limit runs when the limit allows.
     stage.limit(3);
     assert_eq!(stage.next_begun(1), [2]);
     stage.give([3]);
@@ -217,7 +217,7 @@ fn a_lower_limit_lets_jobs_end_and_then_threads() {
     stage.give([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
         stage.release([number]);
-        // And takes no other one.
+        // The thread takes no other job.
         stage.wait_for("each ends with its job", |state| {
             (state.threads, state.live.len()) == (left, left + 1)
         });
@@ -285,13 +285,13 @@ fn there_is_at_least_one_thread_and_an_end_to_them() {
     stage.wait_idle(1);
 }
 
-/// A call for help that comes when the only idle thread has been woken by the link: that thread answers it,
-/// and has others come for the jobs behind its own.
+/// A call for help arrives when the link has just woken the only idle thread. The thread answers the call,
+/// and calls others for the jobs behind its own.
 #[test]
 fn a_thread_that_the_link_has_woken_answers_the_call() {
     let stage = Stage::new(3);
     let mut state = lock(&stage.pool.state);
-    // The thread sees the link first, and waits for the lock.
+    // The thread is woken by the link first, and waits for the lock.
     stage.give(1..=3);
     stage.pool.call_help(&mut state);
     assert!(state.is_searching);
@@ -301,7 +301,7 @@ fn a_thread_that_the_link_has_woken_answers_the_call() {
     assert_eq!((state.idle, state.is_searching), (0, false));
 }
 
-/// Limits go up and down among jobs that come and go, by a generator with a seed.
+/// Raises and lowers the limit while jobs come and go, from a seeded generator.
 #[test]
 fn jobs_are_all_run_once_whatever_the_limits_do() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];
@@ -332,7 +332,7 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
             _ if !held.is_empty() => stage.release([held.swap_remove(next(held.len()))]),
             _ => {}
         }
-        // The oldest run first, so that those that are released end.
+        // The oldest jobs run first, so released jobs end.
         while held.len() > AT_ONCE_MAX {
             stage.release([held.remove(0)]);
         }
@@ -363,7 +363,7 @@ fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
     stage.wait_for("the limit is known", |state| state.threads_max == 1);
     stage.release([first]);
     assert_eq!(stage.answered.recv_timeout(PATIENCE), Ok(first));
-    // It waits for the link, with a job behind the one that runs.
+    // The thread waits for the link, with a pending job behind the running one.
     stage.give([QUICK]);
     stage.wait_for("it is seen and not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&stage.pool.state).pending.len(), 1);
@@ -372,7 +372,7 @@ fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
     assert_eq!(stage.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
 }
 
-/// A journal, and the numbers in it as the supervisor has them.
+/// Creates a journal, and the supervisor's view of its counters.
 fn journal() -> (Journal, Claims) {
     let file = rustix::fs::memfd_create("journal", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, bulkhead_shared::journal::JOURNAL_BYTES as u64).unwrap();
@@ -380,13 +380,13 @@ fn journal() -> (Journal, Claims) {
     (Journal::map(file).unwrap(), theirs.claims())
 }
 
-/// Jobs come and are taken back at any moment: each runs once or is the supervisor's again, never both and never neither.
+/// Jobs arrive and are recalled at random. Each job either runs once or is returned to the supervisor.
 #[test]
 fn each_job_runs_or_is_taken_back() {
     for max_in_flight in [1, 3] {
         let (journal, numbers) = journal();
         let stage = Stage::with_journal(max_in_flight, journal);
-        // Number and arrival are the same here.
+        // Job number and arrival number are equal here.
         let (mut sent, mut taken) = (0, 0);
         let (mut ran, mut returned) = (Vec::new(), Vec::new());
         for round in 0..3000 {
@@ -408,7 +408,7 @@ fn each_job_runs_or_is_taken_back() {
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
             assert_eq!(ran, expected, "of {runs:?}; given back: {returned:?}");
             assert!(last.is_none_or(|last| last == begun), "only the last can come back");
-            // A job given back after it had been taken back is the one after the last begun.
+            // A job returned after its recall is the one after the last begun.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
             taken = sent;
@@ -425,7 +425,7 @@ fn what_was_taken_back_is_forgotten_with_one_word() {
     assert_eq!(stage.next_begun(1), [1]);
     stage.wait_for("all jobs are there", |state| state.arrived == 4);
     assert_eq!(numbers.take_back(4), 1);
-    // The same number again is another job.
+    // Reuses the number for another job.
     stage.give([3]);
     stage.wait_for("only that is left", |state| state.pending.len() == 1 && state.live.len() == 2);
     stage.release([3, 1]);

@@ -1,4 +1,4 @@
-//! Whole screens, drawn into memory.
+//! Tests that draw whole screens into memory.
 
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -112,7 +112,7 @@ fn one_bulkhead() {
     assert!(!has("worker_exited thumbnail") && has("worker_exited ocr"), "its own events: {lines:#?}");
     let small = screen(&mut app, now, 40, 10);
     assert!(small.iter().any(|line| line.starts_with("4711")), "workers come before the rest: {small:#?}");
-    // Scrolling ends where the workers end.
+    // Scrolling stops at the last worker.
     press(&mut app, KeyCode::End);
     let small = screen(&mut app, now, 40, 8);
     assert!(small.iter().any(|line| line.starts_with("4712")), "{small:#?}");

@@ -1,4 +1,4 @@
-//! The same frames to another part of the process.
+//! Sending within the process.
 
 use std::io;
 
@@ -6,7 +6,8 @@ use super::{BufferPool, FILE_PIECE_BYTES, Outbox, Segment};
 use crate::in_process::End;
 
 impl Outbox {
-    /// As [`Outbox::flush`]: hands over what the other end has room for, and returns whether that is all.
+    /// Writes as much as the other end has room for. Returns true if nothing is left. The in-process form of
+    /// [`Outbox::flush`].
     pub fn flush_in_process(&mut self, end: &End, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             let written = match &self.segments[0] {
@@ -14,7 +15,7 @@ impl Outbox {
                 Segment::File(file, bytes) => {
                     let mut piece = vec![0; (bytes - self.sent).min(FILE_PIECE_BYTES)];
                     match rustix::io::pread(file, &mut piece, self.sent as u64) {
-                        // It is shorter than was said.
+                        // The file is shorter than announced.
                         Ok(0) => Err(rustix::io::Errno::IO),
                         Ok(count) => end.write(&piece[..count]),
                         Err(error) => Err(error),
