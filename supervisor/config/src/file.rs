@@ -19,9 +19,9 @@ use crate::{defaults, key, schema, values};
 /// A complete file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
-    /// In the order of the file.
+    /// Entries of `[[access]]`, in the order of the file.
     pub(crate) access: Vec<RawAccess>,
-    /// In the order of the file, merged with `[defaults]`.
+    /// Bulkheads in the order of the file, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
     /// All bulkhead names in the file, including bulkheads that could not be read.
     pub(crate) names: Vec<String>,

@@ -1,6 +1,6 @@
 //! Converts the content of the file into checked values: adds defaults, resolves paths, and checks each rule
-//! that spans several keys. A violated rule is reported at the nearest value: the bulkhead's value takes
-//! precedence over a value of `[defaults]`, and both take precedence over a default.
+//! that spans several keys. A violated rule is reported at the value of the bulkhead or, without one, at
+//! the value of `[defaults]`.
 
 mod access;
 pub(crate) mod admission;

@@ -54,12 +54,14 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position to report when two values do not fit. `None` if one of them was refused.
+/// Returns the position to report when two values do not fit. `None` if one of them was refused or none is
+/// in the file.
 pub(super) fn blame<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position to report when several values do not fit. `None` if one of them was refused.
+/// Returns the position to report when several values do not fit. `None` if one of them was refused or none is
+/// in the file.
 pub(super) fn blame_one_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }

@@ -33,8 +33,8 @@ impl Config {
         self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
     }
 
-    /// Returns the effective configuration as TOML, for a given source of ids for workers with `user =
-    /// "auto"`.
+    /// Returns the effective configuration as TOML, for a given source of ids for
+    /// workers with `user = "auto"`.
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));

@@ -32,8 +32,8 @@ section! {
     /// `pressure`: warnings and rejections before the queue is full.
     PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
-    /// Share of `max_queue` at which a `queue_pressure` event is emitted. At most `reject`; without a value
-    /// the smaller of the default and `reject` applies.
+    /// Share of `max_queue` at which a `queue_pressure` event is emitted. At most `reject`; the default is
+    /// reduced to `reject` if `reject` is smaller.
     warn: f64 as PART, default 0.8;
     /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.
     reject: f64 as PART, default 1.0;
@@ -47,8 +47,8 @@ section! {
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
     /// Number of jobs that can arrive at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
-    /// Scope of the limit: all jobs of the bulkhead together (`bulkhead`), or each tenant separately
-    /// (`tenant`).
+    /// Scope of the limit: all jobs of the bulkhead together (`"bulkhead"`), or each tenant separately
+    /// (`"tenant"`).
     per: RatePer as one_of::<RatePer>(), default RatePer::Bulkhead;
 }
 
@@ -106,6 +106,6 @@ section! {
     /// Target for the 90th percentile of a tenant's run times. The limit falls when most tenants are above the target,
     /// and grows while they are not and the limit is reached. At most `deadline_max`.
     target: Duration as at_least(SOME), without "required", such as "\"50ms\"";
-    /// `enforce` applies the limit; `monitor` only reports the limit.
+    /// `"enforce"` applies the limit; `"monitor"` only reports the limit.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

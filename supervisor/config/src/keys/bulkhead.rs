@@ -38,8 +38,8 @@ section! {
     /// result.
     exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
     /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is
-    /// awaited after the program's exit. Then a process that still holds the output open is killed, and the
-    /// job is `failed` as `output_incomplete`; see [below](#exec).
+    /// awaited after the program has exited. After this time, a process that still holds the output open is
+    /// killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
     /// Environment of the workers. Workers get only these variables and the few that the SDK needs. Names
     /// that start with `BULKHEAD_` are reserved.
@@ -76,8 +76,8 @@ section! {
     /// Maximum result of a job; a larger result is `failed` as `result_too_large`. At most the supervisor's
     /// `max_payload`.
     max_result: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"", reload ReplacesWorkers;
-    /// Behaviour of a full queue: `reject` rejects the next job; `evict-oldest` accepts it in place of the
-    /// oldest job of the tenant that holds most of the queue. `evict-oldest` needs a `max_queue` above 0.
+    /// Behaviour of a full queue. `"reject"` rejects the next job. `"evict-oldest"` accepts the job and
+    /// evicts the oldest job of the tenant that holds most of the queue; this needs a `max_queue` above 0.
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
     /// Bulkheads that take over jobs which this bulkhead rejects as `circuit_open`, `queue_full`,
     /// `backpressure`, `unavailable` or `draining`, and idempotent jobs whose worker crashed. They are tried

@@ -24,14 +24,14 @@ table! {
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and folders that the workers can write, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// Size of a private `/tmp`; 0 for none. With `default` it is a folder on disk that `TMPDIR` names. Its
-    /// size is checked every second, and a worker that exceeds the size is ended as `crashed`/`violation`.
-    /// For workers with ids of `/etc/subuid`, the folder is in memory.
+    /// Size of a private `/tmp`; 0 for none. With the profile `default` it is a folder on disk that `TMPDIR`
+    /// names. The size of the folder is checked every second, and a worker that exceeds it is ended as
+    /// `crashed`/`violation`. For workers with ids of `/etc/subuid`, `/tmp` is in memory.
     tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
-    /// User of the workers. `"auto"`: an unprivileged user id for each worker (with `write`, one id for the
-    /// bulkhead), if the supervisor can start workers as other users or `/etc/subuid` gives it ids.
-    /// `"shared"`: the supervisor's own user. Any other value is the name of a user. If the supervisor runs
-    /// as root, only `"root"` and `"shared"` make a worker root.
+    /// User of the workers. `"auto"`: an unprivileged user id for each worker, or one id for the bulkhead if
+    /// `write` is set; available if the supervisor can start workers as other users, or has ids in
+    /// `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If the
+    /// supervisor runs as root, only `"root"` and `"shared"` make a worker root.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
     /// Layers of the profile that can be missing on this machine. If any other layer is missing, the workers
     /// do not start.

@@ -13,8 +13,8 @@ section! {
     /// `restart`: restarts of dead workers.
     RestartKeys => Restart, "bulkhead.NAME.restart", by rows;
 
-    /// Deaths after which a worker is restarted: all (`always`), all except for an exit with status 0 while
-    /// idle (`on-failure`), or none (`never`).
+    /// Deaths after which a worker is restarted: all (`"always"`), all except for an exit with status 0 while
+    /// idle (`"on-failure"`), or none (`"never"`).
     policy: RestartPolicy as one_of::<RestartPolicy>(), default RestartPolicy::Always;
     /// Pause before the second restart; the first is immediate. The pause then doubles for each restart, with
     /// jitter.
@@ -38,10 +38,10 @@ section! {
     handshake: Duration as at_least(SOME), default Duration::from_secs(5);
     /// Maximum time from the hello to ready. The worker can ask for more time.
     ready: Duration as at_least(SOME), default Duration::from_secs(60);
-    /// Creation of worker processes: each is started anew (`spawn`), or forked from a template that is
-    /// initialised once (`fork`); see [below](#fork).
+    /// Creation of worker processes: as new processes (`"spawn"`), or forked from a template that is
+    /// initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
-    /// Number of ready workers kept in addition to those that run jobs, to take over immediately; see
+    /// Number of ready workers kept in addition to the working ones, to take over immediately; see
     /// [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;
 }
@@ -60,8 +60,8 @@ section! {
     /// `recycle`: replacement of working workers.
     RecycleKeys => Recycle, "bulkhead.NAME.recycle", by rows;
 
-    /// Maximum number of jobs that a worker starts. With 1, each job gets a fresh process. The replacement is
-    /// started early enough to be ready in time, and then waits.
+    /// Maximum number of jobs that a worker begins. With 1, each job gets a fresh process. The replacement is
+    /// started early enough to be ready in time, and then waits until it is needed.
     jobs: u64 as count(1, NUMBER_MAX), without "off", such as "1000";
     /// Resident memory above which a worker is replaced.
     rss: u64 as size(1, NUMBER_MAX), without "off", such as "\"8MiB\"";

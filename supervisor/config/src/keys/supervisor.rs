@@ -19,7 +19,8 @@ section! {
 
     /// Unix socket for jobs. At most 107 bytes.
     socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload Waits;
-    /// Mode of `socket`, in octal digits. A missing folder of the socket is created with mode 0700.
+    /// Mode of `socket`, in octal digits; with `[[access]]` the default is 0666. A missing folder of the
+    /// socket is created with mode 0700, or 0755 if `[[access]]` and the mode admit other users.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload Waits;
     /// Unix socket of the admin API, with mode 0600. At most 107 bytes, and different from `socket`.
     admin: String as Kind::Path, without "`admin.sock` beside `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
@@ -38,11 +39,11 @@ section! {
     /// Maximum payload of any job, and upper bound for `max_payload` and `max_result` of each bulkhead.
     max_payload: u64 as size(1, PAYLOAD_MAX), default 64 * 1024 * 1024;
     /// Maximum size of all waiting data: payloads as far as they have arrived, names and records. Above it,
-    /// jobs are rejected as `overloaded`. A single client can use all of it. A client below an equal share
-    /// gets room, which the client furthest above its share gives up. At least `max_payload`.
+    /// jobs are rejected as `overloaded`. A single client can use all of it. If a client below an equal share
+    /// needs room, the client furthest above its share gives it up. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
     /// Maximum size of all memory files for large payloads and results, see
-    /// [protocol](protocol.md#memory-files): at least 512 KiB, or 0 for none. Memory files that no job uses
+    /// [protocol](protocol.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no job uses
     /// are freed when another client needs one, and before a job is rejected as `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the
@@ -58,8 +59,8 @@ section! {
     /// in the order of the file and then by name, followed by tenants of `[[access]]`. All others share the
     /// label `_other`.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload Waits;
-    /// User ids for workers with `sandbox.user = "auto"`, one for each worker: the first and the last id,
-    /// from 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
+    /// First and last user id of the range for workers with `sandbox.user = "auto"`, which get one id each.
+    /// From 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
     /// supervisors on this host are skipped. Without privileges, the ids must be in the range that
     /// `/etc/subuid` gives the supervisor's user.
     worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor may start workers as other users; else those of `/etc/subuid`", such as "\"200000-200999\"", reload Waits;

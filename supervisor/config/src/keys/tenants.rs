@@ -27,8 +27,8 @@ table! {
     /// Maximum number of queued jobs of one tenant; further jobs are rejected as `tenant_quota`.
     max_queue: u32 as count(0, QUEUE_CEILING), without "no limit", such as "20";
     /// True if each tenant has separate workers. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit`
-    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and the two keys
-    /// above are refused.
+    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and
+    /// `tenants.max_in_flight` and `tenants.max_queue` are refused.
     isolate: bool as Kind::Boolean, default false;
     /// Maximum number of isolated tenants with workers at the same time. For one more tenant, the workers of
     /// the longest-idle tenant end. If no tenant is idle, the job is rejected as `unavailable`. (`processes`
@@ -131,7 +131,7 @@ pub(crate) struct RawTenant {
     pub(crate) keys: TenantKeys,
 }
 
-/// In the order of the file. `[defaults]` has no tables of tenants.
+/// Tables of tenants, in the order of the file. `[defaults]` has none.
 impl Part for Vec<RawTenant> {
     fn keys_inside() -> Vec<Key> {
         TenantKeys::keys()

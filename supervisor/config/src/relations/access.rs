@@ -108,8 +108,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, which would permit nothing. An invalid element may have permitted something, so
-    /// the list is then not reported.
+    /// Reports an empty list, which would permit nothing. The list is not reported if an
+    /// invalid element was left out, because that element could have permitted something.
     fn check_something(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

@@ -50,7 +50,7 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// Rejects a key without effect. `profile = "none"` of a bulkhead may override a sandbox of `[defaults]`.
+    /// Rejects a key without effect. `profile = "none"` of a bulkhead can override a sandbox of `[defaults]`.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,
@@ -148,7 +148,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects denying system calls that every worker needs.
+    /// Rejects a denied system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {

@@ -42,7 +42,7 @@ impl Checker<'_> {
         says_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
-    /// Rejects a key without effect. `isolate = false` of a bulkhead may override an isolation of
+    /// Rejects a key without effect. `isolate = false` of a bulkhead can override an isolation of
     /// `[defaults]`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };

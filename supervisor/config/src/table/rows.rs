@@ -9,8 +9,8 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `reload` gives the effect of a changed value at a reload if it does not apply immediately. `kept
-//! elsewhere` means that the checked value is not in a field named like the key.
+//! `reload` gives the effect of a changed value at a reload if it does not apply immediately.
+//! `kept elsewhere` means that the checked value is not in a field named like the key.
 
 /// Declares a table; see the module documentation. Tables inside the table follow after the rows.
 macro_rules! table {

@@ -1,6 +1,6 @@
 //! Compares the JSON schema with the reader, using an independent validator. All texts that any test of the
-//! configuration reads are compared here: the schema accepts what the reader accepts, and the schema refuses
-//! what the reader refuses for its shape.
+//! configuration reads are compared here. The schema must accept each text that the reader accepts, and must
+//! refuse each text that the reader refuses for its shape.
 
 use std::sync::LazyLock;
 

@@ -78,7 +78,7 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
     }
 }
 
-/// Parses a change. The error is a sentence about the body.
+/// Parses a change. The error is a message for the client.
 fn read_body<T: serde::de::DeserializeOwned>(
     body: &[u8],
     judge: impl Fn(&T) -> Option<String>,

@@ -137,7 +137,7 @@ struct Asked<'h> {
 }
 
 impl<'h> Asked<'h> {
-    /// Parses the headers. The error is a sentence.
+    /// Parses the headers. The error is a message for the client.
     fn read(headers: &'h HeaderMap) -> Result<Self, String> {
         let mut asked = Self { cost: 1, ..Self::default() };
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {

@@ -89,7 +89,7 @@ impl Default for Schemas {
         let mut settings = SchemaSettings::draft2020_12();
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
-        // Readers' defaults are not part of the documents.
+        // Default values of readers are not part of the documents.
         settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
             schema.remove("default");
         })));

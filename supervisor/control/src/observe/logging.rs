@@ -49,7 +49,7 @@ pub struct Selection<'a> {
     pub has_output: bool,
 }
 
-/// Starts logging to standard error. An error is a sentence about the level.
+/// Starts logging to standard error. The error is a message about the level.
 pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     let mut filter = filter(selection.level)?;
     if !selection.has_output {
@@ -176,8 +176,8 @@ impl Drop for Line {
     }
 }
 
-/// Escapes characters of a log line that a terminal may obey or not show. Control characters of the text format are
-/// left alone: they set colours, and texts of workers are already escaped.
+/// Escapes characters of a log line that a terminal interprets or does not show. Control characters of the text
+/// format are not escaped, because they set colours. Texts of workers are already escaped.
 fn safe(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let is_raw = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);

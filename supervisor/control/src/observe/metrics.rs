@@ -175,7 +175,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Writes a sample, unless the number is zero and cannot become anything else.
+/// Returns the number, unless it is zero and cannot become anything else.
 fn possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }

@@ -7,7 +7,7 @@ import { clock, count, word } from './format.js';
 const KEPT_MAX = 2000;
 const LINES_MAX = 500;
 
-/** Maximum number of characters for the fields in an event's line. The expanded view below the line shows all of them. */
+/** Maximum number of characters for the fields in an event's line. The expanded view shows all of them. */
 const LINE_CHARS_MAX = 240;
 
 const RANK = { info: 0, warning: 1, critical: 2 };

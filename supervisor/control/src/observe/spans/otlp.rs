@@ -73,7 +73,7 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// Reads the collector from the environment, if one is set. The error is a sentence.
+    /// Reads the collector from the environment, if one is set. The error is a message for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let given = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (given(TRACES_ENDPOINT), given(ENDPOINT)) {
