@@ -1,5 +1,5 @@
-//! What the rest of the supervisor works with: plain values, resolved and verified. Nothing here knows
-//! TOML, and nothing here can be impossible: code that has a [`Config`] checks nothing again.
+//! The checked configuration: plain values, resolved and verified. This module does not know TOML. A
+//! [`Config`] is always valid, so code that has one does not check the values again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,25 +8,25 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// What metrics call all tenants that have no label of their own, and jobs without a tenant.
+/// Metrics label of all tenants without a separate label, and of jobs without a tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
-/// A whole configuration file.
+/// A complete configuration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Config {
-    /// The file it came from, absolute.
+    /// Absolute path of the configuration file.
     pub path: PathBuf,
     /// `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// `[[access]]`, in the order of the file; empty: the supervisor's own user and root may do all.
+    /// `[[access]]`, in the order of the file. Empty: the supervisor's own user and root can do everything.
     pub access: Vec<AccessConfig>,
-    /// The bulkheads, in the order of the file; at least one, no name twice.
+    /// The bulkheads, in the order of the file: at least one, with unique names.
     pub bulkheads: Vec<BulkheadConfig>,
 }
 
 impl Config {
-    /// The tenants that metrics name, sorted: the first `tenant_labels` that the file names. Other tenants get no
-    /// label, so that clients cannot fill the table.
+    /// Returns the tenants with a separate metrics label, sorted: the first `tenant_labels` tenants that the
+    /// file names. Other tenants get no label, so that clients cannot create any number of labels.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

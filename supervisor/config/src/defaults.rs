@@ -1,5 +1,5 @@
-//! What a file that leaves a key out gets, and the bounds no file may pass. Each number is written here
-//! once: the reader, the reference and the documentation take it from here.
+//! Default values and limits of the configuration. Each number is defined once here, for the reader, the
+//! reference and the documentation.
 
 use std::time::Duration;
 
@@ -9,102 +9,103 @@ use super::ids::UidRange;
 pub const SOCKET_MODE: u32 = 0o600;
 /// File name of the jobs socket inside its folder.
 pub const SOCKET_NAME: &str = "jobs.sock";
-/// File name of the admin socket, beside the jobs socket.
+/// File name of the admin socket, in the folder of the jobs socket.
 pub const ADMIN_NAME: &str = "admin.sock";
-/// Name of the folder below `$XDG_RUNTIME_DIR` or [`RUNTIME_DIR_OF_ROOT`].
+/// Name of the folder in `$XDG_RUNTIME_DIR` or [`RUNTIME_DIR_OF_ROOT`].
 pub const RUNTIME_FOLDER: &str = "bulkhead";
-/// Where root's sockets live.
+/// Parent of the folder for root's sockets.
 pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
 
 /// Mode of the admin socket.
 pub const ADMIN_MODE: u32 = 0o600;
-/// Mode of the jobs socket where the file has entries of `[[access]]`: they decide which clients may connect.
+/// Mode of the jobs socket if the file contains `[[access]]`. The entries then decide which clients can
+/// connect.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
-/// Mode of the jobs socket's folder, if it is missing.
+/// Mode of the jobs socket's folder if the supervisor creates it.
 pub const FOLDER_MODE: u32 = 0o700;
-/// The same where `[[access]]` lets others in.
+/// Mode of the jobs socket's folder if `[[access]]` allows other users.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 
-/// How far the workers of a bulkhead that says nothing are confined.
+/// Default sandbox profile.
 pub const SANDBOX_PROFILE: &str = "default";
-/// Processes and threads of a confined worker, where they are counted for each worker.
+/// Maximum number of processes and threads of a confined worker, where they are counted for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;
-/// Bytes of a file that a confined worker writes.
+/// Maximum size of a file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// The ids of workers where the file names none: those that systemd sets aside for the same purpose.
+/// Default user ids of workers. systemd reserves this range for the same purpose.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
-/// The longest duration a file may name, so that adding a few of them to a clock never overflows.
+/// Maximum duration in a file. Adding a few of them to a clock never overflows.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
-/// The shortest duration where nothing at all makes no sense: the resolution of deadlines on the wire.
+/// Minimum duration of keys that do not allow zero. Equals the resolution of deadlines in the protocol.
 pub const DURATION_MIN: Duration = Duration::from_millis(1);
-/// The largest number that a TOML file can hold.
+/// Maximum integer of TOML.
 pub const NUMBER_MAX: u64 = i64::MAX as u64;
-/// Bytes of a configuration file.
+/// Maximum size of a configuration file, in bytes.
 pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
-/// Bulkheads of one file.
+/// Maximum number of bulkheads.
 pub const BULKHEADS_MAX: usize = 1024;
-/// The most clients that can be allowed at once.
+/// Maximum of `max_clients`.
 pub const CLIENTS_CEILING: u64 = 1_000_000;
-/// The most worker processes of one bulkhead.
+/// Maximum number of worker processes of a bulkhead.
 pub const PROCESSES_CEILING: u64 = 1024;
-/// The most spares of one set of workers.
+/// Maximum number of spares of one set of workers.
 pub const SPARES_CEILING: u64 = 64;
-/// The most jobs in flight per worker.
+/// Maximum number of jobs in flight per worker.
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
-/// The most jobs that may wait in one bulkhead.
+/// Maximum number of queued jobs of a bulkhead.
 pub const QUEUE_CEILING: u64 = 1_000_000;
-/// The most permits of one bulkhead: processes × jobs in flight.
+/// Maximum number of permits of a bulkhead: processes × jobs in flight.
 pub const PERMITS_CEILING: u64 = 1_000_000;
-/// The most jobs a second that a rate limit can say, and the largest burst.
+/// Maximum rate of a rate limit in jobs per second, and maximum burst.
 pub const RATE_CEILING: u64 = 1_000_000_000;
-/// The shortest window of a breaker: below it the clock is all it would measure.
+/// Minimum window of a breaker. Shorter windows would mostly measure timing noise.
 pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
-/// The most jobs a breaker may want to see before it judges.
+/// Maximum of `breaker.min_calls`.
 pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
-/// The most jobs that a half-open breaker may let through.
+/// Maximum number of probes of a half-open breaker.
 pub const BREAKER_PROBES_CEILING: u64 = 1000;
-/// The most often that one job may be tried.
+/// Maximum number of attempts of a job.
 pub const RETRY_CEILING: u64 = 100;
-/// The most crashes of a payload that are remembered.
+/// Maximum of `poison.crashes`.
 pub const POISON_CEILING: u64 = 1000;
-/// The most bulkheads that one falls back to.
+/// Maximum number of fallbacks of a bulkhead.
 pub const FALLBACKS_MAX: usize = 8;
-/// The most isolated tenants that may have workers at once.
+/// Maximum number of isolated tenants with workers at the same time.
 pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
-/// The most worker processes of one bulkhead whose tenants are isolated, those of all tenants together.
+/// Maximum number of worker processes of a bulkhead with isolated tenants, over all tenants.
 pub const ISOLATED_WORKERS_CEILING: u64 = 16_384;
-/// Tenants of one bulkhead with numbers of their own.
+/// Maximum number of `[bulkhead.NAME.tenant.TENANT]` tables of a bulkhead.
 pub const TENANT_TABLES_MAX: usize = 1024;
-/// The most deaths that a restart history remembers.
+/// Maximum of `restart.max`.
 pub const RESTART_CEILING: u64 = 1000;
-/// The most heartbeats that may be missed.
+/// Maximum of `health.missed`.
 pub const MISSED_CEILING: u64 = 1000;
-/// The most crash reports that may be kept.
+/// Maximum of `crash_keep`.
 pub const CRASH_KEEP_CEILING: u64 = 10_000;
-/// The most tenants that may have a label of their own in the metrics: each has some lines for each bulkhead.
+/// Maximum number of tenants with a separate metrics label. Each adds some lines for each bulkhead.
 pub const TENANT_LABELS_CEILING: u64 = 1000;
-/// The largest id of a user or a group: the kernel takes the one above for none.
+/// Maximum id of a user or a group. The kernel uses the next value for "no id".
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
-/// The most ids that `worker_uids` may name.
+/// Maximum number of ids in `worker_uids`.
 pub const WORKER_UIDS_MAX: u64 = 1_000_000;
-/// Entries of `[[access]]` in one file.
+/// Maximum number of `[[access]]` entries.
 pub const ACCESS_MAX: usize = 1024;
-/// Tenants that one entry of `[[access]]` may name.
+/// Maximum number of tenants in an `[[access]]` entry.
 pub const ACCESS_TENANTS_MAX: usize = 1024;
-/// Paths that `sandbox.read` and `sandbox.write` may name, each.
+/// Maximum number of paths in `sandbox.read`, and in `sandbox.write`.
 pub const SANDBOX_PATHS_MAX: usize = 256;
-/// System calls that `sandbox.syscalls` may allow and deny, each.
+/// Maximum number of system calls in `sandbox.syscalls.allow`, and in `sandbox.syscalls.deny`.
 pub const SYSCALLS_MAX: usize = 512;
-/// The least memory that a worker's control group may be given.
+/// Minimum of `cgroup.memory`.
 pub const CGROUP_MEMORY_MIN: u64 = 1024 * 1024;
-/// The most processor cores that a worker's control group may be given.
+/// Maximum of `cgroup.cpu`.
 pub const CGROUP_CPU_CEILING: u64 = 1024;
-/// Bytes of a path of a Unix socket: `sun_path` less its closing NUL.
+/// Maximum length of the path of a Unix socket, in bytes: the size of `sun_path` without the closing NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// Bytes of arguments and environment of one program together.
+/// Maximum size of a program's arguments and environment together, in bytes.
 pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
-/// Where a bare program name is looked for when the supervisor itself has no `PATH`, as `execvp` does.
+/// Search path for programs if the supervisor has no `PATH`. `execvp` has a similar default.
 pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
-/// The default of `output_grace`.
+/// Default of `output_grace`.
 pub const OUTPUT_GRACE: Duration = Duration::from_secs(1);

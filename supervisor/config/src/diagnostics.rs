@@ -1,5 +1,5 @@
-//! What is wrong with a file: collected while reading, then shown all at once, as rustc shows its errors.
-//! Knows text and positions, not what any key means.
+//! Problems of a configuration file: collected while the file is read, then shown together in the style of
+//! rustc. This module knows text and positions, but not the meaning of keys.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,15 +8,16 @@ use std::path::{Path, PathBuf};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use serde::Serialize;
 
-/// Problems shown in full; what is beyond is counted. [`ConfigErrors::problems`] has them all.
+/// Maximum number of problems shown in full; further problems are counted. [`ConfigErrors::problems`] has all
+/// of them.
 const SHOWN_MAX: usize = 100;
 
-/// Characters of a text of the file that are repeated in a message.
+/// Maximum number of characters of a text from the file that a message repeats.
 const QUOTED_CHARS_MAX: usize = 80;
 
-/// Everything that is wrong with a configuration file, in the order of the file.
+/// All problems of a configuration file, in the order of the file.
 ///
-/// `Display` is plain text; [`render`](Self::render) can colour it for a terminal.
+/// `Display` writes plain text; [`render`](Self::render) can add colours for a terminal.
 #[derive(Clone, PartialEq)]
 pub struct ConfigErrors {
     path: PathBuf,
@@ -24,47 +25,47 @@ pub struct ConfigErrors {
     problems: Vec<Problem>,
 }
 
-/// One thing that is wrong.
+/// A problem of a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Problem {
-    /// Where, unless the file as a whole could not be read.
+    /// Position of the problem, unless the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
-    /// What is wrong, in one sentence without a full stop.
+    /// Description of the problem: one sentence without a full stop.
     pub message: String,
-    /// What to do instead.
+    /// Suggested correction.
     pub help: Option<String>,
     #[serde(skip)]
     span: Range<usize>,
 }
 
-/// A place in a file, as editors count.
+/// A position in a file, as shown by editors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Position {
-    /// The line, from 1.
+    /// Line number, starting at 1.
     pub line: usize,
-    /// The character in the line, from 1.
+    /// Character in the line, starting at 1.
     pub column: usize,
 }
 
 impl ConfigErrors {
-    /// An error about the file as a whole: it cannot be read.
+    /// Returns an error about the file as a whole, which cannot be read.
     pub(super) fn of_file(path: &Path, message: String, help: &str) -> Self {
         let problem = Problem { at: None, message, help: Some(help.to_owned()), span: 0..0 };
         Self { path: path.to_owned(), text: String::new(), problems: vec![problem] }
     }
 
-    /// The file, as it was named by the caller.
+    /// Returns the path of the file, as passed by the caller.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The problems, at least one, in the order of the file.
+    /// Returns the problems, at least one, in the order of the file.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// The whole report: each problem with file, line, column, the line itself and a help line.
+    /// Returns the complete report: each problem with file, line, column, the line itself and the help.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let path = self.path.to_string_lossy();
@@ -120,7 +121,7 @@ impl std::error::Error for ConfigErrors {}
 
 bulkhead_shared::debug_by_display!(ConfigErrors);
 
-/// The line that `offset` is in, without its end.
+/// Returns the range of the line that contains `offset`, without the line ending.
 fn line_range(text: &str, offset: usize) -> Range<usize> {
     let start = text[..offset].rfind('\n').map_or(0, |newline| newline + 1);
     let end = text[offset..].find('\n').map_or(text.len(), |newline| offset + newline);
@@ -135,7 +136,7 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Notes one problem; `span` is in bytes of the file.
+    /// Adds a problem. `span` is in bytes of the file.
     pub(super) fn report(&mut self, span: Range<usize>, message: impl Into<String>, help: impl Into<String>) {
         self.found.push((span, message.into(), help.into()));
     }
@@ -144,13 +145,13 @@ impl Problems {
         self.found.is_empty()
     }
 
-    /// Whether something inside `span` was refused.
+    /// Returns true if a problem was reported inside `span`.
     pub(super) fn any_within(&self, span: &Range<usize>) -> bool {
         self.found.iter().any(|(found, ..)| span.start <= found.start && found.end <= span.end)
     }
 
-    /// Gives each problem its line and column. The same problem reached in two ways, as a bad default is
-    /// through each bulkhead, is told once.
+    /// Converts the problems, and computes lines and columns. Removes duplicates, because a bad value in
+    /// `[defaults]` is reported for each bulkhead.
     pub(super) fn into_errors(mut self, path: &Path, text: &str) -> ConfigErrors {
         self.found.sort_by(|a, b| (a.0.start, a.0.end, &a.1).cmp(&(b.0.start, b.0.end, &b.1)));
         self.found.dedup_by(|a, b| a.0 == b.0 && a.1 == b.1);
@@ -169,7 +170,7 @@ impl Problems {
     }
 }
 
-/// `offset`, or the start of the character that it falls into: the parser of TOML reports bytes.
+/// Returns `offset`, rounded down to the start of a character. The TOML parser reports byte offsets.
 fn char_start(text: &str, offset: usize) -> usize {
     let mut start = offset.min(text.len());
     while !text.is_char_boundary(start) {
@@ -178,7 +179,7 @@ fn char_start(text: &str, offset: usize) -> usize {
     start
 }
 
-/// Counts lines and characters once over the whole file, however many problems it has.
+/// Converts offsets to positions. Passes over the file once, for any number of problems.
 struct Cursor<'t> {
     text: &'t str,
     offset: usize,
@@ -199,7 +200,7 @@ impl Cursor<'_> {
     }
 }
 
-/// A text of the file, safe to repeat in one line of a message.
+/// Escapes and shortens a text of the file for a one-line message.
 pub(super) fn shown(text: &str) -> String {
     let mut shown: String =
         text.chars().take(QUOTED_CHARS_MAX).collect::<String>().escape_debug().to_string();
@@ -209,13 +210,13 @@ pub(super) fn shown(text: &str) -> String {
     shown.replace("\\'", "'").replace("\\\"", "\"")
 }
 
-/// The same as part of a dotted name: quoted, unless it is a bare key of TOML.
+/// Escapes a part of a dotted name, and quotes it unless it is a bare TOML key.
 pub(super) fn shown_key(name: &str) -> String {
     let bare = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }
 }
 
-/// The candidate that `word` was most likely meant to be.
+/// Returns the candidate that `word` is most likely a misspelling of.
 pub(super) fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
     if word.len() > QUOTED_CHARS_MAX {
         return None;

@@ -1,5 +1,6 @@
-//! What the file says, key by key, with places: each value in range by itself, none yet judged against
-//! another, nothing looked up on the disk. `[defaults]` and a bulkhead have the same keys.
+//! The content of a file, key by key, with positions. Each value is in range by itself. Relations between
+//! values are not checked yet, and nothing is looked up on disk. `[defaults]` and a bulkhead have the same
+//! keys.
 
 use std::ops::{Deref, Range};
 
@@ -15,22 +16,22 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{Part as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// A whole file.
+/// A complete file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
-    /// In the order of the file.
+    /// Entries of `[[access]]`, in the order of the file.
     pub(crate) access: Vec<RawAccess>,
-    /// In the order of the file, `[defaults]` merged in.
+    /// Bulkheads in the order of the file, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
-    /// Every name that the file has for a bulkhead, also of one that could not be read.
+    /// All bulkhead names in the file, including bulkheads that could not be read.
     pub(crate) names: Vec<String>,
 }
 
 /// The keys of a table.
 pub(crate) struct Raw<K> {
-    /// Of a bulkhead; other tables have none.
+    /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
-    /// The place of the table; the start of the file if there is no `[supervisor]`.
+    /// Position of the table's heading; the start of the file if there is no `[supervisor]`.
     pub(crate) heading: Range<usize>,
     keys: K,
 }
@@ -50,18 +51,18 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys of a bulkhead that make no sense for all of them at once.
+/// Keys that select the program. They cannot be shared by all bulkheads.
 const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Tenants make no sense for all of them at once either.
+/// Tables of tenants. They cannot be shared by all bulkheads either.
 const WHOSE: &[&str] = &["tenant"];
 
-/// Whether a key of bulkheads may not stand in `[defaults]`.
+/// Returns true if a bulkhead's key is not allowed in `[defaults]`.
 pub(crate) fn cannot_be_shared(name: &str) -> bool {
     WHAT_RUNS.contains(&name) || WHOSE.contains(&name)
 }
 
-/// Reads a whole document.
+/// Reads a complete document.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top = TableReader::open(schema::keys(), key::TOP, String::new(), Origin::Own, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
@@ -82,7 +83,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
     shared.refuse(WHOSE, "each [bulkhead.NAME] names its own tenants");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // They were refused, and are no bulkhead's.
+    // These keys were rejected in `[defaults]` and must not be inherited.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
@@ -137,7 +138,7 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Keys straight below `[bulkhead]` are most likely meant for all bulkheads.
+/// Reports a value directly below `[bulkhead]`. Such keys are most likely meant for all bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,

@@ -1,18 +1,17 @@
-//! Users and groups by name. The only place of the configuration that asks the system's databases for
-//! them.
+//! Lookup of users and groups by name. No other module of the configuration uses the system's databases.
 
 use nix::unistd::{Group, User};
 
 use super::diagnostics::shown;
 use super::values::Complaint;
 
-/// The id of the user `name`.
+/// Returns the id of the user `name`.
 pub(super) fn user(label: &str, name: &str) -> Result<u32, Complaint> {
     let found = User::from_name(name).map(|user| user.map(|user| user.uid.as_raw()));
     known(label, "user", name, found)
 }
 
-/// The id of the group `name`.
+/// Returns the id of the group `name`.
 pub(super) fn group(label: &str, name: &str) -> Result<u32, Complaint> {
     let found = Group::from_name(name).map(|group| group.map(|group| group.gid.as_raw()));
     known(label, "group", name, found)

@@ -4,12 +4,12 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// `worker_uids`: user ids from `first` to `last`, at most 1,000,000. `Display` is as in the file.
+/// `worker_uids`: user ids from `first` to `last`, at most 1,000,000. `Display` uses the format of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {
-    /// The first, at least 1.
+    /// First id, at least 1.
     pub first: u32,
-    /// The last, at least `first`, below 4294967295.
+    /// Last id, at least `first` and below 4294967295.
     pub last: u32,
 }
 

@@ -1,5 +1,6 @@
-//! The keys as a JSON schema, for editors: what `schema` says of each, in the words of another. It knows the
-//! shape of a file, not what spans several keys, nor what is on the disk; it never refuses what the reader takes.
+//! JSON schema of the configuration file for editors, derived from `schema`. The schema describes the shape
+//! of a file. It does not check rules that span several keys, or files on disk. The schema never rejects a
+//! file that the reader accepts.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
@@ -9,10 +10,10 @@ use super::key::{self, Key, Kind, Preset};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::{defaults, file, schema, units};
 
-/// The table that bulkheads share, which has a name of its own only here.
+/// Name of the definition for `[defaults]`.
 const DEFAULTS: &str = "defaults";
 
-/// What a configuration file may look like, as a JSON schema (draft 7, which editors of TOML understand).
+/// Returns the JSON schema of a configuration file (draft 7, which TOML editors support).
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -50,7 +51,7 @@ fn property(key: &Key) -> Value {
     }
     property["description"] =
         json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
-    // A value is written in JSON as in TOML; what is worked out has none.
+    // A default value has the same literal in JSON as in TOML. Computed defaults have no literal.
     if let Some(value) = preset(&key.default) {
         property["default"] = value;
     }
@@ -96,7 +97,7 @@ fn definition(table: &str) -> Value {
     json!({"$ref": format!("#/definitions/{table}")})
 }
 
-/// A table: with keys of the schema, or with names that the file chooses.
+/// Returns the schema of a table whose keys are from the schema or whose names are chosen by the file.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
         (key::TOP, "bulkhead") => {
@@ -137,7 +138,7 @@ fn array(items: Value, min: usize, max: usize) -> Value {
     array
 }
 
-/// A number, whose bounds are those of numbers, or a text, whose pattern is that of texts.
+/// Returns the schema of a number with bounds, or of a text with a pattern.
 fn size(min: u64, max: u64, others: &[&str]) -> Value {
     number_or_text(min, max, &units::size_pattern(), others)
 }

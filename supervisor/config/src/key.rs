@@ -1,5 +1,5 @@
-//! What a row says of a key, in the forms that the reader, its error messages, the reference for the
-//! documentation and the schema for editors take it in. The rows themselves are in `keys`.
+//! Description of a key, for the reader, error messages, the reference and the JSON schema. The rows
+//! themselves are in `keys`.
 
 use std::fmt;
 use std::time::Duration;
@@ -19,86 +19,86 @@ pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
 pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
 pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
 
-/// One key of the configuration file.
+/// A key of the configuration file.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// The table it belongs to: `supervisor`, `bulkhead.NAME`, `bulkhead.NAME.restart`, …
+    /// The table that contains the key: `supervisor`, `bulkhead.NAME`, `bulkhead.NAME.restart`, …
     pub table: &'static str,
-    /// Its name in that table.
+    /// Name of the key in the table.
     pub name: &'static str,
-    /// What its value looks like.
+    /// Kind of the value.
     pub kind: Kind,
-    /// What holds without it.
+    /// Value or behaviour if the key is absent.
     pub default: Preset,
-    /// What it does.
+    /// Description of the key for the reference.
     pub about: &'static str,
-    /// A value that would do, where there is no default.
+    /// Valid example value for a key without a default.
     pub(super) example: &'static str,
-    /// What another value does to a supervisor that runs.
+    /// Effect of a changed value on a running supervisor.
     pub on_reload: OnReload,
 }
 
-/// What a value looks like. `Display` says it in a few words.
+/// Kind of a value. `Display` describes it in a few words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// `"1m 30s"`, from the shortest that makes sense up to a year.
+    /// A duration such as `"1m 30s"`, at least the given minimum and at most a year.
     Duration(Duration),
-    /// `"64MiB"`, or a number of bytes.
+    /// A size such as `"64MiB"`, or a number of bytes.
     Size {
-        /// The smallest that makes sense.
+        /// Minimum size.
         min: u64,
-        /// The largest that is allowed.
+        /// Maximum size.
         max: u64,
     },
     /// A whole number.
     Count {
-        /// The smallest that makes sense.
+        /// Minimum value.
         min: u64,
-        /// The largest that is allowed.
+        /// Maximum value.
         max: u64,
     },
-    /// A fraction of a whole, from 0 to 1.
+    /// A fraction from 0 to 1.
     Share {
-        /// Whether 0 itself is allowed.
+        /// True if 0 is allowed.
         none: bool,
-        /// Whether 1 itself is allowed; otherwise something is left to others.
+        /// True if 1 is allowed. Otherwise the value must leave a rest for others.
         all: bool,
     },
-    /// A number above 0, whole or not, up to the largest that is allowed.
+    /// A number above 0, whole or not, up to the given maximum.
     Number(u64),
     /// `true` or `false`.
     Boolean,
-    /// `"0600"`.
+    /// A file mode such as `"0600"`.
     Mode,
-    /// A path; a relative one starts at the file's folder.
+    /// A path. Relative paths start at the file's folder.
     Path,
     /// Any other text.
     Text,
-    /// One of a few words.
+    /// A word from a list.
     Word(&'static [&'static str]),
-    /// Some of a few words, or none.
+    /// Any number of words from a list.
     Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// Names, in order, or none, and the most that are allowed.
+    /// An ordered list of names, with the maximum number.
     Names(usize),
-    /// Paths, or none, and the most that are allowed; relative ones start at the file's folder.
+    /// A list of paths, with the maximum number. Relative paths start at the file's folder.
     Paths(usize),
-    /// The first and the last of some user ids: `"200000-200999"`.
+    /// A range of user ids such as `"200000-200999"`.
     Ids,
     /// A table of strings.
     Environment,
-    /// Exit statuses, or none.
+    /// A list of exit statuses.
     Statuses,
-    /// A value of setrlimit(2).
+    /// A value for setrlimit(2).
     Limit(Resource),
-    /// A table with keys of its own.
+    /// A table.
     Table,
-    /// Any number of such tables.
+    /// An array of tables, with the maximum number.
     Tables(usize),
 }
 
-/// What holds without a key. `Display` gives the value as TOML, or says it in words.
+/// Value or behaviour of an absent key. `Display` writes the value as TOML, or describes the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Preset {
     /// A duration.
@@ -111,28 +111,28 @@ pub enum Preset {
     Share(f64),
     /// A number, whole or not.
     Number(f64),
-    /// Whether something is on.
+    /// `true` or `false`.
     Boolean(bool),
     /// Octal digits.
     Mode(u32),
     /// A word.
     Word(&'static str),
-    /// Something that is worked out, or nothing at all.
+    /// A description, for a computed value or no value.
     Described(&'static str),
 }
 
-/// What a reload does with another value of a key.
+/// Effect of a changed key at a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnReload {
-    /// It holds from then on.
+    /// The value applies immediately.
     Holds,
-    /// The workers are replaced, since they were started with it, or told it when they were welcomed.
+    /// The workers are replaced, because the value is passed to them when they start or connect.
     ReplacesWorkers,
-    /// It is passed over until the next start.
+    /// The value is ignored until the next start.
     Waits,
 }
 
-/// Names that other systems have for keys of a bulkhead, each with the keys it may mean and what these bound.
+/// Names used by other systems for keys of a bulkhead. Each has a list of possible keys with their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     ("timeout", &[("deadline", "a job with its wait"), ("run_limit", "its run alone")]),
     ("replicas", PROCESSES),
@@ -145,7 +145,8 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// Keys by which a table is most often meant, and whether they are text: `sandbox = "strict"` is its profile.
+/// The principal key of some tables, and true if its value is text. For example, `sandbox = "strict"` most
+/// likely means `sandbox.profile`.
 pub(super) const PRINCIPAL: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),
@@ -154,34 +155,34 @@ pub(super) const PRINCIPAL: &[(&str, &str, bool)] = &[
     ("start", "mode", true),
 ];
 
-/// The key `name` of `table`, if it is one of `keys`.
+/// Returns the key `name` of `table`, if `keys` contains it.
 pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
     keys.iter().find(|key| key.table == table && key.name == name).copied()
 }
 
-/// Words as a message or the reference lists them.
+/// Formats words as a list for a message or the reference.
 pub(super) fn in_list(words: &[&str]) -> String {
     words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
 }
 
-/// How the heading of a table is written.
+/// Formats the heading of a table.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
 
 impl Key {
-    /// Table and name: `bulkhead.NAME.restart.backoff`.
+    /// Returns the table and the name: `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
         if self.table == TOP { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// A table without a default, whose keys say what it is for.
+    /// Returns the key of a table. Only the keys in the table have descriptions.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = Preset::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Holds }
     }
 
-    /// A value that would do, as TOML.
+    /// Returns a valid example value as TOML.
     pub(super) fn example(&self) -> String {
         match self.default {
             _ if self.kind == Kind::Boolean => "true".to_owned(),
@@ -192,7 +193,7 @@ impl Key {
 }
 
 impl Preset {
-    /// The value as it would stand in the file, if it is one.
+    /// Returns the value as TOML; `None` for a description.
     pub(super) fn toml(&self) -> Option<String> {
         match *self {
             Self::Duration(duration) => Some(units::duration_literal(&duration)),
@@ -208,7 +209,7 @@ impl Preset {
     }
 }
 
-/// As a value for programs: sizes in bytes.
+/// Serialises the value for programs. Sizes are in bytes.
 impl Serialize for Preset {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {

@@ -1,5 +1,5 @@
-//! The keys of the file: a row for each, in a file for each subject, with the checked values that they become
-//! unless those are policy's own types. To add a key: a row here, a field of the type that it becomes, and its use.
+//! The keys of the file, one row each, grouped by subject, with the types of the checked values unless
+//! `policy` defines them. To add a key, add a row here, a field of the checked type, and its use.
 
 pub(crate) mod access;
 pub(crate) mod admission;
@@ -11,7 +11,7 @@ pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-/// Kinds that rows often have.
+/// Common kinds of rows.
 mod kinds {
     use std::time::Duration;
 
@@ -19,11 +19,11 @@ mod kinds {
     use crate::key::Kind;
     use bulkhead_shared::Vocabulary;
 
-    /// Any duration, also none.
+    /// Any duration, including zero.
     pub(super) const ANY: Duration = Duration::ZERO;
-    /// Any duration but none.
+    /// A positive duration.
     pub(super) const SOME: Duration = defaults::DURATION_MIN;
-    /// A share that is something.
+    /// A share above 0.
     pub(super) const PART: Kind = Kind::Share { none: false, all: true };
 
     pub(super) const fn at_least(min: Duration) -> Kind {

@@ -1,9 +1,9 @@
-//! The configuration file: read, verified as a whole, and handed on as plain values, or every error in it
-//! at once. Owns what a key means and what its default is; starts nothing and changes nothing.
+//! The configuration file: reads and validates a whole file, and returns plain values or all errors at once.
+//! Defines the meaning and the default of each key. Starts nothing and changes nothing.
 //!
-//! The way of a file: `reader` and `values` take it key by key as the rows of `keys` have them, into `file`;
-//! `relations` judges what spans several keys, with `programs` for what is on the disk; the result is [`Config`]
-//! or, through `diagnostics`, [`ConfigErrors`].
+//! Data flow: `reader` and `values` read each key as declared by the rows of `keys`, and `file` holds the
+//! result. `relations` checks rules that span several keys, and `programs` checks files on disk. The result
+//! is [`Config`] or, through `diagnostics`, [`ConfigErrors`].
 
 mod checked;
 pub mod defaults;
@@ -63,13 +63,13 @@ pub use token::Token;
 use toml::de::DeTable;
 pub use units::{format_duration, format_size};
 
-/// Reads and verifies a configuration file.
+/// Reads and validates a configuration file.
 ///
-/// Programs, libraries and folders that it names are looked up as well, so that a file that loads can be
-/// run. Nothing is created or changed.
+/// Programs, libraries and folders in the file are looked up too, so that a valid file can be run. Nothing is
+/// created or changed.
 ///
 /// # Errors
-/// Everything that is wrong with the file, or why it cannot be read.
+/// All problems of the file, or the reason why it cannot be read.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -80,10 +80,11 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
     parse(&read(path)?, path)
 }
 
-/// The same for a supervisor in an application, which has no sockets: keys that are about them are refused.
+/// Reads and validates a configuration file for an embedded supervisor, which has no sockets. Keys about
+/// sockets are rejected.
 ///
 /// # Errors
-/// Those of [`load`].
+/// The errors of [`load`].
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
     parse_embedded(&read(path)?, path)
 }
@@ -101,7 +102,7 @@ fn read(path: &Path) -> Result<String, ConfigErrors> {
     String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))
 }
 
-/// One byte more than is allowed is enough to know that it is too much. A FIFO is not waited for.
+/// Reads one byte more than the limit, to detect larger files. Does not block on a FIFO.
 fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
@@ -128,15 +129,15 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
         format!("the file is not UTF-8: byte 0x{byte:02x}"),
         "save the file as UTF-8, the only encoding of TOML",
     );
-    // What precedes the byte is unchanged by this, so its position is too.
+    // The text before the byte is unchanged, so the position stays correct.
     problems.into_errors(path, &String::from_utf8_lossy(error.as_bytes()))
 }
 
-/// Verifies the text of a configuration file that is, or will be, at `path`: relative paths start at
-/// its folder.
+/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths start at the
+/// folder of `path`.
 ///
 /// # Errors
-/// Everything that is wrong with the text.
+/// All problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -157,10 +158,11 @@ pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv::of_process())
 }
 
-/// The same for a supervisor in an application, which has no sockets: keys that are about them are refused.
+/// Validates the text of a configuration file for an embedded supervisor, which has no sockets. Keys about
+/// sockets are rejected.
 ///
 /// # Errors
-/// Everything that is wrong with the text.
+/// All problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -176,19 +178,19 @@ pub fn parse_embedded(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-/// What of the process a file depends on.
+/// Properties of the process that a file depends on.
 #[derive(Debug, Clone)]
 struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
-    /// The supervisor is to be in an application, and has no sockets.
+    /// True for an embedded supervisor, which has no sockets.
     is_embedded: bool,
 }
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // By its specification a relative XDG_RUNTIME_DIR is to be ignored.
+        // The XDG specification says that a relative XDG_RUNTIME_DIR must be ignored.
         let runtime_dir =
             std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {
@@ -218,7 +220,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     })?;
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
-        // Paths in a configuration are text, also as it is shown.
+        // Paths in a configuration must be UTF-8, because they are also shown as text.
         let message = format!("the name of the folder \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
         return Err(ConfigErrors::of_file(
             path,

@@ -1,5 +1,5 @@
-//! Paths and programs: where a relative path starts, what a bare name is, and whether what the file names
-//! is there. The only place of the configuration that looks at the disk.
+//! Paths and programs: resolves relative paths and bare program names, and checks that the named files exist.
+//! No other module of the configuration reads the disk, except for the file itself and the token.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,13 +11,13 @@ use super::defaults;
 use super::diagnostics::shown;
 use super::values::{Complaint, split_help};
 
-/// `path`, from `folder` if it is relative, without `.` in it. Links and `..` stay: only the kernel knows
-/// where they lead.
+/// Returns `path` relative to `folder`, without `.` components. Links and `..` are kept, because only the
+/// kernel can resolve them.
 pub(super) fn resolve(folder: &Path, path: &str) -> PathBuf {
     folder.join(path).components().collect()
 }
 
-/// Finds what `argv[0]` names: with a `/` a path from the file's folder, else a name in `search_path`.
+/// Resolves `argv[0]`: with a `/` as a path relative to the file's folder, else as a name in `search_path`.
 pub(super) fn program(
     label: &str,
     name: &str,
@@ -30,7 +30,7 @@ pub(super) fn program(
         return Ok(path);
     }
     let search_path = search_path.unwrap_or(OsStr::new(defaults::SEARCH_PATH));
-    // An empty or relative entry would make the program depend on where the supervisor was started.
+    // With an empty or relative entry, the program would depend on the supervisor's working directory.
     let folders: Vec<PathBuf> =
         std::env::split_paths(search_path).filter(|entry| entry.is_absolute()).collect();
     let candidates = folders.iter().map(|folder| folder.join(name));
@@ -55,12 +55,12 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Asks for the effective user, which is the one that will do it.
+/// Checks access for the effective user, who will use the file.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
 
-/// Checks that this user may do with a path what is to be done.
+/// Checks that this user has the required access to a path.
 fn check_access(
     label: &str,
     path: &Path,
@@ -83,7 +83,7 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complain
     })
 }
 
-/// Checks that a library can be loaded, as far as that can be seen from outside.
+/// Checks that a library is a readable file.
 pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
     check_regular_file(label, "library", path, folder)?;
     check_access(label, path, Access::READ_OK, ("read", "readable"))
@@ -102,7 +102,7 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
 }
 
-/// Checks that a folder can be made at `path`, or be used if it is there. What is above it is not judged.
+/// Checks that `path` is a usable folder, or does not exist yet. The parent folders are not checked.
 pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(Complaint::new(
@@ -114,7 +114,7 @@ pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
     }
 }
 
-/// Checks that something is there.
+/// Checks that a file or folder exists.
 pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
     look_up(label, "file or folder", path, folder).map(drop)
 }
@@ -166,7 +166,8 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
     Ok(())
 }
 
-/// Whether two paths are the same file to be, also where folders are reached by links.
+/// Returns true if two paths name the same file, even if their folders are reached through links. The file
+/// need not exist.
 pub(super) fn same_place(a: &Path, b: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());
     a == b || (a.file_name() == b.file_name() && folder(a).is_some() && folder(a) == folder(b))

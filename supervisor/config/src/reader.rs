@@ -1,4 +1,5 @@
-//! Reads one table of the file key by key. Keys that do not belong there are reported when the table is opened; each value is taken as its kind, or reported. Nothing is ever silently ignored.
+//! Reads one table of the file key by key. Unknown keys are reported when the table is opened. Each value is
+//! converted according to its kind, or reported. Nothing is ignored silently.
 
 mod strings;
 
@@ -12,18 +13,19 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, Complaint, Named};
 
-/// Where a value comes from, the nearest last: a relation that fails is shown at the nearer of its values.
+/// Origin of a value, ordered from the farthest to the nearest. A failed rule is reported at the nearer of
+/// its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
     /// `[defaults]`.
     Defaults,
     /// The bulkhead itself, or `[supervisor]`.
     Own,
-    /// The table of one tenant of the bulkhead.
+    /// The table of a tenant of the bulkhead.
     Tenant,
 }
 
-/// A value and where it stands.
+/// A value with its position and origin.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Given<T> {
     pub(super) value: T,
@@ -31,18 +33,18 @@ pub(super) struct Given<T> {
     pub(super) origin: Origin,
 }
 
-/// What a table has under a key.
+/// State of a key in a table.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) enum Field<T> {
     #[default]
     Absent,
-    /// There, but wrong and already reported: relations with it are not judged.
+    /// Present but invalid and already reported. Rules that involve the key are not checked.
     Refused,
     Given(Given<T>),
 }
 
 impl<T: Clone> Field<T> {
-    /// This value, or that of `[defaults]`.
+    /// Returns this value or, if absent, the value of `[defaults]`.
     pub(super) fn or(&self, defaults: &Self) -> Self {
         if matches!(self, Self::Absent) { defaults.clone() } else { self.clone() }
     }
@@ -53,7 +55,7 @@ impl<T> Field<T> {
         if let Self::Given(given) = self { Some(given) } else { None }
     }
 
-    /// The name of this key and the place of its value, if the file has it.
+    /// Returns the name of the key and the position of its value, if the file contains the key.
     pub(super) fn written(&self, name: &'static str) -> Option<Written> {
         (!self.is_absent()).then(|| (name, self.given().map(|given| given.span.clone())))
     }
@@ -67,33 +69,33 @@ impl<T> Field<T> {
     }
 }
 
-/// A key that the file has, and where its value stands unless that was refused.
+/// A key in the file, and the position of its value unless the value was refused.
 pub(super) type Written = (&'static str, Option<Range<usize>>);
 
-/// Strings of an array, each with its place: a program and its arguments, or names.
+/// Strings of an array with their positions: a program and its arguments, or names.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// The environment of a program.
+/// Environment of a program.
 pub(super) type Environment = BTreeMap<String, String>;
 
-/// One open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` the one in the
-/// file (`bulkhead.thumbnail.restart`).
+/// An open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` its name in the file
+/// (`bulkhead.thumbnail.restart`).
 pub(super) struct TableReader<'t, 'p> {
-    /// Every key that there is.
+    /// All keys of the schema.
     keys: &'static [Key],
     schema: &'static str,
     title: String,
-    /// What stands before a key in a message: nothing, or `restart.`.
+    /// Prefix of key names in messages: empty, or for example `restart.`.
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Keys that something else in the table was most likely meant to be.
+    /// Keys that an unknown key in this table is probably a misspelling of.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
 
 impl<'t, 'p> TableReader<'t, 'p> {
-    /// Opens a table and reports every key in it that this version does not read.
+    /// Opens a table and reports all unknown keys.
     pub(super) fn open(
         keys: &'static [Key],
         schema: &'static str,
@@ -106,7 +108,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         Self { keys, schema, title, prefix, origin, table, misspelt: Vec::new(), problems }.checked()
     }
 
-    /// Opens a table that is somewhere in this one.
+    /// Opens a table inside this one.
     fn open_inside<'q>(
         &'q mut self,
         schema: &'static str,
@@ -129,7 +131,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self
     }
 
-    /// Whether another table has such a key.
+    /// Returns true if `table` has a key of this name.
     pub(super) fn is_key_of(&self, table: &str, name: &str) -> bool {
         key::find(self.keys, table, name).is_some()
     }
@@ -143,8 +145,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
-    /// What a key that is not there leaves: if it was misspelt, that was told, and is no reason to speak
-    /// of its absence.
+    /// Returns the state of an absent key. If the key was probably misspelt, the misspelling is already
+    /// reported, and its absence must not be reported as well.
     fn missing<T>(&self, name: &str) -> Field<T> {
         if self.misspelt.contains(&name) { Field::Refused } else { Field::Absent }
     }
@@ -162,12 +164,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
         Complaint::new(format!("unknown key `{}` {place}", shown(name)), self.unknown_help(name, value))
     }
 
-    /// How the file has the heading of this table.
+    /// Returns the heading of this table as it is written in the file.
     fn heading(&self) -> String {
         if self.schema == key::ACCESS { key::heading(self.schema) } else { format!("[{}]", self.title) }
     }
 
-    /// A key of another table was misplaced; one that is nearly a key of this table was misspelt.
+    /// Suggests a correction: the right table for a misplaced key, or the right name for a misspelt key.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
         let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
@@ -175,7 +177,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let lines = meant.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
-        // What is a table is none of the keys that hold one value.
+        // A table cannot be meant for a key that holds a single value.
         let is_table = matches!(value, DeValue::Table(_));
         let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
         let elsewhere: Vec<String> = self
@@ -219,7 +221,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, complaint.message, complaint.help);
     }
 
-    /// Takes a value by a pure function, and reports what that refuses.
+    /// Reads a value with a pure function, and reports an error of that function.
     pub(super) fn take<T>(
         &mut self,
         name: &str,
@@ -228,7 +230,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.take_by(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Takes a value by a function that may report and leave out parts of the value; `None` if nothing is left.
+    /// Reads a value with a function that can report and omit parts of the value. The function returns `None`
+    /// if nothing remains.
     fn take_by<T>(
         &mut self,
         name: &str,
@@ -242,7 +245,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Reports a part of a value that is refused.
+    /// Reports an error about a part of a value.
     pub(super) fn found<T>(&mut self, span: Range<usize>, found: Result<T, Complaint>) -> Option<T> {
         found.map_err(|complaint| self.complain(span, complaint)).ok()
     }
@@ -250,13 +253,13 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// Opens a table inside this one.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
-        // What is at the top is named in the title alone.
+        // A top-level table is named by the title alone.
         let prefix = if self.schema == key::TOP { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens each table of an array of tables inside this one, with its place, in the order of the file.
+    /// Opens each table of an array of tables inside this one, in the order of the file, with its position.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -284,15 +287,15 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Opens a table inside the table `tenant`, whose keys the file chooses.
+    /// Opens a table inside the table `tenant`, whose keys are chosen by the file.
     pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
         let path = format!("tenant.{}", shown_key(name));
         let (title, prefix) = (self.title_of(&path), format!("{path}."));
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
-    /// read, since what that was meant to say is unknown.
+    /// Returns the position of a table's name if the table is inside this one. Returns refused if the table
+    /// contains an unknown key, because the intent of this key is unknown.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
         match value.get_ref() {
@@ -303,7 +306,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// A table inside this one whose keys are not from the schema.
+    /// Returns a table inside this one whose keys are not from the schema.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.entry(name)?;
         if let DeValue::Table(table) = value.get_ref() {
@@ -330,7 +333,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if self.title.is_empty() { name.to_owned() } else { format!("{}.{name}", self.title) }
     }
 
-    /// Refuses keys that `[defaults]` may not have.
+    /// Reports keys that are not allowed in `[defaults]`.
     pub(super) fn refuse(&mut self, names: &[&str], help: &str) {
         for (name, _) in self.table.iter().filter(|(name, _)| names.contains(&name.get_ref().as_ref())) {
             self.problems.report(

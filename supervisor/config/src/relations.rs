@@ -1,6 +1,6 @@
-//! From what the file says to what holds: defaults filled in, paths resolved, and each relation between
-//! keys judged once. A relation that fails is shown at the value nearest to the writer: a bulkhead's own
-//! before one of `[defaults]`, and either before one that was not written at all.
+//! Converts the content of the file into checked values: adds defaults, resolves paths, and checks each rule
+//! that spans several keys. A violated rule is reported at the value of the bulkhead or, without one, at
+//! the value of `[defaults]`.
 
 mod access;
 pub(crate) mod admission;
@@ -29,13 +29,13 @@ use super::{
     units,
 };
 
-/// Bytes of the smallest memory files, one for payloads and one for results.
+/// Size of the smallest memory files, one for payloads and one for results, in bytes.
 const POOLED_MIN: u64 = 512 * 1024;
 
-/// Names that a message lists.
+/// Maximum number of names listed in a message.
 const LISTED_MAX: usize = 10;
 
-/// Everything that a bulkhead is judged against.
+/// Context of all checks.
 pub(super) struct Checker<'c> {
     pub(super) folder: &'c Path,
     pub(super) process_env: &'c ProcessEnv,
@@ -43,7 +43,7 @@ pub(super) struct Checker<'c> {
 }
 
 impl Checker<'_> {
-    /// Judges a whole file. What it returns holds only if no problem was reported.
+    /// Checks a whole file. The returned value is valid only if no problem was reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -116,7 +116,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Keys of sockets that an embedded supervisor does not have, and of what clients may do there.
+    /// Rejects keys about sockets and their clients, because an embedded supervisor has no sockets.
     fn refuse_sockets(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
         let span = |given: Option<&Given<String>>| given.map(|given| given.span.clone());
         let given = [
@@ -182,7 +182,8 @@ impl Checker<'_> {
         (socket.unwrap_or_default(), admin.unwrap_or_default())
     }
 
-    /// Both keys or neither: without a token every process that reaches the address would be an operator.
+    /// Checks that both keys or neither are set. Without a token, every process that can reach the address
+    /// would have full access.
     fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
         let address = raw.http.given().and_then(|given| {
             let address = given.value.parse().map_err(|_| {
@@ -279,7 +280,7 @@ impl Checker<'_> {
         bulkhead
     }
 
-    /// Exactly one of `command`, `library` and `exec`, and what it names is there.
+    /// Checks that exactly one of `command`, `library` and `exec` is set, and that its file exists.
     fn program(&mut self, raw: &RawBulkhead) -> Program {
         let name = &raw.name;
         self.check_one_of(
@@ -317,7 +318,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports unless exactly one of these keys is there: at the heading if none is, else at the last of them.
+    /// Reports unless exactly one of these keys is set: at the heading if none is set, else at the last of
+    /// them.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -339,12 +341,12 @@ impl Checker<'_> {
         }
     }
 
-    /// What was found, or `None` once what is wrong with it is reported.
+    /// Returns the value, or reports the error and returns `None`.
     fn found<T>(&mut self, place: &Range<usize>, found: Result<T, Complaint>) -> Option<T> {
         found.map_err(|complaint| self.complain(place.clone(), complaint)).ok()
     }
 
-    /// What to write in place of a name that no bulkhead has; `which` says which ones `names` are.
+    /// Suggests a replacement for an unknown bulkhead name. `which` describes `names` in the message.
     fn instead(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -385,7 +387,7 @@ impl Checker<'_> {
         Some(path)
     }
 
-    /// Reports each string of an array that stands there before.
+    /// Reports duplicate strings of an array.
     fn check_once(&mut self, label: &str, strings: &[Given<String>]) {
         for (index, string) in strings.iter().enumerate() {
             if strings[..index].iter().any(|before| before.value == string.value) {
@@ -395,7 +397,7 @@ impl Checker<'_> {
         }
     }
 
-    /// The kernel bounds what a program may be given at its start; ours is well below it, so that the
+    /// Checks the size of arguments and environment. The limit is well below the kernel's limit, so that the
     /// variables of a job still fit.
     fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
@@ -417,7 +419,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports if the lower of two values is above the upper. `literal` is how TOML has such a value.
+    /// Reports if the lower of two values is above the upper one. `literal` formats a value as TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),
@@ -486,7 +488,7 @@ impl Checker<'_> {
         if resolved.value > payload.value
             && let Some(place) = blame(&resolved, payload)
         {
-            // The bulkhead's value is shown even if the supervisor's was written too.
+            // Points at the bulkhead's value even if the supervisor's value is in the file too.
             let place = field.given().map_or(place, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
@@ -510,7 +512,7 @@ impl Checker<'_> {
     }
 }
 
-/// How many jobs run and wait in one set of workers: each number with its name in a message.
+/// Numbers of running and queued jobs for one set of workers. Each number has its name for messages.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),
@@ -526,7 +528,7 @@ impl Permits {
         }
     }
 
-    /// The workers of an isolated tenant: its own numbers, else the bulkhead's.
+    /// Returns the numbers for an isolated tenant. Absent numbers are those of the bulkhead.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);
         let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {
@@ -541,7 +543,7 @@ impl Permits {
     }
 }
 
-/// The last part of a dotted name: what stands before the `=`.
+/// Returns the last part of a dotted name, which is the key in the file.
 fn leaf(label: &str) -> &str {
     label.rsplit('.').next().unwrap_or(label)
 }

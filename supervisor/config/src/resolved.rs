@@ -1,21 +1,21 @@
-//! A value that holds, with the reason why: written, preset, or refused. What relations between keys need
-//! in order to show a mistake where it was made.
+//! Values with their source: from the file, default, or refused. Rules between keys use the source to report
+//! a problem at the right position.
 
 use std::fmt::Display;
 use std::ops::Range;
 
 use super::reader::{Field, Given, Origin};
 
-/// A value that holds, and why.
+/// A value and its source.
 #[derive(Debug, Clone)]
 pub(super) struct Resolved<T> {
     pub(super) value: T,
-    /// Where the value was written, if it was.
+    /// Position of the value, if the file contains it.
     source: Field<()>,
 }
 
 impl<T: Clone> Field<T> {
-    /// The value, or `preset` if there is none.
+    /// Returns the value or `preset`, with the source.
     pub(super) fn resolved(&self, preset: T) -> Resolved<T> {
         let source = match self {
             Self::Given(Given { span, origin, .. }) => {
@@ -27,24 +27,24 @@ impl<T: Clone> Field<T> {
         Resolved { value: self.value_or(preset), source }
     }
 
-    /// The same without the reason.
+    /// Returns the value or `preset`.
     pub(super) fn value_or(&self, preset: T) -> T {
         self.given().map_or(preset, |given| given.value.clone())
     }
 
-    /// The value of a key without a default.
+    /// Returns the value of a key without a default.
     pub(super) fn value(&self) -> Option<T> {
         self.given().map(|given| given.value.clone())
     }
 }
 
 impl<T> Resolved<T> {
-    /// Whether the bulkhead itself says so.
+    /// Returns true if the bulkhead itself sets the value.
     pub(super) fn is_own(&self) -> bool {
         self.source.given().is_some_and(|given| given.origin == Origin::Own)
     }
 
-    /// For a message: the value, and where it comes from if that is not where the message points.
+    /// Formats the value for a message. Adds the origin if the message points elsewhere.
     pub(super) fn told(&self, shown: impl Display) -> String {
         match &self.source {
             Field::Absent => format!("{shown}, the default"),
@@ -54,17 +54,19 @@ impl<T> Resolved<T> {
     }
 }
 
-/// The place to show when two values do not fit; `None` if that cannot be judged.
+/// Returns the position to report when two values do not fit. `None` if one of them was refused or none is
+/// in the file.
 pub(super) fn blame<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// The same of several.
+/// Returns the position to report when several values do not fit. `None` if one of them was refused or none is
+/// in the file.
 pub(super) fn blame_one_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the place nearest to the writer, the first of those that are equally near.
+/// Returns the position with the nearest origin; of equal ones, the first.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_refused()) {
         return None;

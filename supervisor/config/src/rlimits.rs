@@ -1,17 +1,17 @@
-//! The resources of setrlimit(2) as keys of the file: what kind of value each takes, and what it is for. Setting them
-//! is the keeper's.
+//! Resources of setrlimit(2) as keys of the file: the kind and the description of each. The keeper sets the
+//! limits.
 
 use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
-/// One limit of setrlimit(2), hard = soft.
+/// A limit of setrlimit(2), hard = soft.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rlimit {
-    /// What is limited.
+    /// Limited resource.
     #[serde(serialize_with = "serialize_name")]
     pub resource: Resource,
-    /// In the resource's own unit (bytes, seconds for `cpu`, microseconds for `rttime`, else a count);
-    /// `None` is unlimited.
+    /// Limit in the unit of the resource: bytes, seconds for `cpu`, microseconds for `rttime`, otherwise a
+    /// count. `None` is unlimited.
     #[serde(serialize_with = "serialize_limit")]
     pub limit: Option<u64>,
 }
@@ -30,21 +30,21 @@ fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<
 /// The word for no limit.
 pub(super) const UNLIMITED: &str = "unlimited";
 
-/// What a limit counts.
+/// Unit of a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Measure {
     Bytes,
     Count,
     Seconds,
     Microseconds,
-    /// Only zero: a core dump would carry a job's payload to a disk.
+    /// Only zero is allowed, because a core dump would write a job's payload to disk.
     Zero,
 }
 
-/// A row for each resource: the sentence of the reference, and what its limit counts.
+/// Declares the resources, one row each: the description for the reference, and the unit.
 macro_rules! meanings {
     ($($(#[doc = $sentence:literal])+ $resource:ident = $measure:ident;)+) => {
-        /// What a limit of this resource counts, and one sentence for the reference.
+        /// Returns the unit of a limit on this resource, and the description for the reference.
         pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
             match resource {
                 $(Resource::$resource => (Measure::$measure, concat!($($sentence),+).trim_ascii_start()),)+
@@ -54,36 +54,39 @@ macro_rules! meanings {
 }
 
 meanings! {
-    /// Address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start under a tight one.
+    /// Maximum address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start with a low
+    /// limit.
     As = Bytes;
-    /// Processor time, summed over the worker's life; for `exec`, of each program.
+    /// Maximum processor time over the worker's life; with `exec`, of each program.
     Cpu = Seconds;
-    /// Open descriptors.
+    /// Maximum number of open descriptors.
     Nofile = Count;
-    /// Processes and threads of the worker's user, those outside this bulkhead included; does not bind root.
+    /// Maximum number of processes and threads of the worker's user, including those outside this bulkhead.
+    /// Does not apply to root.
     Nproc = Count;
-    /// Size of any file the worker writes.
+    /// Maximum size of each file that the worker writes.
     Fsize = Bytes;
-    /// Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in `kernel.core_pattern` gets none either.
+    /// Core dumps: always 0, which disables them. The kernel limit is 1 byte, so that a program in
+    /// `kernel.core_pattern` gets no dump either.
     Core = Zero;
-    /// Data segment and heap.
+    /// Maximum size of data segment and heap.
     Data = Bytes;
-    /// Stack of the main thread.
+    /// Maximum stack of the main thread.
     Stack = Bytes;
-    /// Locked memory.
+    /// Maximum locked memory.
     Memlock = Bytes;
-    /// Resident memory; Linux accepts and ignores it, `recycle.rss` does not.
+    /// Resident memory. Linux accepts and ignores this limit; use `recycle.rss` instead.
     Rss = Bytes;
-    /// File locks; Linux accepts and ignores it.
+    /// File locks. Linux accepts and ignores this limit.
     Locks = Count;
-    /// Signals that may be pending for the worker's user.
+    /// Maximum number of pending signals of the worker's user.
     Sigpending = Count;
-    /// POSIX message queues of the worker's user.
+    /// Maximum size of POSIX message queues of the worker's user.
     Msgqueue = Bytes;
     /// Ceiling of the nice value, written as 20 − nice.
     Nice = Count;
     /// Ceiling of the real-time priority.
     Rtprio = Count;
-    /// Processor time under a real-time policy without a blocking call; a number is microseconds.
+    /// Maximum processor time under a real-time policy without a blocking call. A number is in microseconds.
     Rttime = Microseconds;
 }

@@ -1,5 +1,5 @@
-//! Every key, as the rows of `keys` have them: the reference for the documentation, and what a reload does with
-//! a key.
+//! All keys, from the rows of `keys`: the reference for the documentation, and the effect of a reload on each
+//! key.
 
 use std::sync::LazyLock;
 
@@ -28,8 +28,8 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
     top.into_iter().chain(tables.into_iter().flatten()).collect()
 });
 
-/// Every key that a configuration file of this version may have, table by table: what the reader reads,
-/// and what `docs/configuration.md` is tested against.
+/// Returns all keys of a configuration file, table by table. `docs/configuration.md` is tested against this
+/// list.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -40,7 +40,7 @@ pub fn reference() -> Vec<Key> {
     all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables(_))).collect()
 }
 
-/// Every key that a file may have, tables included.
+/// Returns all keys, including tables.
 pub(super) fn all() -> impl Iterator<Item = Key> {
     keys().iter().copied()
 }
@@ -49,20 +49,20 @@ pub(super) fn keys() -> &'static [Key] {
     &KEYS
 }
 
-/// The key `name` of `table`, if a file may have it.
+/// Returns the key `name` of `table`, if it exists.
 pub(super) fn find(table: &str, name: &str) -> Option<Key> {
     key::find(keys(), table, name)
 }
 
-/// Whether workers are replaced if a reload finds another value under `key` of a bulkhead: `cwd`,
-/// `health.heartbeat`, or a whole table such as `cgroup`.
+/// Returns true if a reload with a changed `key` of a bulkhead replaces the workers. `key` is for example
+/// `cwd`, `health.heartbeat`, or a whole table such as `cgroup`.
 pub fn replaces_workers(key: &str) -> bool {
     let path = format!("{BULKHEAD}.{key}");
     let is_it = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));
     all().any(|key| is_it(&key) && key.on_reload == OnReload::ReplacesWorkers)
 }
 
-/// Whether another value of this key of `[supervisor]` is passed over until the next start.
+/// Returns true if a changed `key` of `[supervisor]` is ignored until the next start.
 pub fn waits_for_start(key: &str) -> bool {
     find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::Waits)
 }

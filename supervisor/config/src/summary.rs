@@ -1,5 +1,5 @@
-//! A configuration written out as TOML, each value in full: what `--check` prints. Read again from the
-//! same place it gives an equal configuration.
+//! The configuration as TOML with all defaults, as printed by `--check`. Reading the summary from the same
+//! folder gives an equal configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -18,10 +18,10 @@ use super::{
 use super::{defaults, units};
 
 impl Config {
-    /// The effective configuration as TOML, defaults written out.
+    /// Returns the effective configuration as TOML, including defaults.
     ///
-    /// A path from the file stands here as it was resolved, but for `argv[0]`, which the program sees: what
-    /// it was resolved to is a comment. Paths that are not UTF-8 cannot be written in TOML exactly.
+    /// Paths are shown resolved, except for `argv[0]`, because the program sees it. A comment shows the
+    /// resolved program. Paths that are not UTF-8 cannot be represented exactly in TOML.
     ///
     /// ```no_run
     /// let config = bulkhead_config::load("workers.toml".as_ref())?;
@@ -33,7 +33,8 @@ impl Config {
         self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
     }
 
-    /// The same, by where the ids of workers with `user = "auto"` come from.
+    /// Returns the effective configuration as TOML, for a given source of ids for
+    /// workers with `user = "auto"`.
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
@@ -53,22 +54,22 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // Those of isolated tenants come and go.
+        // Workers of isolated tenants are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
     }
 }
 
-/// Where ids for workers of their own come from.
+/// Source of separate user ids for workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
-    /// There are none: workers have the supervisor's user.
+    /// No separate ids: workers run as the supervisor's user.
     #[default]
     None,
-    /// This user may start workers as any.
+    /// The supervisor can start workers as any user.
     Host,
-    /// From `/etc/subuid`.
+    /// Ids from `/etc/subuid`.
     Subordinate,
 }
 
@@ -89,7 +90,7 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
-    /// What is set, and in a comment what holds where nothing is.
+    /// Writes the value or, if none is set, a comment about the default behaviour.
     fn entry(&mut self, Entry { key, value, without }: Entry) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
@@ -145,7 +146,7 @@ impl Lines {
         }
     }
 
-    /// Only what a bulkhead cannot say for itself: how a queue that it does not have would be pressed.
+    /// Writes settings that a bulkhead cannot express itself: `pressure` without a queue.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
         let unsaid =
             |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != no_pressure();
@@ -161,7 +162,7 @@ impl Lines {
         for entry in bulkhead.entries() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
-                // Refused without `slow_call`, since it says nothing then.
+                // `slow_rate` is refused without `slow_call`.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
                     let said = breaker.entries().into_iter().filter(|entry| entry.key != "slow_rate");
                     self.set("breaker", inline(said.collect()));
@@ -177,7 +178,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // Refused with `files`.
+                // `cwd` is refused with `files`.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the folder of each job"),
                 _ => self.entry(entry),
             }
@@ -188,7 +189,7 @@ impl Lines {
         }
     }
 
-    /// Only `strict` holds `tmp` to its size at every moment: a comment says so under `default`.
+    /// Adds comments about the user and `tmp`. Only `strict` enforces the size of `tmp` at all times.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -203,7 +204,8 @@ impl Lines {
         }
     }
 
-    /// They are not the bulkhead's own, so that another profile has others: a comment says which.
+    /// Adds a comment with the resource limits of the sandbox. They depend on the profile, so they are not
+    /// written as `rlimits`.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -232,7 +234,7 @@ impl Lines {
         self.comment(format_args!("runs {}", found.display()));
     }
 
-    /// Its rate is its own, so that there is no `per`.
+    /// Writes the settings of a tenant, without `per`, because the rate limit is always per tenant.
     fn tenant(&mut self, tenant: &TenantConfig) {
         for entry in tenant.entries() {
             match (&tenant.rate_limit, entry.key, &entry.value) {
@@ -247,7 +249,7 @@ impl Lines {
     }
 }
 
-/// What holds of a queue if nothing is said.
+/// Returns the default of `pressure`.
 fn no_pressure() -> PressureConfig {
     let PressureKeys { warn, reject, .. } = PressureKeys::read(Field::Absent, None);
     PressureConfig { warn: warn.default, reject: reject.default }
@@ -277,14 +279,12 @@ impl Write for Vec<u8> {
     }
 }
 
-/// Names.
 impl Write for Vec<String> {
     fn written(&self, _: Kind) -> Option<Written> {
         Some(Written::Toml(strings(self)))
     }
 }
 
-/// An environment.
 impl Write for Vec<(String, String)> {
     fn written(&self, _: Kind) -> Option<Written> {
         let variables: Vec<_> =
@@ -293,7 +293,7 @@ impl Write for Vec<(String, String)> {
     }
 }
 
-/// They have tables of their own.
+/// Tenants are written as separate tables.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
@@ -317,7 +317,7 @@ impl Write for TenantsConfig {
     }
 }
 
-/// Where nothing is confined, the other keys would have no effect.
+/// Without a profile, the other keys would have no effect.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
@@ -336,7 +336,7 @@ impl Write for SandboxConfig {
     }
 }
 
-/// What `auto` means for the supervisor's user.
+/// Describes the effect of `auto` for the supervisor's user.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, an id of each worker's own",
@@ -358,7 +358,7 @@ fn paths(paths: &[PathBuf]) -> String {
     format!("[{}]", paths.join(", "))
 }
 
-/// A bare key where that is possible, else a quoted one.
+/// Returns a bare key if possible, otherwise a quoted key.
 fn key(name: &str) -> String {
     let bare =
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'));
@@ -370,7 +370,7 @@ fn strings(texts: &[String]) -> String {
     format!("[{}]", texts.join(", "))
 }
 
-/// A basic string of TOML.
+/// Returns a basic TOML string.
 fn string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
@@ -388,7 +388,7 @@ fn string(text: &str) -> String {
     quoted
 }
 
-/// A comment ends with its line.
+/// Replaces characters that would end or distort a comment.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unseen(c) { '\u{fffd}' } else { c }).collect()
 }

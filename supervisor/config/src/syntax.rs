@@ -1,11 +1,11 @@
-//! Errors of the TOML parser, with what to write instead. One a line, since the parser's recovery stumbles
-//! over what an error leaves behind.
+//! Errors of the TOML parser, with suggested corrections. Reports one error per line, because the parser
+//! often reports subsequent errors after a recovery.
 
 use std::ops::Range;
 
 use super::diagnostics::{Problems, shown};
 
-/// Lines whose syntax errors are shown; after so many the parser has lost its way.
+/// Maximum number of lines with reported syntax errors. After that, the parser's recovery is unreliable.
 const LINES_MAX: usize = 10;
 
 /// Reports the first error of each line.
@@ -31,18 +31,18 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
     }
 }
 
-/// The parser's sentence without the list of characters that could have followed.
+/// Returns the parser's message without the list of expected characters.
 fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }
 
-/// Help for `key: value`, by what stands before and after the colon.
+/// Returns the help for `key: value`, from the text before and after the colon.
 fn colon_help(before: &str, after: &str) -> String {
     let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
     let line = before.rsplit('\n').next().unwrap_or_default().trim_end();
     let key = &line[line.trim_end_matches(is_of_key).len()..];
     let value = after.lines().next().unwrap_or_default();
-    // Within braces the next key is not part of the value.
+    // Inside braces, the next key is not part of the value.
     let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
     format!("TOML has `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
 }

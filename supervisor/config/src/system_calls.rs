@@ -1,11 +1,11 @@
 //! System calls by name.
 
-/// Whether there is such a system call; not every architecture has each of them.
+/// Returns true if any supported architecture has a system call of this name.
 pub(super) fn is_system_call(name: &str) -> bool {
     bulkhead_linux::syscalls::is_known(name)
 }
 
-/// Calls without which no worker comes to its first job, or tells what became of it.
+/// System calls that every worker needs to start, to run its first job or to report its result.
 pub(super) const NEEDED: [&str; 18] = [
     "brk",
     "close",

@@ -1,5 +1,5 @@
-//! What a table of the file comes to by its rows: how it is read, merged with `[defaults]`, and written out. `rows`
-//! has the macros that declare one, `types` the types that a value can have.
+//! Reading, merging with `[defaults]`, and writing of tables, derived from their rows. `rows` contains the
+//! macros that declare a table, `types` the types of values.
 
 mod rows;
 mod types;
@@ -15,23 +15,23 @@ use crate::key::{Key, Kind, Preset};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
 
-/// A type that a key's value can have: how it is read.
+/// A type of values that can be read from a key.
 pub(crate) trait Value: Clone {
-    /// Takes the value of a key of an open table, or reports what is wrong with it.
+    /// Reads the value of a key of an open table, or reports the problem.
     fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
-    /// The value of a bulkhead over that of `[defaults]`.
+    /// Merges the value of a bulkhead with the value of `[defaults]`.
     fn over(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         own.or(defaults)
     }
 }
 
-/// A value of one word, which can be a default.
+/// A value that fits in a [`Preset`], so that it can be a default.
 pub(crate) trait Scalar {
     fn preset(&self, kind: Kind) -> Preset;
 }
 
-/// A checked value as it is written out.
+/// A checked value in written form.
 pub(crate) enum Written {
     Scalar(Preset),
     Toml(String),
@@ -46,9 +46,9 @@ impl Written {
     }
 }
 
-/// A checked value that can be written out.
+/// A checked value that can be written.
 pub(crate) trait Write {
-    /// `None` if the file would have nothing.
+    /// Returns the written form; `None` if the file would not contain the key.
     fn written(&self, kind: Kind) -> Option<Written>;
 }
 
@@ -64,7 +64,7 @@ impl<T: Write> Write for Option<T> {
     }
 }
 
-/// A key that has a default.
+/// A key with a default.
 #[derive(Clone)]
 pub(crate) struct WithDefault<T> {
     pub(crate) field: Field<T>,
@@ -80,71 +80,71 @@ impl<T> Deref for WithDefault<T> {
 }
 
 impl<T: Clone> WithDefault<T> {
-    /// What holds.
+    /// Returns the value or the default.
     pub(crate) fn value(&self) -> T {
         self.field.value_or(self.default.clone())
     }
 
-    /// The same with the reason why.
+    /// Returns the value or the default, with the source.
     pub(crate) fn resolved(&self) -> Resolved<T> {
         self.field.resolved(self.default.clone())
     }
 }
 
 impl<T: Value> Field<T> {
-    /// The value of a bulkhead over that of `[defaults]`.
+    /// Merges the value of a bulkhead with the value of `[defaults]`.
     pub(crate) fn over(self, defaults: &Self) -> Self {
         T::over(&self, defaults)
     }
 }
 
 impl<T: Value> WithDefault<T> {
-    /// The same.
+    /// Merges the value of a bulkhead with the value of `[defaults]`.
     pub(crate) fn over(self, defaults: &Self) -> Self {
         Self { field: self.field.over(&defaults.field), default: self.default }
     }
 }
 
-/// A table of the file, key by key, each value with its place.
+/// A table of the file, key by key, with positions.
 pub(crate) trait Table: Sized {
-    /// Its name in the schema.
+    /// Name in the schema.
     const PATH: &'static str;
 
-    /// The rows, and behind them those of the tables in it.
+    /// Returns the rows, followed by the rows of the tables in this table.
     fn keys() -> Vec<Key>;
 
-    /// Reads an open table, or one that is not there.
+    /// Reads an open table, or an absent one.
     fn read(here: Field<()>, table: Option<TableReader<'_, '_>>) -> Self;
 
-    /// This table with `defaults` where it is silent, key by key.
+    /// Merges this table with `defaults`, key by key.
     fn over(self, defaults: &Self) -> Self;
 }
 
-/// A table whose checked values are made from its rows alone.
+/// A table whose checked values are built from the rows alone.
 pub(crate) trait ByRows {
     type Checked;
 
-    /// The name of the table, if it is there.
+    /// Returns the position of the table's name, if the table is present.
     fn here(&self) -> &Field<()>;
 
-    /// What holds.
+    /// Returns the checked values.
     fn checked(&self) -> Self::Checked;
 
-    /// The same, if the table is there.
+    /// Returns the checked values, if the table is present.
     fn checked_if_here(&self) -> Option<Self::Checked> {
         self.here().given().map(|_| self.checked())
     }
 }
 
-/// What stands in a table under the name of a table.
+/// A table, or several named tables, inside another table.
 pub(crate) trait Part: Sized {
-    /// As [`Table::keys`].
+    /// Returns the rows; see [`Table::keys`].
     fn keys_inside() -> Vec<Key>;
 
-    /// Reads the table `name` inside an open one, or inside one that is not there.
+    /// Reads the table `name` inside an open or absent table.
     fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
-    /// As [`Table::over`].
+    /// Merges the part with `defaults`; see [`Table::over`].
     fn over_part(self, defaults: &Self) -> Self;
 }
 
@@ -164,27 +164,27 @@ impl<T: Table> Part for T {
     }
 }
 
-/// Takes a key of a table that may not be there.
+/// Reads a key of a table that may be absent.
 pub(crate) fn take<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::take(table, name))
 }
 
 /// The checked values of a table.
 pub(crate) trait Section {
-    /// Each key with its value.
+    /// Returns the keys with their values.
     fn entries(&self) -> Vec<Entry>;
 }
 
 /// A key of a table with its checked value.
 pub(crate) struct Entry {
     pub(crate) key: &'static str,
-    /// `None`: nothing is set.
+    /// `None` if the key is not set.
     pub(crate) value: Option<Written>,
-    /// What holds if nothing is set.
+    /// Description of the behaviour if the key is not set.
     pub(crate) without: &'static str,
 }
 
-/// The entries as TOML, in braces.
+/// Formats entries as an inline table of TOML.
 pub(crate) fn inline(entries: Vec<Entry>) -> String {
     let set = |Entry { key, value, .. }| Some(format!("{key} = {}", value?.toml()?));
     braced(&entries.into_iter().filter_map(set).collect::<Vec<_>>())
@@ -194,7 +194,7 @@ pub(crate) fn braced(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serialises a table of policy's own types by its rows.
+/// Serialises a table of a `policy` type according to its rows.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.entries();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -208,7 +208,7 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// The same of a table that may be off.
+/// Serialises an optional table of a `policy` type according to its rows.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,
@@ -219,7 +219,7 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
     }
 }
 
-/// Serialises a word of policy's own types.
+/// Serialises a word of a `policy` type.
 pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(value.name())
 }

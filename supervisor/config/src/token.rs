@@ -1,32 +1,32 @@
-//! The token that opens the admin API over TCP, and the file that holds it.
+//! The token for the admin API over TCP, and its file.
 
 use std::io::{self, Read as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
-/// Bytes of a token.
+/// Length of a token in bytes.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
-/// What others than its owner may not do to the token's file: its group may read it, others may do nothing.
+/// Mode bits that the token's file must not have: the group can have read permission, others can have none.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The secret that opens the door. It is kept as a hash, which compares in constant time.
+/// The secret for the admin API. Stored as a hash, which is compared in constant time.
 #[derive(Clone)]
 pub struct Token(blake3::Hash);
 
 impl Token {
-    /// The token with this secret.
+    /// Creates a token from its secret.
     pub fn new(secret: &[u8]) -> Self {
         Self(blake3::hash(secret))
     }
 
-    /// Reads it from its file. Errors say what is wrong with the file, and what to do.
+    /// Reads a token from its file. An error contains the problem of the file and a suggested correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
         let unreadable = |error: io::Error| (format!("{shown} cannot be read: {error}"), MAKE_IT);
-        // A FIFO is not waited for.
+        // Opening a FIFO must not block.
         let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
         let file = std::fs::OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
         let file = file.map_err(unreadable)?;
@@ -53,7 +53,8 @@ impl Token {
         Ok(Self::new(token))
     }
 
-    /// Whether this is the secret. Hashes are equal in constant time, and tell nothing of how long the secret is.
+    /// Returns true if `secret` is the token. Hashes are compared in constant time, and do not reveal the
+    /// length of the secret.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }

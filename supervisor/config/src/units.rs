@@ -1,28 +1,28 @@
-//! Durations and sizes between text and number. Pure; the messages about wrong ones are made by the
-//! reader, which knows the key.
+//! Conversion of durations and sizes between text and numbers. Pure functions. The reader, which knows the
+//! key, adds the error messages.
 
 use std::time::Duration;
 
 use serde::Serializer;
 
-/// Why a text is no duration or size.
+/// Reasons why a text is not a duration or a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnitError {
-    /// A number alone, where a unit is required.
+    /// A number without a required unit.
     NoUnit,
-    /// `M`, which is a month to some.
+    /// `M`, which can also mean a month.
     AmbiguousMonth,
-    /// A lone letter: what to write instead for powers of 1024, and for powers of 1000.
+    /// A single letter. Contains the replacements for powers of 1024 and for powers of 1000.
     AmbiguousPower(&'static str, &'static str),
-    /// More than can be counted.
+    /// A value that does not fit in 64 bits.
     TooLarge,
-    /// A fraction that leaves a part of a nanosecond.
+    /// A fraction of a nanosecond.
     TooFine,
-    /// Anything else.
+    /// Any other error.
     Malformed,
 }
 
-/// Reads `"500ms"`, `"2s"`, `"1m 30s"`.
+/// Parses a duration such as `"500ms"`, `"2s"` or `"1m 30s"`.
 pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     let text = text.trim();
     if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) {
@@ -37,8 +37,8 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
-/// What is wrong with a text of which `humantime` could not count a number. It says the same of a number that is
-/// too large and of a fraction that is too fine, and says it before it has looked at the rest.
+/// Distinguishes the causes of a `NumberOverflow` of `humantime`: a number that is too large, or a fraction
+/// that is too fine. `humantime` reports the overflow before it has checked the rest of the text.
 fn overflow(text: &str) -> UnitError {
     match without_fractions(text) {
         None => UnitError::Malformed,
@@ -47,7 +47,8 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// A duration with its numbers cut to whole ones, or none if it is not of [the shape](duration_pattern) of one.
+/// Returns the duration with all fractions removed; `None` if the text does not match [the
+/// pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
     let digits = |text: &str| text.trim_start().starts_with(|c: char| c.is_ascii_digit());
@@ -70,16 +71,16 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// The units of durations as `humantime` has them, but for `M`, which is refused.
+/// Units of durations in `humantime`, except for `M`, which is refused.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// A regular expression for what `parse_duration` reads, whatever the numbers.
+/// Returns a regular expression for the texts that `parse_duration` accepts, regardless of the numbers.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
 
-/// The units of sizes. A lone letter is left out on purpose: `256M` is 2²⁰ to some and 10⁶ to others.
+/// Units of sizes. Single letters are not supported, because `256M` can mean 256 × 2²⁰ or 256 × 10⁶ bytes.
 const SIZE_UNITS: [(&str, u64); 10] = [
     ("", 1),
     ("B", 1),
@@ -93,7 +94,7 @@ const SIZE_UNITS: [(&str, u64); 10] = [
     ("TB", 1_000_000_000_000),
 ];
 
-/// Reads `"64KiB"`, `"1.5GiB"`, `"10MB"`, `"4096"`.
+/// Parses a size such as `"64KiB"`, `"1.5GiB"`, `"10MB"` or `"4096"`.
 pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -113,7 +114,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// A regular expression for what `parse_size` reads, whatever the numbers.
+/// Returns a regular expression for the texts that `parse_size` accepts, regardless of the numbers.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -138,7 +139,7 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Writes a duration so that `parse_duration` reads the same one: `"1m 30s"`.
+/// Formats a duration such as `"1m 30s"`. `parse_duration` returns the same duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -160,7 +161,7 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Writes a size so that `parse_size` reads the same one, in the largest binary unit that is exact.
+/// Formats a size in the largest exact binary unit. `parse_size` returns the same size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
@@ -169,17 +170,17 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// A size as a bound in a message: small ones are numbers.
+/// Formats a size as a bound in a message. Small sizes have no unit.
 pub(super) fn size_bound(bytes: u64) -> String {
     if bytes < 1 << 10 { bytes.to_string() } else { format_size(bytes) }
 }
 
-/// Writes a duration as TOML has it, quotes included.
+/// Formats a duration as TOML, including quotes.
 pub(super) fn duration_literal(duration: &Duration) -> String {
     format!("\"{}\"", format_duration(*duration))
 }
 
-/// Writes a share with its decimal point, also where it is all or nothing: `1.0`.
+/// Formats a share with a decimal point, such as `1.0`.
 pub(super) fn share_literal(share: &f64) -> String {
     format!("{share:?}")
 }

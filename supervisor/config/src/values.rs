@@ -1,5 +1,5 @@
-//! One value of TOML to one plain value, or the sentence that says why not and what to write instead.
-//! Pure leaves: no files, no relations between keys.
+//! Converts a TOML value into a plain value, or returns a message with a suggested correction. Pure
+//! functions, without files and without rules that span several keys.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::key::{Key, Kind, in_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
-/// Why a value cannot be taken.
+/// Reason why a value is rejected.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Complaint {
     pub(super) message: String,
@@ -30,10 +30,10 @@ impl Complaint {
 
 type Read<T> = Result<T, Complaint>;
 
-/// A key of an open table: what the schema says of it, and what messages call it.
+/// A key of an open table, with its name in messages.
 pub(super) struct Named {
     pub(super) key: Key,
-    /// From the bulkhead or the supervisor down, with the tenant's name in it: `restart.backoff`.
+    /// Name relative to the bulkhead or the supervisor, including the tenant's name: `restart.backoff`.
     pub(super) label: String,
 }
 
@@ -45,7 +45,7 @@ impl Deref for Named {
     }
 }
 
-/// `` write `key = value` ``, with a value that would do.
+/// Returns `` write `key = value` ``.
 fn write(key: &Named, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
@@ -67,7 +67,7 @@ pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
     }
 }
 
-/// A short string or a number as it would be written.
+/// Returns a string or a number as it would be written.
 pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::String(text) => Some(format!("\"{}\"", shown(text))),
@@ -76,7 +76,8 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Help for a text in the place of a program and its arguments, which no shell would split.
+/// Returns the help for a string in place of an array with a program and its arguments. No shell splits the
+/// string.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
@@ -86,7 +87,7 @@ pub(super) fn split_help(name: &str, text: &str) -> String {
     format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", "))
 }
 
-/// The integer, cut to what `i128` holds: all that matters then is that it is far out of range.
+/// Returns an integer, saturated to the range of `i128`. Such integers are far out of range anyway.
 fn integer(number: &DeInteger<'_>) -> i128 {
     let far_out = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
     i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(far_out)
@@ -117,7 +118,7 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
     Ok(duration)
 }
 
-/// A zero that may have been meant is said in another way.
+/// For some keys, a zero has another correct form.
 fn out_of_range_help(key: &Named) -> String {
     match key.name {
         "queue_timeout" => {
@@ -147,7 +148,7 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
     })
 }
 
-/// Zero needs no unit to be understood, but one to be written.
+/// Suggests a unit for a number without one.
 fn unit_help(key: &Named, number: &str) -> String {
     let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
     format!("{} for seconds, or \"{number}ms\" for milliseconds", write(key, &format!("\"{number}s\"")))
@@ -169,7 +170,7 @@ pub(super) fn size(key: &Named, value: &DeValue<'_>) -> Read<u64> {
     Ok(bytes as u64)
 }
 
-/// Bytes as they stand there, the range not yet checked.
+/// Reads a size without a range check.
 fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
@@ -223,7 +224,7 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
     T::try_from(number).map_err(|_| unreadable(key))
 }
 
-/// Reads exit statuses, none of which may stand there twice.
+/// Reads exit statuses and rejects duplicates.
 pub(super) fn statuses(key: &Named, value: &DeValue<'_>) -> Read<Vec<u8>> {
     let DeValue::Array(array) = value else {
         return Err(wrong_type(key, "an array of exit statuses", value));
@@ -265,7 +266,7 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
-        // TOML has a negative zero, which is never meant.
+        // TOML has a negative zero, which is never intended.
         return Ok(share.abs());
     }
     let range = match (none, all) {
@@ -320,11 +321,11 @@ pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
     Err(Complaint::new(format!("`{}` must be `true` or `false`, not {}", key.label, type_name(value)), help))
 }
 
-/// A number, whole or not; also one that TOML has and that is none.
+/// Reads a number, whole or not. Infinities and NaN are not rejected here.
 fn fraction(key: &Named, expected: &str, value: &DeValue<'_>) -> Read<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
-        // Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
+        // Numbers beyond the range of a float become infinite, which is out of range for every key.
         DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
             format!("`{}` must be {expected}, not a string", key.label),
@@ -378,7 +379,7 @@ fn octal(digits: &str) -> Option<u32> {
     if valid { u32::from_str_radix(digits, 8).ok() } else { None }
 }
 
-/// A string that is not empty and that the kernel can take: without NUL.
+/// Reads a string that is not empty and contains no NUL, as the kernel requires.
 pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
@@ -386,7 +387,7 @@ pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     Ok(text.to_string())
 }
 
-/// The same in an array of paths.
+/// Checks that the text of a path is not empty and contains no NUL.
 pub(super) fn path_text(label: &str, text: &str, key: &Named) -> Read<()> {
     if text.is_empty() {
         return Err(Complaint::new(format!("`{label}` is empty"), write(key, &key.example())));
@@ -410,7 +411,7 @@ pub(super) fn word<T: Vocabulary>(key: &Named, value: &DeValue<'_>) -> Read<T> {
     T::of(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
-/// One word of an array of words.
+/// Checks that a text is one of the words.
 pub(super) fn one_of(label: &str, text: &str, words: &[&'static str]) -> Read<()> {
     if words.contains(&text) {
         return Ok(());
@@ -418,7 +419,7 @@ pub(super) fn one_of(label: &str, text: &str, words: &[&'static str]) -> Read<()
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// `meant` is the text as the words are spelt.
+/// Returns the error for an unknown word. `meant` is the text in the spelling of the words.
 fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> Complaint {
     let help = match nearest(meant, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -429,7 +430,7 @@ fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> C
     Complaint::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
 }
 
-/// `"FIRST-LAST"`: ids of users, of which 0 is root and none of them.
+/// Reads a range of user ids, `"FIRST-LAST"`. Id 0 is root and is not allowed.
 pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
     let DeValue::String(text) = value else {
         return Err(wrong_type(key, "the first and the last id as a string", value));
@@ -438,7 +439,7 @@ pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
     let number = |digits: &str| {
         let digits = digits.trim();
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        // Too long to be counted is far out of range.
+        // A number too long to be parsed is far out of range.
         plain.then(|| digits.parse::<u64>().unwrap_or(u64::MAX))
     };
     let Some((first, last)) =
@@ -465,11 +466,11 @@ pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
             format!("{} or fewer", write(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // `ID_MAX` fits.
+    // `ID_MAX` fits in 32 bits.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 
-/// Something else where tables were expected.
+/// Returns the error for a value that is not an array of tables.
 pub(super) fn not_tables(key: &Named, value: &DeValue<'_>) -> Complaint {
     let help = match value {
         DeValue::Table(_) => format!("write [[{}]], with two brackets, for each entry", key.name),
@@ -478,7 +479,7 @@ pub(super) fn not_tables(key: &Named, value: &DeValue<'_>) -> Complaint {
     Complaint::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
 }
 
-/// Something else among tables.
+/// Returns the error for an element that is not a table.
 pub(super) fn not_a_table_of(key: &Named, index: usize, value: &DeValue<'_>) -> Complaint {
     let found = type_name(value);
     Complaint::new(
@@ -487,7 +488,7 @@ pub(super) fn not_a_table_of(key: &Named, index: usize, value: &DeValue<'_>) -> 
     )
 }
 
-/// A limit in its resource's unit; `None` is unlimited.
+/// Reads a limit in the unit of the resource; `None` is unlimited.
 pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
     let measure = meaning(resource).0;
     if measure == Measure::Zero {
@@ -502,7 +503,7 @@ pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Rea
         (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
-    // The kernel takes a processor time of 0 for 1 second, which a 0 in the file does not mean.
+    // The kernel treats a processor time of 0 as 1 second, which a 0 in the file does not mean.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(Complaint::new(
@@ -513,7 +514,7 @@ pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Rea
     Ok(Some(number as u64))
 }
 
-/// A duration, or a number of units; either way not above what any duration may be.
+/// Reads a duration or a number of units, up to the maximum duration.
 fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> {
     let number = match value {
         DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
@@ -534,7 +535,7 @@ fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> 
     Ok(number)
 }
 
-/// Rounded up: a limit below one unit must not become none at all.
+/// Rounds up, so that a limit below one unit does not become 0.
 fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }
@@ -560,7 +561,7 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
     }
 }
 
-/// Said if a reader asks for a key as another kind than the schema has; a test reads every key.
+/// Returns the error for a key that is read as another kind than the schema declares. A test reads every key.
 pub(super) fn unreadable(key: &Named) -> Complaint {
     Complaint::new(
         format!("`{}` cannot be read by this version", key.label),

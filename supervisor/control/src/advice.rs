@@ -1,5 +1,5 @@
-//! What the limits of a bulkhead should be, from what was seen of it: pure rules on plain numbers, each with the
-//! sentence that says why. It looks at nothing itself and changes nothing.
+//! Recommended limits for a bulkhead, derived from observed numbers. Pure rules: each recommendation carries
+//! the sentence that gives the reason. This module does no I/O and changes no setting.
 
 mod adaptive;
 mod rules;
@@ -17,17 +17,17 @@ use bulkhead_api::Adaptive;
 pub(crate) use bulkhead_api::Seen;
 pub(crate) use seen::{Work, seen};
 
-/// Jobs and time that are enough to rely on.
+/// Number of jobs and observation time that suffice for reliable advice.
 pub(crate) const ENOUGH_JOBS: u64 = 1000;
 pub(crate) const ENOUGH_TIME: Duration = Duration::from_secs(600);
 
-/// With fewer jobs nothing is said at all.
+/// Minimum number of jobs before any advice is given.
 pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 
-/// What has not been needed for so long is too much.
+/// Minimum observation time before a lower value is proposed.
 pub(crate) const SHRINK_AFTER: Duration = Duration::from_secs(3600);
 
-/// What the bulkhead is, beside what was seen of it. Where tenants are apart, the numbers are each tenant's.
+/// Current settings of the bulkhead. With isolated tenants, the numbers apply to each tenant.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) processes: u32,
@@ -36,33 +36,32 @@ pub(crate) struct Setup {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
-    /// The limit that follows how long jobs take, if there is one.
+    /// The adaptive concurrency limit, if configured.
     pub(crate) adaptive: Option<Adaptive>,
-    /// How many tenants may have workers at once, if they are apart; else 1.
+    /// Maximum number of tenants with workers at the same time if tenants are isolated; otherwise 1.
     pub(crate) sets_of_workers: u32,
-    /// Spares of each of them.
+    /// Number of spares for each set of workers.
     pub(crate) spares: u32,
-    /// Bytes, where that is set.
+    /// Value of `cgroup.memory` in bytes.
     pub(crate) cgroup_memory: Option<u64>,
-    /// Whether anything else bounds what a worker holds: `recycle.rss`, `rlimits.as` or `rlimits.data`.
+    /// True if `recycle.rss`, `rlimits.as` or `rlimits.data` bounds the memory of a worker.
     pub(crate) is_memory_bounded: bool,
 }
 
 impl Setup {
-    /// Jobs in flight at most.
+    /// Returns the maximum number of jobs in flight.
     fn permits(&self) -> u64 {
         u64::from(self.processes) * u64::from(self.max_in_flight)
     }
 }
 
-/// What there is to have.
+/// Resources of this machine.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Machine {
     pub(crate) processors: u32,
     pub(crate) memory_bytes: Option<u64>,
 }
 
-/// The value of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub(crate) enum Setting {
     #[default]
@@ -83,12 +82,12 @@ impl Serialize for Setting {
     }
 }
 
-/// All that there is to say.
+/// Complete advice for one bulkhead.
 pub(crate) type Advice = bulkhead_api::Advice<Setting>;
 pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
 pub(crate) type Kept = bulkhead_api::Kept<Setting>;
 
-/// What follows from what was seen.
+/// Computes the advice for a bulkhead.
 pub(crate) fn advise(bulkhead: String, seen: Seen, setup: &Setup, machine: &Machine) -> Advice {
     let missing = seen::missing(&seen);
     let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {

@@ -1,5 +1,6 @@
-//! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
-//! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
+//! The control plane: one thread that serves HTTP on the admin socket, handles signals, keeps events and
+//! reads the output of workers. The control plane sends commands to the data plane and receives notices. It
+//! owns no job.
 
 mod advice;
 mod answers;
@@ -29,7 +30,7 @@ mod watch;
 pub use jobs::JOBS_MAX;
 use local::CONNECTIONS_MAX;
 
-/// Connections that clients of the address of `http` can hold.
+/// Maximum number of client connections to the address of `http`.
 pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
 
 use std::io;
@@ -64,93 +65,94 @@ use connections::{Arrivals, Ways};
 pub use reload::InForce;
 use reload::Reloads;
 
-/// How often the memory of workers is looked at, where it matters.
+/// Interval between memory checks of workers with `recycle.rss`.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often storms of events are looked at, whether they are over.
+/// Interval between checks for event storms that have ended.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval between two batches of orphans that are reaped.
+/// Pause between two batches of reaped orphans.
 const REAP_PAUSE: Duration = Duration::from_millis(10);
 
-/// How long open streams, and answers that are under way, get to end.
+/// Time limit for open streams and unfinished responses to end after the control plane has ended.
 const CLOSE_WITHIN: Duration = Duration::from_secs(4);
 
-/// Turns of the runtime in which the last words of a worker that has ended are read. Another process may
-/// hold the pipe open, so that its end does not come.
+/// Maximum number of yields to the runtime while the last output of an exited worker is read. Another process
+/// can hold the pipe open, so that end-of-file never comes.
 const LAST_WORDS_TURNS: u32 = 64;
 
-/// Bytes of a worker's last words in the event of its end; a crash report has more.
+/// Maximum number of stderr bytes in a `worker_exited` event. A crash report holds more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
-/// Where a supervisor runs.
+/// Kind of process in which the supervisor runs.
 pub enum Place {
-    /// In a process of its own: signals are commands, the service manager is told, and there are sockets.
+    /// A separate process: signals are commands, the service manager is notified, and there are sockets.
     Process {
         /// The bound admin socket.
         admin: UnixListener,
-        /// Both sockets' files.
+        /// The files of both sockets.
         sockets: Arc<Sockets>,
     },
-    /// In an application's, of which it takes nothing.
+    /// The process of an application. The supervisor takes no signals and does not notify the service
+    /// manager.
     Application,
 }
 
-/// What the control plane needs.
+/// Options of the control plane.
 pub struct Options {
-    /// Where it runs.
+    /// Kind of process in which the supervisor runs.
     pub place: Place,
-    /// The way to the data plane.
+    /// Sender of commands to the data plane.
     pub commander: Commander,
-    /// What the data plane says. Its end is ours.
+    /// Receiver of notices from the data plane. The control plane ends when this channel closes.
     pub notices: Listener,
-    /// Counts of the data plane.
+    /// Shared counters of the data plane.
     pub pulse: Arc<SharedCounters>,
-    /// The configuration, which can become another.
+    /// The configuration in force, for reloads.
     pub in_force: InForce,
-    /// Where crash reports are kept, and the thread that does.
+    /// The store of crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
-    /// The user who may connect, beside root.
+    /// User id that can connect to the admin socket, besides root.
     pub own: u32,
-    /// What is in force at the start.
+    /// Configuration in force at the start.
     pub config: Arc<Config>,
-    /// The bound TCP socket, if there is to be one, and its token.
+    /// The bound TCP socket and the token, if `http` is configured.
     pub http: Option<(TcpListener, Token)>,
-    /// Threads that must not end.
+    /// Monitor of the essential threads.
     pub fate: Fate,
 }
 
 type Shared = Arc<Control>;
 
-/// What the parts of the control plane share.
+/// Shared state of the control plane.
 pub(crate) struct Control {
     commander: Commander,
     events: Events,
     output: Arc<Output>,
     crashes: Crashes,
-    /// What workers have used lately.
+    /// Recent resource usage of the workers.
     works: Mutex<advice::Works>,
-    /// What workers have of the memory.
+    /// Cached memory use of the workers.
     residents: Residents,
-    /// The places for replays.
+    /// Permits for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::Watched,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
-    /// Whether the process is an application's.
+    /// True if the process belongs to an application.
     is_embedded: bool,
-    /// The places for streams.
+    /// Permits for streams.
     streams: Arc<Semaphore>,
-    /// What watchers see.
+    /// State for watchers.
     watch: watch::Watch,
-    /// The places for jobs over HTTP.
+    /// Permits for jobs over HTTP.
     jobs: Arc<Semaphore>,
     pulse: Arc<SharedCounters>,
-    /// What is in force. A reload puts the next one here.
+    /// The configuration in force. A reload replaces it.
     config: RwLock<Arc<Config>>,
-    /// True once everything is to end.
+    /// True once the control plane must end.
     end: tokio::sync::watch::Sender<bool>,
 }
 
@@ -159,14 +161,14 @@ pub(crate) struct Control {
 pub struct ControlThread(JoinHandle<()>);
 
 impl ControlThread {
-    /// Waits for its end, which follows that of the notices.
+    /// Waits for the thread to end. The thread ends after the channel of notices has closed.
     pub fn join(self) {
-        // A panic there was reported by its own message.
+        // A panic in the thread has already been reported.
         let _ = self.0.join();
     }
 }
 
-/// Starts the control plane. From here on signals are commands.
+/// Starts the control plane. From here on, signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let Options { place, commander, notices, pulse, in_force, crashes, own, config, http, fate } = options;
@@ -230,9 +232,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             control.end.send_replace(true);
             let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
         });
-        // It ends by itself. A panic there was reported by its own message.
+        // The readers end by themselves. A panic was already reported.
         let _ = readers.join();
-        // With everything that could ask for a report; so its thread ends.
+        // Dropping these drops every sender of requests for reports, so that the crash thread ends.
         drop(runtime);
         drop(control);
         crash_thread.settle();
@@ -244,13 +246,13 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::Gate);
 
-/// What the control plane's own thread serves.
+/// Connections that the control plane's own thread serves.
 struct Serving {
     local: (Option<Local>, Ways<UnixStream>, Arrivals<UnixStream>),
     tcp: Option<(Tcp, Ways<TcpStream>, Arrivals<TcpStream>)>,
 }
 
-/// Two ways from each door.
+/// Creates two channels for each listener: one to this thread, and one to the low-priority readers.
 fn serving(
     local: Option<Local>,
     tcp: Option<Tcp>,
@@ -269,7 +271,7 @@ fn serving(
     (Serving { local, tcp }, readers::Entrances { local: local_readers, tcp: tcp_readers })
 }
 
-/// Lets in and serves until the control plane ends.
+/// Accepts and serves connections until the control plane ends.
 async fn serve(control: Arc<Control>, serving: Serving) {
     let Serving { local: (door, ways, arrivals), tcp } = serving;
     let router = http::router(control.clone());
@@ -307,7 +309,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
     }
 }
 
-/// Reaps orphans that this process inherits, such as orphans of `docker exec` if this is process 1.
+/// Reaps orphans that this process inherits, such as orphans of `docker exec` if this process is process 1.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
     while deaths.next().await.is_some() {
         while control.commander.ask(|reply| Command::ReapOrphans { reply }).await != Some(false) {
@@ -349,12 +351,12 @@ async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCo
 }
 
 impl Control {
-    /// What is in force.
+    /// Returns the configuration in force.
     fn config(&self) -> Arc<Config> {
         self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// From now on this is what is in force.
+    /// Replaces the configuration in force.
     fn put_in_force(&self, config: Arc<Config>) {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
@@ -368,7 +370,7 @@ impl Control {
         }
     }
 
-    /// Does something in these intervals until the control plane ends; what has begun is finished.
+    /// Runs a task at a fixed interval until the control plane ends. A task that has started is finished.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -385,8 +387,8 @@ impl Control {
         }
     }
 
-    /// Of the workers that are to be replaced when they hold so much, the data plane hears of those that do: whether they
-    /// are replaced it decides.
+    /// Reports to the data plane each worker whose resident size exceeds `recycle.rss`. The data plane
+    /// decides if the worker is replaced.
     async fn look_at_memory(&self) {
         let watched = self.reloads.watched();
         if watched.is_empty() {
@@ -398,7 +400,7 @@ impl Control {
         for WorkerProcess { bulkhead, pid, generation, .. } in processes {
             let Some(most) = watched.get(&*bulkhead) else { continue };
             let Some(rss_bytes) = process::resident_bytes(pid).filter(|bytes| bytes > most) else { continue };
-            // Lost if the data plane is busy; the next look comes soon.
+            // The command is lost if the data plane is busy. The next check comes soon.
             let bulkhead = bulkhead.as_ref().to_owned();
             let _ = self.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
         }
@@ -410,7 +412,7 @@ impl Control {
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
-    /// Without a service manager nothing happens. That of an application is told by the application.
+    /// Notifies the service manager, if there is one. An application notifies its own service manager.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
             && let Err(error) = sd_notify::notify(states)
@@ -423,14 +425,14 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, What::Stopped {}));
     }
 
-    /// Of a program it is known already.
+    /// Adds the stderr tail of a worker. Reports about templates already have a tail.
     async fn add_last_words(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.last_words(report.pid).await;
         }
     }
 
-    /// What a process that is gone wrote to its standard error last.
+    /// Returns the last stderr output of an exited process.
     async fn last_words(&self, pid: u32) -> Option<String> {
         for _ in 0..LAST_WORDS_TURNS {
             if !self.output.is_read_from(pid) {
@@ -441,8 +443,8 @@ impl Control {
         self.output.tail(pid)
     }
 
-    /// Asks the data plane for the state of one bulkhead or all, with what `/proc` knows of the workers.
-    /// `None` if it does not answer in time.
+    /// Asks the data plane for snapshots of one bulkhead or of all bulkheads, and adds the resource usage
+    /// from `/proc`. Returns `None` if the data plane does not answer in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
         let bulkhead = bulkhead.map(str::to_owned);
         let mut snapshots = self.commander.ask(|reply| Command::Snapshot { bulkhead, reply }).await?;
@@ -450,7 +452,8 @@ impl Control {
         Some(snapshots)
     }
 
-    /// The same for one tenant's part of a bulkhead.
+    /// Asks the data plane for a snapshot of one tenant's part of a bulkhead, and adds the resource usage
+    /// from `/proc`.
     async fn tenant_snapshot(
         &self,
         bulkhead: &str,
@@ -464,7 +467,7 @@ impl Control {
     }
 }
 
-/// The end of a text, without splitting a character.
+/// Returns the last `bytes_max` bytes of a text, or slightly fewer so that no character is split.
 fn end_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
@@ -473,7 +476,7 @@ fn end_of(text: &str, bytes_max: usize) -> &str {
     &text[start..]
 }
 
-/// Adds what `/proc` knows of the workers.
+/// Adds the workers' resource usage from `/proc`.
 fn add_usage(snapshot: &mut Snapshot) {
     for worker in &mut snapshot.workers {
         if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
@@ -483,7 +486,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Tells of storms of events that are over.
+/// Emits a summary event for each event storm that has ended.
 async fn tell_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.tell_suppressed() }).await;
 }

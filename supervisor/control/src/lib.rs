@@ -1,5 +1,5 @@
-//! The control plane: the admin API over HTTP, its dashboard and metrics, events and logs, advice, crash reports, and
-//! reload. It asks the data plane by commands and hears from it by notices; it never touches a job's socket.
+//! The control plane: the admin API over HTTP, the dashboard, metrics, events, logs, advice, crash reports,
+//! and reload. It sends commands to the data plane and receives notices. It never uses the socket of a job.
 
 mod advice;
 pub mod control;

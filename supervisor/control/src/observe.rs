@@ -1,5 +1,5 @@
-//! What operators see: events, the output of workers, log lines. It owns rings of bounded size and never
-//! touches a job.
+//! Observability: events, the output of workers, crash reports, log lines, metrics and spans. All buffers are
+//! bounded, and no code here touches a job.
 
 pub mod crashes;
 pub mod events;

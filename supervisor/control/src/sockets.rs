@@ -1,6 +1,6 @@
-//! The supervisor's listening sockets: made with the right mode from the first moment, listening from the
-//! first moment, never taken from a supervisor that lives, cleared of one that died, and made again when their files
-//! were removed.
+//! The supervisor's listening sockets. A socket appears with the right mode and already listening. A socket
+//! of a running supervisor is never taken over; a socket of a dead supervisor is removed. A socket whose file
+//! was removed can be recreated.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -15,31 +15,31 @@ use rustix::io::Errno;
 use bulkhead_linux::rights::refuse_descriptors;
 use bulkhead_plane::lock::{self, NoLock};
 
-/// Connections that may wait to be accepted; the kernel cuts this to its own maximum.
+/// Maximum number of connections in the backlog. The kernel reduces this to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound socket. Dropping it removes the path; the lock lasts as long.
+/// A bound socket. Dropping it removes the path and releases the lock.
 #[derive(Debug)]
 pub struct Bound {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
-    /// Device and inode: whether the path is still ours.
+    /// Device and inode of the socket file, to detect if the path still belongs to this socket.
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
 }
 
-/// Both sockets, to be looked after while others listen.
+/// Both sockets, shared so that their files can be checked while other threads listen.
 #[derive(Debug)]
 pub struct Sockets {
-    /// Where clients connect.
+    /// The socket for clients.
     pub jobs: Mutex<Bound>,
-    /// Where operators do.
+    /// The socket for operators.
     pub admin: Mutex<Bound>,
 }
 
-/// Why a socket could not be had. Fits after "failed to".
+/// Error when a socket cannot be bound. Its text fits after "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("listen on {}: {problem}", path.display())]
 pub struct BindError {
@@ -48,7 +48,7 @@ pub struct BindError {
 }
 
 impl Bound {
-    /// Binds `path` with exactly `mode`. A missing parent folder is made, with exactly `folder_mode`.
+    /// Binds `path` with exactly `mode`. Missing parent folders are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         make_folders(path, folder_mode).map_err(fail)?;
@@ -58,23 +58,23 @@ impl Bound {
         Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock })
     }
 
-    /// The path.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether clients find the socket at its path.
+    /// Returns true if the socket is at its path.
     pub fn is_there(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
     }
 
-    /// Binds the path again, with whatever is missing above it: for when the file was removed. The listener is
-    /// another one, to be used in the place of the one before.
+    /// Binds the path again after its file was removed, and recreates missing folders. The returned listener
+    /// replaces the previous one.
     pub fn renew(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
         make_folders(&self.path, self.folder_mode).map_err(fail)?;
         let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
-        // Where the lock's file was removed as well, another supervisor may have made the next one.
+        // If the lock file was removed as well, another supervisor may have created a new one.
         let has_lock = own.is_ok_and(|own| identity(&lock_path(&self.path)).is_ok_and(|found| found == own));
         if !has_lock {
             self.lock = lock(&self.path).map_err(fail)?;
@@ -84,7 +84,7 @@ impl Bound {
         Ok(listener)
     }
 
-    /// Hands out the listener, once.
+    /// Takes the listener. Fails on the second call.
     pub fn take_listener(&mut self) -> io::Result<UnixListener> {
         self.listener.take().ok_or_else(|| io::Error::other("the listener was taken before"))
     }
@@ -92,18 +92,18 @@ impl Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // Gone already is as good. If it was removed, another supervisor's may be there.
+        // A missing file is fine. Another supervisor may have bound a socket at the same path.
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Makes what is missing above a socket, with exactly this mode.
+/// Creates the missing parent folders of a socket, with exactly this mode.
 fn make_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
-        // The umask may have taken something away.
+        // The umask may have removed permissions.
         let made = DirBuilder::new().mode(mode).create(folder);
         let made = made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(mode)));
         match made {
@@ -116,7 +116,7 @@ fn make_folders(path: &Path, mode: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// A listening socket at this path, and what it is there.
+/// Returns a listening socket at this path, and its device and inode.
 fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), String> {
     clear_stale(path)?;
     let listener = appear(path, mode)?;
@@ -124,19 +124,19 @@ fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), Strin
     Ok((listener, identity))
 }
 
-/// Binds a socket and lets it appear at `path` only once it listens and has its mode: between `bind(2)` and
-/// `listen(2)` a client that finds a socket is refused.
+/// Binds a socket that appears at `path` only once it listens and has its mode, because between `bind(2)` and
+/// `listen(2)` clients are refused.
 fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let aside = with_suffix(path, ".new");
-    // Where that is too long for an address, the moment cannot be helped.
+    // If the temporary name is too long for a socket address, the socket is bound directly.
     let is_short = SocketAddr::from_pathname(&aside).is_ok();
     let first = if is_short { &aside } else { path };
     if is_short {
-        // What a supervisor that was killed just then has left.
+        // A supervisor that was killed at this point may have left a file.
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_closed(first).map_err(|error| error.to_string())?;
-    // Connections inherit it. Older kernels do not know it: see `descriptors` of the data plane.
+    // Accepted connections inherit this option. For older kernels, see `descriptors` of the data plane.
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {
@@ -150,7 +150,8 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Binds a socket that no client may connect to yet: on Linux its file gets the mode that the socket had before.
+/// Binds a socket that no client can connect to yet. On Linux, the file gets the mode of the socket before
+/// `bind(2)`.
 fn bind_closed(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -175,8 +176,8 @@ fn lock_path(socket: &Path) -> PathBuf {
     with_suffix(socket, ".lock")
 }
 
-/// The holder of the lock beside the socket owns the path. It is never removed: a lock on a removed file
-/// and one on its successor would both be held.
+/// Locks the lock file of a socket; the holder owns the path. The lock file is never removed, because one
+/// supervisor could then hold a lock on the removed file and another on its successor.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
@@ -259,7 +260,7 @@ mod tests {
         let _admin = Bound::bind(&admin, 0o600, 0o700).unwrap();
         assert_eq!(mode(&folder.path().join("a/b")), 0o755);
         assert_eq!([mode(&jobs), mode(&admin)], [0o666, 0o600]);
-        // A process that could open a lock file could hold the lock.
+        // Any process that can open a lock file could take the lock.
         for socket in [&jobs, &admin] {
             assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
         }

@@ -1,4 +1,4 @@
-//! `[[access]]`: what users and groups may do on the jobs socket.
+//! `[[access]]`: permissions of users and groups on the jobs socket.
 
 use serde::Serialize;
 
@@ -9,31 +9,31 @@ use crate::reader::Arguments;
 use crate::table::table;
 
 table! {
-    /// One entry of `[[access]]`.
+    /// An entry of `[[access]]`.
     AccessKeys, ACCESS;
 
-    /// The user that the entry is for, by id.
+    /// User that the entry applies to, by id.
     uid: u32 as count(0, ID_MAX), without "none", such as "1001";
-    /// The group that the entry is for, by id.
+    /// Group that the entry applies to, by id.
     gid: u32 as count(0, ID_MAX), without "none", such as "1001";
-    /// The user that the entry is for, by a name that there is when the file is read.
+    /// User that the entry applies to, by name. The user must exist when the file is read.
     user: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// The group that the entry is for, by a name that there is when the file is read.
+    /// Group that the entry applies to, by name. The group must exist when the file is read.
     group: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// The bulkheads of the file that they may use.
+    /// Bulkheads of this file that the user or group can use.
     bulkheads: Arguments as Kind::Names(BULKHEADS_MAX), without "all", such as "[\"thumbnail\"]";
-    /// The tenants that their jobs may name. With it each of their jobs names one.
+    /// Tenants that jobs of the user or group can name. If set, each of these jobs must name one.
     tenants: Arguments as Kind::Names(ACCESS_TENANTS_MAX), without "any, or none", such as "[\"acme\"]";
 }
 
-/// `[[access]]`: what one user or group may do. A client that fits no entry may do nothing.
+/// `[[access]]`: permissions of a user or group. A client that matches no entry has no permissions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AccessConfig {
-    /// The user or group it is for, by the credentials of the peer.
+    /// User or group that the entry applies to, by peer credentials.
     pub who: Who,
-    /// Bulkheads that they may use, at least one, each in the file; `None`: all.
+    /// Permitted bulkheads: at least one, all of them in the file. `None`: all bulkheads.
     pub bulkheads: Option<Vec<String>>,
-    /// Tenants that their jobs may name, at least one; `None`: any, or none at all.
+    /// Permitted tenants, at least one. `None`: any tenant, or no tenant.
     pub tenants: Option<Vec<String>>,
 }
 
@@ -41,8 +41,8 @@ pub struct AccessConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Who {
-    /// A user.
+    /// User id.
     Uid(u32),
-    /// A group.
+    /// Group id.
     Gid(u32),
 }

@@ -1,5 +1,5 @@
-//! The tables of a bulkhead about which jobs are let in, wait, and are turned away. What they become are policy's
-//! own types.
+//! Tables of a bulkhead about admission, queueing and rejection of jobs. Except for `priority`, `policy`
+//! defines the types of the checked values.
 
 use std::time::Duration;
 
@@ -14,95 +14,98 @@ use crate::key::Kind;
 use crate::table::section;
 
 section! {
-    /// `priority`: what is kept for critical jobs.
+    /// `priority`: permits reserved for critical jobs.
     PriorityKeys => PriorityConfig, "bulkhead.NAME.priority";
 
-    /// The share of permits that only critical jobs may take, rounded up.
+    /// Share of the permits that is reserved for critical jobs, rounded up.
     critical_reserve: f64 as Kind::Share { none: true, all: false }, without "required", such as "0.2";
 }
 
-/// `priority`: what is kept for critical jobs.
+/// `priority`: permits reserved for critical jobs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PriorityConfig {
-    /// Share of the permits that only critical jobs may take, from 0 to below 1.
+    /// Share of the permits that is reserved for critical jobs, from 0 to below 1.
     pub critical_reserve: f64,
 }
 
 section! {
-    /// `pressure`: what a filling queue does before it is full.
+    /// `pressure`: warnings and rejections before the queue is full.
     PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
-    /// The share of `max_queue` at which a `queue_pressure` event is told. At most `reject`, also without being
-    /// written.
+    /// Share of `max_queue` at which a `queue_pressure` event is emitted. At most `reject`; the default is
+    /// reduced to `reject` if `reject` is smaller.
     warn: f64 as PART, default 0.8;
-    /// The share of `max_queue` above which normal and best-effort jobs are rejected `backpressure`.
+    /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.
     reject: f64 as PART, default 1.0;
 }
 
 section! {
-    /// `rate_limit`: how fast jobs may come.
+    /// `rate_limit`: maximum rate of jobs.
     RateLimitKeys => RateLimit, "bulkhead.NAME.rate_limit";
 
-    /// Jobs a second in the long run, each counted by its cost.
+    /// Sustained rate in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Jobs that may come at once after a pause.
+    /// Number of jobs that can arrive at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
-    /// Who shares the limit: all jobs of the bulkhead, or those of one tenant.
+    /// Scope of the limit: all jobs of the bulkhead together (`"bulkhead"`), or each tenant separately
+    /// (`"tenant"`).
     per: RatePer as one_of::<RatePer>(), default RatePer::Bulkhead;
 }
 
 section! {
-    /// `breaker`: when jobs are turned away because those before them failed.
+    /// `breaker`: rejection of jobs after too many failures.
     BreakerKeys => BreakerLimits, "bulkhead.NAME.breaker", by rows;
 
-    /// How far back the rates look.
+    /// Period over which the failure rate and the slow rate are computed.
     window: Duration as at_least(BREAKER_WINDOW_MIN), default Duration::from_secs(10);
-    /// Jobs in the window before the rates say anything.
+    /// Minimum number of jobs in the window before the breaker can open.
     min_calls: u32 as count(1, BREAKER_CALLS_CEILING), default 20;
-    /// The share of failed jobs that opens the breaker.
+    /// Share of failed jobs at which the breaker opens.
     failure_rate: f64 as PART, default 0.5;
-    /// A job that runs longer than this is slow.
+    /// Run time above which a job counts as slow.
     slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
-    /// The share of slow jobs that opens the breaker. Needs `slow_call`.
+    /// Share of slow jobs at which the breaker opens. Needs `slow_call`.
     slow_rate: f64 as PART, default 1.0;
-    /// How long the breaker stays open before it tries again; doubles with each opening in a row, up to 8 times this.
+    /// Time for which the breaker stays open before it lets probes through. Doubles with each consecutive
+    /// opening, up to 8 times this value.
     open_for: Duration as at_least(SOME), default Duration::from_secs(5);
-    /// Jobs let through to try.
+    /// Number of jobs that a half-open breaker lets through as probes.
     probes: u32 as count(1, BREAKER_PROBES_CEILING), default 1;
 }
 
 section! {
-    /// `retry`: when an idempotent job whose worker crashed is tried again.
+    /// `retry`: retries of idempotent jobs whose worker crashed.
     RetryKeys => RetryLimits, "bulkhead.NAME.retry", by rows;
 
-    /// How often a job is tried at most; counts the first time.
+    /// Maximum number of attempts of a job, including the first.
     attempts: u32 as count(2, RETRY_CEILING), default 2;
-    /// Retries as a share of jobs; what is beyond is not retried.
+    /// Maximum number of retries, as a share of the jobs. Jobs are not retried beyond this budget.
     budget: f64 as PART, default 0.2;
 }
 
 section! {
-    /// `poison`: when a payload that kills workers is quarantined.
+    /// `poison`: quarantine of payloads that kill workers.
     PoisonKeys => PoisonLimits, "bulkhead.NAME.poison", by rows;
 
-    /// A payload that killed this many workers, alone in each, is rejected `quarantined`.
+    /// Number of killed workers after which a payload is rejected as `quarantined`. A worker counts only if
+    /// the payload's job was the only job in it.
     crashes: u32 as count(1, POISON_CEILING), default 3;
-    /// The window in which its crashes are counted.
+    /// Period in which the crashes of a payload are counted.
     within: Duration as at_least(SOME), default Duration::from_secs(72 * 3600);
 }
 
 section! {
-    /// `adaptive`: how many jobs run at once follows how long they take; see [below](#adaptive-limit).
+    /// `adaptive`: a limit on concurrent jobs that follows their run times; see [below](#adaptive-limit).
     AdaptiveKeys => AdaptiveLimits, "bulkhead.NAME.adaptive";
 
-    /// The least that the limit may be. At most `max`.
+    /// Minimum of the limit. At most `max`.
     min: u32 as count(1, PERMITS_CEILING), default 1;
-    /// The most that it may be, and what it begins with. At most `processes` × `max_in_flight`, also of each isolated
+    /// Maximum and initial value of the limit. At most `processes` × `max_in_flight`, also for each isolated
     /// tenant and after a `resize`.
     max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
     /// Target for the 90th percentile of a tenant's run times. The limit falls when most tenants are above the target,
     /// and grows while they are not and the limit is reached. At most `deadline_max`.
     target: Duration as at_least(SOME), without "required", such as "\"50ms\"";
-    /// Whether the limit holds jobs back, or only is told.
+    /// `"enforce"` applies the limit; `"monitor"` only reports the limit.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

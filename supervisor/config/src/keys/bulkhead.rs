@@ -1,4 +1,5 @@
-//! `[bulkhead.NAME]`, but for the tables in it. `[defaults]` has the same keys, except those that say what runs.
+//! `[bulkhead.NAME]` without its tables. `[defaults]` has the same keys, except for the keys that select the
+//! program.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -24,59 +25,63 @@ use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
-    /// `[bulkhead.NAME]`, or `[defaults]`.
+    /// `[bulkhead.NAME]` or `[defaults]`.
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
-    /// A program built with the worker SDK, and its arguments.
+    /// Program built with the worker SDK, and its arguments.
     command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
-    /// A C library; the host loads it and calls `entry`.
+    /// C library. The host loads the library and calls `entry`.
     library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, kept elsewhere;
-    /// The function of `library` that serves a job.
+    /// Function of `library` that serves a job.
     entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, kept elsewhere;
-    /// An unmodified program, one process per job: the payload is its standard input, its standard output the result.
+    /// Unmodified program, run as one process per job. Standard input is the payload, standard output is the
+    /// result.
     exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
-    /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is awaited after the
-    /// program's exit. A process that still holds the output open after that is killed, and the job is `failed` as
-    /// `output_incomplete`; see [below](#exec).
+    /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is
+    /// awaited after the program has exited. After this time, a process that still holds the output open is
+    /// killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
-    /// The environment of the workers. It is empty but for this and the few variables the SDK needs; names that start
-    /// with `BULKHEAD_` are reserved.
+    /// Environment of the workers. Workers get only these variables and the few that the SDK needs. Names
+    /// that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
-    /// The folder the workers start in.
+    /// Working directory of the workers.
     cwd: String as Kind::Path, without "the file's folder", such as "\"/srv/work\"", reload ReplacesWorkers;
-    /// Worker processes.
+    /// Number of worker processes.
     processes: u32 as count(1, PROCESSES_CEILING), default 1;
-    /// Jobs in flight per worker process; 0 rejects every job. `processes` × `max_in_flight` is at most 1000000.
+    /// Maximum number of jobs in flight per worker process; 0 rejects every job. `processes` ×
+    /// `max_in_flight` is at most 1000000.
     max_in_flight: u32 as count(0, IN_FLIGHT_CEILING), default 1;
-    /// Jobs that may wait; 0 means none. Needs a `max_in_flight` above 0.
+    /// Maximum number of queued jobs; 0 disables the queue. A queue needs a `max_in_flight` above 0.
     max_queue: u32 as count(0, QUEUE_CEILING), default 0;
-    /// The longest wait for a permit.
+    /// Maximum time that a job waits for a permit.
     queue_timeout: Duration as at_least(SOME), without "until the deadline", such as "\"5s\"";
-    /// The longest run of an attempt, from its dispatch, whatever it waited before; a client may ask for less. Past it the
-    /// worker is ended as at `deadline`, whatever else runs in it. At most `deadline_max`; in `[defaults]` it is for those
-    /// bulkheads whose jobs may take so long.
+    /// Maximum run time of an attempt, from its dispatch, without the time in the queue. A client can request
+    /// less. After this time the worker is ended as at `deadline`, even if other jobs run in it. At most
+    /// `deadline_max`. In `[defaults]` the value applies only to bulkheads whose jobs can run that long.
     run_limit: Duration as at_least(SOME), without "until the deadline", such as "\"1s\"";
-    /// From a job's receipt to its answer, the wait included, unless the client asks for another.
+    /// Maximum time from the receipt of a job to its answer, including the time in the queue. A client can
+    /// request another value.
     deadline: Duration as at_least(SOME), default Duration::from_secs(30);
-    /// The most a client may ask for; more is cut to it. At least `deadline`.
+    /// Maximum deadline that a client can request; larger values are reduced to it. At least `deadline`.
     deadline_max: Duration as at_least(SOME), without "`deadline`", such as "\"5s\"";
-    /// After a missed deadline the worker is asked to stop, and killed this much later; `"0s"` kills at once.
-    /// With `exec` its program is killed at once, and the worker only if the program is not gone within 5 s while a
-    /// client waits for another one in it.
+    /// Time between asking a worker to stop after a missed deadline and killing it; `"0s"` kills the worker
+    /// immediately. With `exec` the program is killed immediately. The worker is killed only if the program
+    /// is not gone within 5 s while a client waits for another program in the worker.
     grace: Duration as at_least(ANY), default Duration::from_millis(100);
-    /// How much work may be sent ahead of a worker that is busy, by how long its jobs take, so that it need not be waited
-    /// for between two jobs. Of workers with the SDK, and so not with `exec`; `"0s"` is off.
+    /// Amount of work, in expected run time, that is prefetched to a busy worker, so that it does not wait
+    /// between two jobs. Applies to workers with the SDK, so not with `exec`. `"0s"` disables prefetching.
     lookahead: Duration as at_least(ANY), default Duration::from_millis(1);
-    /// The largest payload of a job. At most the supervisor's.
+    /// Maximum payload of a job. At most the supervisor's `max_payload`.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
-    /// The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's
+    /// Maximum result of a job; a larger result is `failed` as `result_too_large`. At most the supervisor's
     /// `max_payload`.
     max_result: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"", reload ReplacesWorkers;
-    /// What a full queue does: reject the next job, or take it in place of the oldest job of the tenant that holds
-    /// most of the queue. `"evict-oldest"` needs a `max_queue` above 0.
+    /// Behaviour of a full queue. `"reject"` rejects the next job. `"evict-oldest"` accepts the job and
+    /// evicts the oldest job of the tenant that holds most of the queue; this needs a `max_queue` above 0.
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
-    /// Bulkheads that take a job which this one turns away as `circuit_open`, `queue_full`, `backpressure`,
-    /// `unavailable` or `draining`, and an idempotent one whose worker crashed: tried in order, each at most once.
+    /// Bulkheads that take over jobs which this bulkhead rejects as `circuit_open`, `queue_full`,
+    /// `backpressure`, `unavailable` or `draining`, and idempotent jobs whose worker crashed. They are tried
+    /// in order, each at most once per job.
     fallback: Arguments as Kind::Names(FALLBACKS_MAX), without "`[]`", such as "[\"other\"]";
 
     tables {
@@ -101,112 +106,113 @@ section! {
     }
 }
 
-/// `[bulkhead.NAME]`, with `[defaults]` already in it.
+/// `[bulkhead.NAME]`, merged with `[defaults]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BulkheadConfig {
-    /// Its name, `[a-z0-9._-]{1,64}`.
+    /// Name, `[a-z0-9._-]{1,64}`.
     pub name: String,
-    /// What its workers run.
+    /// Program of the workers.
     pub program: Program,
-    /// The environment of its workers, sorted by name.
+    /// Environment of the workers, sorted by name.
     pub env: Vec<(String, String)>,
-    /// The folder its workers start in, absolute; it existed when the file was read.
+    /// Working directory of the workers. Absolute; the folder existed when the file was read.
     pub cwd: PathBuf,
-    /// Worker processes, at least 1.
+    /// Number of worker processes, at least 1.
     pub processes: u32,
-    /// Jobs in flight per worker; 0 rejects every job.
+    /// Maximum number of jobs in flight per worker; 0 rejects every job.
     pub max_in_flight: u32,
-    /// Jobs that may wait; 0 when `max_in_flight` is 0.
+    /// Maximum number of queued jobs; 0 if `max_in_flight` is 0.
     pub max_queue: u32,
-    /// The longest wait for a permit; `None`: until the deadline.
+    /// Maximum time that a job waits for a permit. `None`: until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
-    /// The longest run of an attempt, from its dispatch; `None`: until the deadline.
+    /// Maximum run time of an attempt, from its dispatch. `None`: until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub run_limit: Option<Duration>,
-    /// From receipt to answer, unless the client asks for less.
+    /// Maximum time from receipt to answer, unless the client requests another value.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline: Duration,
-    /// The most a client may ask for, at least `deadline`.
+    /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Between asking a late worker to stop and killing it; zero kills at once.
+    /// Time between asking a late worker to stop and killing it. Zero kills the worker immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
-    /// How much work may be ahead of a worker; zero for none.
+    /// Amount of work that is prefetched to a busy worker. Zero disables prefetching.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub lookahead: Duration,
-    /// Bytes of one payload, at most the supervisor's.
+    /// Maximum size of a payload in bytes, at most the supervisor's `max_payload`.
     pub max_payload: u64,
-    /// Bytes of one result, at most the supervisor's `max_payload`.
+    /// Maximum size of a result in bytes, at most the supervisor's `max_payload`.
     pub max_result: u64,
-    /// What a full queue does; [`Overflow::Reject`] when `max_queue` is 0.
+    /// Behaviour of a full queue. [`Overflow::Reject`] if `max_queue` is 0.
     #[serde(serialize_with = "as_word")]
     pub overflow: Overflow,
-    /// Other bulkheads, tried in order; at most 8, none twice, this one not among them.
+    /// Fallback bulkheads in order: at most 8, unique, without this bulkhead.
     pub fallback: Vec<String>,
-    /// What is kept for critical jobs; `None`: nothing.
+    /// Permits reserved for critical jobs. `None`: no permits.
     pub priority: Option<admission::PriorityConfig>,
-    /// What a filling queue does. It rests when `max_queue` is 0.
+    /// Warnings and rejections before the queue is full. Not used if `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
-    /// Whether `pressure` is written for it, and not in `[defaults]`: then it needs a queue.
+    /// True if the bulkhead itself, not `[defaults]`, sets `pressure`. Then a queue is required.
     #[serde(skip)]
     pub has_own_pressure: bool,
-    /// How fast jobs may come; `None`: as fast as they like.
+    /// Maximum rate of jobs. `None`: no limit.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
-    /// How much of the bulkhead one tenant may have; `None`: all of it.
+    /// Share of one tenant in the bulkhead, or isolation of tenants. `None`: no limit per tenant.
     pub tenants: Option<tenants::TenantsConfig>,
-    /// Tenants with numbers of their own, by name; at most 1024.
+    /// Settings of single tenants, by name; at most 1024.
     pub tenant: BTreeMap<String, tenants::TenantConfig>,
-    /// When jobs are turned away because those before them failed; `None`: never.
+    /// Rejection of jobs after too many failures. `None`: disabled.
     #[serde(serialize_with = "as_table_option")]
     pub breaker: Option<BreakerLimits>,
-    /// When an idempotent job whose worker crashed is tried again; `None`: never.
+    /// Retries of idempotent jobs whose worker crashed. `None`: disabled.
     #[serde(serialize_with = "as_table_option")]
     pub retry: Option<RetryLimits>,
-    /// When a payload that kills workers is quarantined; `None`: never.
+    /// Quarantine of payloads that kill workers. `None`: disabled.
     #[serde(serialize_with = "as_table_option")]
     pub poison: Option<PoisonLimits>,
-    /// How many jobs may run at once, by how long they take; `None`: always as many.
+    /// Limit on concurrent jobs that follows their run times. `None`: no adaptive limit.
     #[serde(serialize_with = "as_table_option")]
     pub adaptive: Option<AdaptiveLimits>,
-    /// When a dead worker is started again.
+    /// Restarts of dead workers.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,
-    /// How long a start may take.
+    /// Start of workers.
     #[serde(serialize_with = "as_table")]
     pub start: Start,
-    /// When a silent worker counts as hung.
+    /// Detection of unresponsive workers.
     #[serde(serialize_with = "as_table")]
     pub health: Health,
-    /// When a worker that works is replaced all the same.
+    /// Replacement of working workers.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
-    /// Resource limits, hard = soft, in the order of [`Resource::ALL`](crate::Resource::ALL); `core` is always there, as 0.
+    /// Resource limits, hard = soft, in the order of [`Resource::ALL`](crate::Resource::ALL). `core` is
+    /// always included, as 0.
     pub rlimits: Vec<Rlimit>,
-    /// How far the workers are confined.
+    /// Confinement of the workers.
     pub sandbox: confinement::SandboxConfig,
-    /// A control group for each worker; `None`: none of its own.
+    /// Limits of a control group for each worker. `None`: no control group.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// Time for which a program's standard output is read after the program's exit; `None` without `exec`.
+    /// Time for which a program's output is awaited after the program's exit. `None` without `exec`.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
-    /// The meaning of a program's exit status; `None` without `exec`.
+    /// Meaning of a program's exit status. `None` without `exec`.
     pub exit_status: Option<exec::ExitStatus>,
-    /// Payload and result of a program as files; `None`: it reads and writes pipes.
+    /// Payload and result of a program as files. `None`: the program uses standard input and output.
     pub files: Option<exec::Files>,
 }
 
 impl BulkheadConfig {
-    /// How tenants are isolated; `None`: they share the workers.
+    /// Returns the isolation of tenants; `None` if tenants share the workers.
     pub fn isolation(&self) -> Option<&tenants::IsolationConfig> {
         self.tenants.as_ref()?.isolation.as_ref()
     }
 
-    /// The resource limits that the sandbox has where `rlimits` says nothing. That of processes (`nproc`) holds where it
-    /// counts for each worker.
+    /// Returns the resource limits that the sandbox adds where `rlimits` sets none. The limit of processes
+    /// (`nproc`) applies only where processes are counted for each worker.
     pub fn sandbox_rlimits(&self) -> Vec<Rlimit> {
         if self.sandbox.profile == Profile::None {
             return Vec::new();
@@ -219,9 +225,9 @@ impl BulkheadConfig {
             .collect()
     }
 
-    /// Worker processes that there can be at once; with isolated tenants those of the `max_active` largest.
+    /// Returns the maximum number of worker processes at the same time, without spares.
     ///
-    /// Spares are not among them.
+    /// With isolated tenants, this is the sum over the `max_active` largest tenants.
     pub fn workers_max(&self) -> u64 {
         let Some(isolation) = self.isolation() else { return u64::from(self.processes) };
         let own = self.tenant.values().filter_map(|tenant| tenant.processes);
@@ -231,36 +237,36 @@ impl BulkheadConfig {
         larger.into_iter().chain(others).take(isolation.max_active as usize).map(u64::from).sum()
     }
 
-    /// How many spares there may be beside them.
+    /// Returns the maximum number of spares at the same time.
     pub fn spares_max(&self) -> u64 {
         let sets = self.isolation().map_or(1, |isolation| isolation.max_active);
         u64::from(self.start.spares) * u64::from(sets)
     }
 }
 
-/// What a bulkhead runs. Paths are absolute and existed when the file was read.
+/// Program of a bulkhead. Paths are absolute and existed when the file was read.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Program {
     /// A program built with the worker SDK.
     Command {
-        /// Its arguments as written, the program first.
+        /// Arguments as written, starting with the program.
         argv: Vec<String>,
-        /// The program that was found for `argv[0]`.
+        /// Resolved path of `argv[0]`.
         path: PathBuf,
     },
     /// A C library, loaded by the host.
     Library {
-        /// The library.
+        /// Path of the library.
         path: PathBuf,
-        /// The symbol that serves jobs.
+        /// Symbol that serves jobs.
         entry: String,
     },
-    /// An unmodified program, one process per job.
+    /// An unmodified program, run as one process per job.
     Exec {
-        /// Its arguments as written, the program first.
+        /// Arguments as written, starting with the program.
         argv: Vec<String>,
-        /// The program that was found for `argv[0]`.
+        /// Resolved path of `argv[0]`.
         path: PathBuf,
     },
 }

@@ -1,4 +1,4 @@
-//! The tables of a bulkhead about what its workers can reach and use.
+//! Tables of a bulkhead about the confinement and the resources of its workers.
 
 use std::path::PathBuf;
 
@@ -12,96 +12,98 @@ use crate::reader::Arguments;
 use crate::table::{section, table};
 
 table! {
-    /// `sandbox`: how far the workers are confined.
+    /// `sandbox`: confinement of the workers.
     SandboxKeys, "bulkhead.NAME.sandbox";
 
-    /// How far the workers are confined.
+    /// Level of confinement of the workers.
     profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
-    /// Whether the workers may use the network.
+    /// True if the workers can use the network.
     network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
-    /// Further files and folders that the workers may read. The program, its libraries and its loader come by
-    /// themselves.
+    /// Additional files and folders that the workers can read. The program, its libraries and its loader are
+    /// always readable.
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// Files and folders that the workers may write, besides their own `/tmp`.
+    /// Files and folders that the workers can write, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names and that
-    /// is looked at every second: a worker that has more in it is ended as `crashed`/`violation`; for
-    /// workers with ids of `/etc/subuid` it is in memory.
+    /// Size of a private `/tmp`; 0 for none. With the profile `default` it is a folder on disk that `TMPDIR`
+    /// names. The size of the folder is checked every second, and a worker that exceeds it is ended as
+    /// `crashed`/`violation`. For workers with ids of `/etc/subuid`, `/tmp` is in memory.
     tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
-    /// Whom the workers run as: `"auto"` for an unprivileged id of each worker's own (with `write` one of the
-    /// bulkhead's), where the supervisor may start workers as other users, or `/etc/subuid` gives it
-    /// ids; `"shared"` for the supervisor's own user;
-    /// or the name of a user. Under root only `"root"` and `"shared"` make a worker root.
+    /// User of the workers. `"auto"`: an unprivileged user id for each worker, or one id for the bulkhead if
+    /// `write` is set; available if the supervisor can start workers as other users, or has ids in
+    /// `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If the
+    /// supervisor runs as root, only `"root"` and `"shared"` make a worker root.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
-    /// Layers of the profile that may be missing on this machine; without any other the workers do not start.
+    /// Layers of the profile that can be missing on this machine. If any other layer is missing, the workers
+    /// do not start.
     best_effort: Arguments as Kind::Words(Layer::WORDS), without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
 
     tables { syscalls: SyscallsKeys, }
 }
 
 table! {
-    /// `sandbox.syscalls`: which system calls the workers have besides those of the profile, or have not.
+    /// `sandbox.syscalls`: system calls to add to the profile or to remove from it.
     SyscallsKeys, "bulkhead.NAME.sandbox.syscalls";
 
-    /// System calls that the workers may make on top of the profile.
+    /// System calls that the workers can make in addition to those of the profile.
     allow: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
-    /// System calls that the workers may not make, though the profile has them.
+    /// System calls of the profile that the workers cannot make.
     deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
-/// `sandbox`: how far the workers are confined. With [`Profile::None`] all else is empty and says nothing.
+/// `sandbox`: confinement of the workers. With [`Profile::None`] all other fields are empty and unused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SandboxConfig {
-    /// Which layers there are.
+    /// Profile, which selects the layers.
     pub profile: Profile,
-    /// Whether the workers may use the network.
+    /// True if the workers can use the network.
     pub network: bool,
-    /// Further paths to read, absolute; they existed when the file was read.
+    /// Additional readable paths. Absolute; they existed when the file was read.
     pub read: Vec<PathBuf>,
-    /// Paths to write, absolute; they existed when the file was read.
+    /// Writable paths. Absolute; they existed when the file was read.
     pub write: Vec<PathBuf>,
-    /// Bytes of a private `/tmp`; 0 for none.
+    /// Size of a private `/tmp` in bytes; 0 for none.
     pub tmp_bytes: u64,
-    /// The user of the workers; `None`: nothing is said of it, see [`SandboxConfig::wants_own_ids`].
+    /// User of the workers. `None` if the file does not set it; see [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
-    /// System calls on top of the profile, none of them in `deny`.
+    /// System calls to add to the profile. None of them is in `deny`.
     pub allow: Vec<String>,
-    /// System calls less than the profile.
+    /// System calls to remove from the profile.
     pub deny: Vec<String>,
-    /// Layers that may be missing; all others are required.
+    /// Layers that can be missing; all others are required.
     pub best_effort: Vec<Layer>,
 }
 
 impl SandboxConfig {
-    /// Whether the workers are to have ids of their own; without a profile they have the supervisor's user.
+    /// Returns true if the workers need separate user ids. Without a profile, they run as the supervisor's
+    /// user.
     pub fn wants_own_ids(&self) -> bool {
         self.profile != Profile::None && matches!(self.user, None | Some(SandboxUser::Auto))
     }
 }
 
 vocabulary! {
-    /// How far workers are confined, the loosest first.
+    /// Level of confinement of workers, from the loosest to the strictest.
     #[derive(Serialize)]
     #[serde(rename_all = "lowercase")]
     Profile {
-        /// A session, descriptors and limits of their own.
+        /// Separate session, descriptors and limits only.
         None = "none",
-        /// What ordinary programs bear, and what needs neither root nor user namespaces.
+        /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
         Default = "default",
-        /// Every layer, and only the system calls that computing needs.
+        /// All layers, and only the system calls that computation needs.
         Strict = "strict",
     }
 }
 
-/// The user that workers run as.
+/// User of the workers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// Each worker as an id of its own; those that may write files that stay, all as one of the bulkhead's.
+    /// A separate id for each worker. If workers can write permanent files, one id for the bulkhead.
     Auto,
     /// The supervisor's own user.
     Shared,
-    /// A user of the system; there was one when the file was read.
+    /// A user of the system, who existed when the file was read.
     Named(String),
 }
 
@@ -112,7 +114,7 @@ impl SandboxUser {
     /// The word for [`SandboxUser::Shared`].
     pub const SHARED: &str = "shared";
 
-    /// The text in the file.
+    /// Returns the text in the file.
     pub fn name(&self) -> &str {
         match self {
             Self::Auto => Self::AUTO,
@@ -123,54 +125,54 @@ impl SandboxUser {
 }
 
 vocabulary! {
-    /// One layer of confinement.
+    /// A layer of confinement.
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     Layer {
-        /// What the workers can do with files.
+        /// Access to files.
         Landlock = "landlock",
-        /// No signals to processes outside, where neither a user nor process ids of their own keep them from it.
+        /// No signals to processes outside, if neither a user nor a pid namespace prevents them.
         LandlockScopes = "landlock_scopes",
-        /// Which system calls they can make.
+        /// Permitted system calls.
         Seccomp = "seccomp",
-        /// User ids of their own inside.
+        /// Separate user ids inside a user namespace.
         UserNamespace = "user_namespace",
-        /// Process ids of their own; the whole tree ends with its first process.
+        /// Separate process ids. The whole tree ends with its first process.
         PidNamespace = "pid_namespace",
-        /// A root folder of their own.
+        /// Separate root folder.
         MountNamespace = "mount_namespace",
-        /// Network interfaces of their own: none.
+        /// Separate network namespace, without interfaces.
         NetworkNamespace = "network_namespace",
         /// Another user than the supervisor's.
         Identity = "identity",
-        /// A control group with limits.
+        /// Control group with limits.
         Cgroup = "cgroup",
-        /// No privileges from the programs that they run.
+        /// No privileges from executed programs.
         NoNewPrivs = "no_new_privs",
-        /// What keeps the programs apart that run at once in one worker of `exec`.
+        /// Separation of the programs that run at the same time in one `exec` worker.
         ProgramScopes = "program_scopes",
     }
 }
 
 section! {
-    /// `cgroup`: what one worker and all that it starts may use together.
+    /// `cgroup`: resource limits of one worker with all its descendants.
     CgroupKeys => CgroupConfig, "bulkhead.NAME.cgroup", by rows;
 
-    /// Memory of one worker and all that it starts, page cache included.
+    /// Maximum memory of one worker with all its descendants, including page cache.
     memory: u64 as size(CGROUP_MEMORY_MIN, NUMBER_MAX), without "no limit", such as "\"8MiB\"", reload ReplacesWorkers;
-    /// Processes and threads of one worker and all that it starts.
+    /// Maximum number of processes and threads of one worker with all its descendants.
     pids: u64 as count(1, NUMBER_MAX), without "no limit", such as "32", reload ReplacesWorkers;
-    /// Processor cores that one worker and all that it starts may use.
+    /// Maximum number of processor cores that one worker with all its descendants can use.
     cpu: f64 as Kind::Number(CGROUP_CPU_CEILING), without "no limit", such as "1.5", reload ReplacesWorkers;
 }
 
-/// `cgroup`: what one worker and all that it starts may use together. Each is unlimited when absent.
+/// `cgroup`: resource limits of one worker with all its descendants. An absent value means no limit.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CgroupConfig {
     /// Bytes of memory, at least 1 MiB.
     pub memory: Option<u64>,
-    /// Processes and threads, at least 1.
+    /// Number of processes and threads, at least 1.
     pub pids: Option<u64>,
-    /// Processor cores, above 0, at most 1024.
+    /// Number of processor cores, above 0 and at most 1024.
     pub cpu: Option<f64>,
 }

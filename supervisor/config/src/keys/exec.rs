@@ -1,4 +1,4 @@
-//! The tables of a bulkhead about the programs of `exec`.
+//! Tables of a bulkhead about `exec` programs.
 
 use serde::Serialize;
 
@@ -6,14 +6,14 @@ use crate::key::Kind;
 use crate::table::section;
 
 section! {
-    /// `exit_status`: the meaning of exit statuses.
+    /// `exit_status`: meaning of exit statuses.
     ExitStatusKeys => ExitStatus, "bulkhead.NAME.exit_status";
 
-    /// Statuses with which the job is `ok`.
+    /// Exit statuses for which the job is `ok`.
     ok: Vec<u8> as Kind::Statuses, without "`[0]`", such as "[0, 1]", reload ReplacesWorkers;
-    /// Statuses that are the caller's fault. All others that are not `ok` are the dependency's.
+    /// Exit statuses that are the caller's fault. All others that are not `ok` are the dependency's fault.
     caller: Vec<u8> as Kind::Statuses, without "`[64, 65]`", such as "[2]", reload ReplacesWorkers;
-    /// Statuses of failures that are worth another try.
+    /// Exit statuses of failures that are worth a retry.
     retryable: Vec<u8> as Kind::Statuses, without "`[75]`", such as "[75]", reload ReplacesWorkers;
 }
 
@@ -23,19 +23,19 @@ section! {
 
     /// File that holds the payload, in place of standard input.
     input: String as Kind::Text, without "standard input", such as "\"in.mov\"", reload ReplacesWorkers;
-    /// File that holds the result when the program has exited, in place of standard output, which goes to the log. It
-    /// must be a regular file.
+    /// File that holds the result when the program has exited, in place of standard output, which goes to the
+    /// log. Must be a regular file.
     output: String as Kind::Text, without "standard output", such as "\"out.mp4\"", reload ReplacesWorkers;
 }
 
-/// The meaning of exit statuses. No status is in two lists.
+/// Meaning of exit statuses. No status is in more than one list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExitStatus {
-    /// Statuses with which the job is `ok`.
+    /// Exit statuses for which the job is `ok`.
     pub ok: Vec<u8>,
-    /// Statuses that are the caller's fault.
+    /// Exit statuses that are the caller's fault.
     pub caller: Vec<u8>,
-    /// Statuses that are worth another try.
+    /// Exit statuses of failures that are worth a retry.
     pub retryable: Vec<u8>,
 }
 

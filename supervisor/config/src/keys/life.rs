@@ -1,4 +1,5 @@
-//! The tables of a bulkhead about the life of its workers. What they become are policy's own types.
+//! Tables of a bulkhead about the life cycle of its workers. `policy` defines the types of the checked
+//! values.
 
 use std::time::Duration;
 
@@ -9,56 +10,61 @@ use crate::defaults::*;
 use crate::table::section;
 
 section! {
-    /// `restart`: when a dead worker is started again.
+    /// `restart`: restarts of dead workers.
     RestartKeys => Restart, "bulkhead.NAME.restart", by rows;
 
-    /// Which deaths are followed by a restart: all, all but a clean exit, or none.
+    /// Deaths after which a worker is restarted: all (`"always"`), all except for an exit with status 0 while
+    /// idle (`"on-failure"`), or none (`"never"`).
     policy: RestartPolicy as one_of::<RestartPolicy>(), default RestartPolicy::Always;
-    /// The first restart comes at once, the second after this pause; then it doubles, with jitter.
+    /// Pause before the second restart; the first is immediate. The pause then doubles for each restart, with
+    /// jitter.
     backoff: Duration as at_least(ANY), default Duration::from_millis(100);
-    /// The longest pause, and that between probes of a failed worker slot. At least `backoff`.
+    /// Maximum pause between restarts, and the pause between probes of a failed worker slot. At least
+    /// `backoff`.
     backoff_max: Duration as at_least(ANY), default Duration::from_secs(30);
-    /// This many deaths that say the worker is unfit, within `within`, are borne; one more and its slot has failed.
+    /// Number of deaths within `within` that a worker slot survives. With one more, the slot has failed. Only
+    /// deaths that indicate an unfit worker count.
     max: u32 as count(1, RESTART_CEILING), default 5;
-    /// The window in which deaths are counted.
+    /// Period in which deaths are counted.
     within: Duration as at_least(SOME), default Duration::from_secs(30);
 }
 
 section! {
-    /// `start`: how long a start may take, and what is started ahead.
+    /// `start`: time limits for starting workers, template mode, and spares.
     StartKeys => Start, "bulkhead.NAME.start", by rows;
 
-    /// From the start of the process to its hello; until the process runs, which is the supervisor's doing, it has a
-    /// minute at least.
+    /// Maximum time from the moment when the process runs to its hello. Until the supervisor has started the process,
+    /// the limit is at least one minute.
     handshake: Duration as at_least(SOME), default Duration::from_secs(5);
-    /// From the hello to ready; the worker can ask for more.
+    /// Maximum time from the hello to ready. The worker can ask for more time.
     ready: Duration as at_least(SOME), default Duration::from_secs(60);
-    /// How a worker process comes to be: started anew, or forked from one that is initialised once; see
-    /// [below](#fork).
+    /// Creation of worker processes: as new processes (`"spawn"`), or forked from a template that is
+    /// initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
-    /// Workers that are kept ready beside those that run jobs, to take over at once; see [below](#spares).
+    /// Number of ready workers kept in addition to the working ones, to take over immediately; see
+    /// [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;
 }
 
 section! {
-    /// `health`: when a silent worker counts as hung.
+    /// `health`: detection of unresponsive workers.
     HealthKeys => Health, "bulkhead.NAME.health", by rows;
 
-    /// Time between heartbeats.
+    /// Interval between heartbeats.
     heartbeat: Duration as at_least(SOME), default Duration::from_secs(1), reload ReplacesWorkers;
-    /// A worker that misses this many in a row is hung and killed.
+    /// Number of consecutive missed heartbeats after which a worker counts as hung and is killed.
     missed: u32 as count(1, MISSED_CEILING), default 5;
 }
 
 section! {
-    /// `recycle`: when a worker that works is replaced all the same.
+    /// `recycle`: replacement of working workers.
     RecycleKeys => Recycle, "bulkhead.NAME.recycle", by rows;
 
-    /// A worker begins this many jobs and no more: 1 is a fresh process for each job. Its replacement is started
-    /// early enough to be ready by then, and waits for its turn.
+    /// Maximum number of jobs that a worker begins. With 1, each job gets a fresh process. The replacement is
+    /// started early enough to be ready in time, and then waits until it is needed.
     jobs: u64 as count(1, NUMBER_MAX), without "off", such as "1000";
-    /// Replace a worker whose resident memory exceeds this.
+    /// Resident memory above which a worker is replaced.
     rss: u64 as size(1, NUMBER_MAX), without "off", such as "\"8MiB\"";
-    /// Replace a worker this long after its start.
+    /// Time after its start at which a worker is replaced.
     age: Duration as at_least(SOME), without "off", such as "\"5s\"";
 }

@@ -1,4 +1,4 @@
-//! `rlimits`: its rows are those of [`Resource`].
+//! `rlimits`: one row for each [`Resource`].
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ impl Part for RawRlimits {
 }
 
 impl RawRlimits {
-    /// What was written, and `core`.
+    /// Returns the limits from the file, and `core`.
     pub(crate) fn checked(&self) -> Vec<Rlimit> {
         let written = Resource::ALL.into_iter().zip(&self.0);
         written

@@ -1,4 +1,4 @@
-//! `[supervisor]`: sockets, and the bounds that all bulkheads share.
+//! `[supervisor]`: sockets, and limits that all bulkheads share.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,91 +17,101 @@ section! {
     /// `[supervisor]`.
     SupervisorKeys => SupervisorConfig, SUPERVISOR;
 
-    /// The Unix socket that jobs come in by. At most 107 bytes.
+    /// Unix socket for jobs. At most 107 bytes.
     socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload Waits;
-    /// The mode of `socket`, as octal digits. Its folder is made 0700 if it is missing.
+    /// Mode of `socket`, in octal digits; with `[[access]]` the default is 0666. A missing folder of the
+    /// socket is created with mode 0700, or 0755 if `[[access]]` and the mode admit other users.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload Waits;
-    /// The Unix socket of the admin API, mode 0600. At most 107 bytes, and not `socket`.
+    /// Unix socket of the admin API, with mode 0600. At most 107 bytes, and different from `socket`.
     admin: String as Kind::Path, without "`admin.sock` beside `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
-    /// The address and port that the admin API is served on over TCP too, as in `127.0.0.1:9464`. Needs
+    /// Address and port at which the admin API is also served over TCP, such as `127.0.0.1:9464`. Needs
     /// `http_token_file`.
     http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload Waits, kept elsewhere;
-    /// The file that holds the token which requests over TCP must have, 16 to 4096 visible ASCII characters. Others
-    /// may not read it; its group may. Needs `http`.
+    /// File with the token that requests over TCP must contain: 16 to 4096 visible ASCII characters. Only the
+    /// file's owner and group can have read permission. Needs `http`.
     http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload Waits, kept elsewhere;
-    /// How long a stop waits for jobs in flight; `"0s"` does not wait.
+    /// Maximum time that a stop waits for jobs in flight; `"0s"` does not wait.
     drain_timeout: Duration as at_least(ANY), default Duration::from_secs(30);
-    /// Clients served at once. One user alone may have all; when another finds none free, the longest-idle connection
-    /// of the user with most is closed, and only if none is idle the newcomer is told `overloaded`.
+    /// Maximum number of connected clients. A single user can use all of them. If another user finds none
+    /// free, the longest-idle connection of the user with the most connections is closed. Only if none is
+    /// idle, the new client is rejected as `overloaded`.
     max_clients: usize as count(1, CLIENTS_CEILING), default 1024;
-    /// The largest payload of any job, and the largest `max_payload` and `max_result` of any bulkhead.
+    /// Maximum payload of any job, and upper bound for `max_payload` and `max_result` of each bulkhead.
     max_payload: u64 as size(1, PAYLOAD_MAX), default 64 * 1024 * 1024;
-    /// What all that waits holds: payloads as far as they have arrived, names and records; beyond it jobs are
-    /// rejected `overloaded`. One client alone may use all; one below an equal share gets room, and the one furthest
-    /// over gives. At least `max_payload`.
+    /// Maximum size of all waiting data: payloads as far as they have arrived, names and records. Above it,
+    /// jobs are rejected as `overloaded`. A single client can use all of it. If a client below an equal share
+    /// needs room, the client furthest above its share gives it up. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
-    /// What memory files for large payloads and results take, see [protocol](protocol.md#memory-files): at least
-    /// 512 KiB, or 0 for none. Those that no job uses go when another client wants some, and before a job is rejected
-    /// `overloaded`.
+    /// Maximum size of all memory files for large payloads and results, see
+    /// [protocol](protocol.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no job uses
+    /// are freed when another client needs one, and before a job is rejected as `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
-    /// The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job.
+    /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the
+    /// job.
     crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload Waits;
-    /// Crash reports that are kept: the newest, and beside them as many of workers that never started.
+    /// Number of newest crash reports to keep. In addition, the same number of reports about workers that
+    /// never started is kept.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload Waits;
-    /// Whether crash reports hold the payloads of jobs. Without them a report has their sizes, and no job of it can be
-    /// run again.
+    /// True if crash reports hold the payloads of jobs. Without payloads a report holds only their sizes, and
+    /// its jobs cannot be replayed.
     crash_payloads: bool as Kind::Boolean, default true, reload Waits;
-    /// How many tenants have a label of their own in the metrics: those that the file names, from its first bulkhead
-    /// to its last, by name, and then those of `[[access]]`. All others are `_other`.
+    /// Maximum number of tenants with a separate label in the metrics. Tenants of the bulkheads come first,
+    /// in the order of the file and then by name, followed by tenants of `[[access]]`. All others share the
+    /// label `_other`.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload Waits;
-    /// The ids that workers with `sandbox.user = "auto"` get, one each: the first and the last, from 1 to 4294967294,
-    /// at most 1000000. Those that a user, a process or another supervisor of this host has are passed over. Without
-    /// privileges they have to be of the range that `/etc/subuid` gives the supervisor's user.
+    /// First and last user id of the range for workers with `sandbox.user = "auto"`, which get one id each.
+    /// From 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
+    /// supervisors on this host are skipped. Without privileges, the ids must be in the range that
+    /// `/etc/subuid` gives the supervisor's user.
     worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor may start workers as other users; else those of `/etc/subuid`", such as "\"200000-200999\"", reload Waits;
 }
 
-/// `[supervisor]`: sockets, and the bounds that all bulkheads share.
+/// `[supervisor]`: sockets, and limits that all bulkheads share.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// The jobs socket, absolute, short enough to bind; empty for an embedded supervisor.
+    /// The jobs socket. Absolute and short enough to bind; empty for an embedded supervisor.
     pub socket: PathBuf,
-    /// Its mode, for example `0o600`; what `access` asks for unless the file says otherwise.
+    /// Mode of the jobs socket, for example `0o600`. Depends on `access` unless the file sets it.
     pub socket_mode: u32,
-    /// The mode of its folder, if that is missing: `0o755` where `access` lets others in, else `0o700`.
+    /// Mode of the socket's folder if it must be created: `0o755` if `access` allows other users, else
+    /// `0o700`.
     pub folder_mode: u32,
-    /// The admin socket, another path than `socket`; empty for an embedded supervisor.
+    /// The admin socket. Different from `socket`; empty for an embedded supervisor.
     pub admin: PathBuf,
-    /// The admin API over TCP; `None`: it is not.
+    /// The admin API over TCP. `None`: not served over TCP.
     pub http: Option<HttpConfig>,
-    /// How long a stop waits for jobs in flight; zero stops at once.
+    /// Maximum time that a stop waits for jobs in flight. Zero stops immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,
-    /// Clients served at once.
+    /// Maximum number of connected clients.
     pub max_clients: usize,
-    /// Bytes of one payload.
+    /// Maximum size of a payload in bytes.
     pub max_payload: u64,
-    /// Bytes of all waiting payloads together, at least `max_payload`.
+    /// Maximum size of all waiting data in bytes, at least `max_payload`.
     pub max_buffered: u64,
-    /// Bytes of memory files.
+    /// Maximum size of all memory files in bytes.
     pub max_pooled: u64,
-    /// Where crash reports are kept, absolute; what exists there is a folder. `None`: in memory only.
+    /// Folder for crash reports. Absolute; if the path exists, it is a folder. `None`: reports are kept in
+    /// memory only.
     pub crash_dir: Option<PathBuf>,
-    /// Crash reports that are kept, at least 1.
+    /// Number of crash reports to keep, at least 1.
     pub crash_keep: usize,
-    /// Whether they hold payloads.
+    /// True if crash reports hold payloads.
     pub crash_payloads: bool,
-    /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`](crate::Config::labelled_tenants).
+    /// Maximum number of tenants with a separate label in the metrics; see
+    /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// The ids that workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto) get; `None`: those of [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if
-    /// the supervisor may start workers as other users.
+    /// User ids of workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None`: the ids of
+    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if the supervisor can start workers as other
+    /// users.
     pub worker_uids: Option<UidRange>,
 }
 
 /// The admin API over TCP.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct HttpConfig {
-    /// Where it is served.
+    /// Listening address.
     pub address: SocketAddr,
-    /// The file of the token, absolute; it held one when the file was read.
+    /// File with the token. Absolute; it contained a token when the file was read.
     pub token_file: PathBuf,
 }

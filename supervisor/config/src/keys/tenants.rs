@@ -1,5 +1,5 @@
-//! `tenants`, and `[bulkhead.NAME.tenant]`: one table for each tenant that has numbers of its own. The keys of the
-//! latter are names that the file chooses, so it has no rows but for what is in them.
+//! `tenants` and `[bulkhead.NAME.tenant]`: one table for each tenant with separate settings. The file chooses
+//! the names of these tables, so only the keys in them have rows.
 
 use std::time::Duration;
 
@@ -18,22 +18,23 @@ use crate::table::{Part, Table as _, as_table_option, section, table};
 use crate::values::{self, Complaint};
 
 table! {
-    /// `tenants`: how much of common workers one tenant may have, or that it has its own.
+    /// `tenants`: limits of one tenant on shared workers, or isolation of tenants.
     TenantsKeys, TENANTS;
 
-    /// Maximum number of jobs of one tenant in flight in the whole bulkhead; more jobs wait. A job that ends a worker
-    /// keeps this place until the worker is [replaced](#workers-that-a-tenant-ends).
+    /// Maximum number of jobs of one tenant in flight in the whole bulkhead; further jobs wait. A job that
+    /// ends a worker counts until the worker is [replaced](#workers-that-a-tenant-ends).
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "no limit", such as "2";
-    /// Jobs of one tenant that may wait; over it a job is rejected `tenant_quota`.
+    /// Maximum number of queued jobs of one tenant; further jobs are rejected as `tenant_quota`.
     max_queue: u32 as count(0, QUEUE_CEILING), without "no limit", such as "20";
-    /// Whether each tenant has workers of its own. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit`
-    /// whatever its `per`, `breaker` and the restart history of the bulkhead are each tenant's, and the two keys
-    /// above are refused.
+    /// True if each tenant has separate workers. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit`
+    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and
+    /// `tenants.max_in_flight` and `tenants.max_queue` are refused.
     isolate: bool as Kind::Boolean, default false;
-    /// Isolated tenants that have workers at once; for one more those of the longest idle go, and if none is idle its
-    /// job is rejected `unavailable`. (`processes` + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
+    /// Maximum number of isolated tenants with workers at the same time. For one more tenant, the workers of
+    /// the longest-idle tenant end. If no tenant is idle, the job is rejected as `unavailable`. (`processes`
+    /// + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
     max_active: u32 as count(1, TENANTS_ACTIVE_CEILING), default 64;
-    /// An isolated tenant without a job for so long gives its workers back. Needs `isolate`.
+    /// Time without a job after which the workers of an isolated tenant end. Needs `isolate`.
     idle: Duration as at_least(SOME), default Duration::from_secs(60);
 }
 
@@ -41,78 +42,79 @@ section! {
     /// `[bulkhead.NAME.tenant.TENANT]`.
     TenantKeys => TenantConfig, TENANT;
 
-    /// Jobs of this tenant in flight in the whole bulkhead, as in `tenants`; with `tenants.isolate` per worker
-    /// process, at most 4096.
+    /// Maximum number of jobs of this tenant in flight in the whole bulkhead, as in `tenants`. With
+    /// `tenants.isolate` the value is per worker process, at most 4096.
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for every tenant", such as "2";
-    /// Jobs of this tenant that may wait.
+    /// Maximum number of queued jobs of this tenant.
     max_queue: u32 as count(0, QUEUE_CEILING), without "as for every tenant", such as "20";
-    /// Worker processes of this tenant. Needs `tenants.isolate`.
+    /// Number of worker processes of this tenant. Needs `tenants.isolate`.
     processes: u32 as count(1, PROCESSES_CEILING), without "the bulkhead's `processes`", such as "2";
 
     tables { rate_limit: TenantRateKeys, }
 }
 
 table! {
-    /// `[bulkhead.NAME.tenant.TENANT.rate_limit]`: without `per`, which would say nothing.
+    /// `[bulkhead.NAME.tenant.TENANT.rate_limit]`: without `per`, which would have no effect.
     TenantRateKeys, TENANT_RATE_LIMIT;
 
-    /// Jobs of this tenant a second in the long run, each counted by its cost.
+    /// Sustained rate of this tenant in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Jobs of this tenant that may come at once after a pause.
+    /// Number of jobs of this tenant that can arrive at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
-/// `tenants`: how much of common workers one tenant may have, or that it has its own; at least one is set,
-/// and `isolation` only alone.
+/// `tenants`: limits of one tenant on shared workers, or isolation of tenants. At least one field is set, and
+/// `isolation` only alone.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
-    /// Jobs of one tenant in flight in the whole bulkhead, at least 1; `None`: as many as there are permits.
+    /// Maximum number of jobs of one tenant in flight in the whole bulkhead, at least 1. `None`: all permits.
     pub max_in_flight: Option<u32>,
-    /// Jobs of one tenant that may wait; `None`: as many as there are places.
+    /// Maximum number of queued jobs of one tenant. `None`: the whole queue.
     pub max_queue: Option<u32>,
-    /// Workers for each tenant; `None`: the workers are common.
+    /// Separate workers for each tenant. `None`: all tenants share the workers.
     pub isolation: Option<IsolationConfig>,
 }
 
-/// `tenants.isolate = true`: what the bulkhead says of processes, jobs in flight, queue, rate, breaker and
-/// restarts is said of each tenant.
+/// `tenants.isolate = true`: the bulkhead's settings for processes, jobs in flight, queue, rate, breaker and
+/// restarts apply to each tenant separately.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct IsolationConfig {
-    /// Tenants that have workers at once, at least 1.
+    /// Maximum number of tenants with workers at the same time, at least 1.
     pub max_active: u32,
-    /// How long a tenant's workers stay without a job, at least 1 ms.
+    /// Time without a job after which a tenant's workers end, at least 1 ms.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub idle: Duration,
 }
 
-/// `[bulkhead.NAME.tenant.TENANT]`: one tenant's own numbers, each in place of what every tenant has.
+/// `[bulkhead.NAME.tenant.TENANT]`: settings of one tenant. Each replaces the setting for all tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
-    /// At least 1. Jobs of this tenant in flight: with isolation per worker, else in the whole bulkhead.
+    /// Maximum number of jobs of this tenant in flight, at least 1: per worker with isolation, otherwise in
+    /// the whole bulkhead.
     pub max_in_flight: Option<u32>,
-    /// Jobs of this tenant that may wait.
+    /// Maximum number of queued jobs of this tenant.
     pub max_queue: Option<u32>,
-    /// Worker processes of this tenant, at least 1; `None` without isolation.
+    /// Number of worker processes of this tenant, at least 1. `None` without isolation.
     pub processes: Option<u32>,
-    /// How fast jobs of this tenant may come; always per tenant.
+    /// Maximum rate of jobs of this tenant. Always per tenant.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
 }
 
 impl TenantConfig {
-    /// As a share of common workers.
+    /// Returns the settings for a tenant that shares workers.
     pub fn of_share(&self) -> OwnNumbers {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         OwnNumbers { max_in_flight, max_queue, rate_limit }
     }
 
-    /// As a change of the numbers of workers that are the tenant's own.
+    /// Returns the settings for a tenant with separate workers, as a change of the bulkhead's settings.
     pub fn of_workers(&self) -> Change {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         Change { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// These numbers where they say something, and the others where they do not.
+    /// Returns these settings, with absent ones taken from `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -123,13 +125,13 @@ impl TenantConfig {
     }
 }
 
-/// One tenant's table.
+/// The table of one tenant.
 pub(crate) struct RawTenant {
     pub(crate) name: String,
     pub(crate) keys: TenantKeys,
 }
 
-/// In the order of the file; `[defaults]` have none.
+/// Tables of tenants, in the order of the file. `[defaults]` has none.
 impl Part for Vec<RawTenant> {
     fn keys_inside() -> Vec<Key> {
         TenantKeys::keys()
@@ -180,7 +182,7 @@ fn too_many() -> Complaint {
     )
 }
 
-/// What a job can say on the wire as its tenant, but for nothing: that is no tenant's name.
+/// Checks that a job can name this tenant. Rejects the empty name, which means no tenant.
 pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
     if name.is_empty() {
         return Err(Complaint::new(
@@ -197,7 +199,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
 }
 
-/// Keys straight below `tenant` are most likely meant for all tenants.
+/// Reports a value directly below `tenant`. Such keys are most likely meant for all tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> Complaint {
     let help = match is_for_all {
         true => "keys for every tenant go into [bulkhead.NAME.tenants], keys for one into [bulkhead.NAME.tenant.TENANT]"

@@ -1,4 +1,4 @@
-//! Values that are made of strings: a program with its arguments, names, paths, an environment.
+//! Values that consist of strings: a program with its arguments, names, paths, an environment.
 
 use toml::de::DeValue;
 
@@ -8,8 +8,8 @@ use crate::key::Kind;
 use crate::values::{self, Complaint, Named};
 
 impl TableReader<'_, '_> {
-    /// Takes an array of strings: a program and its arguments, or names, words or paths. A string that is wrong is
-    /// reported and left out. There may be none of them, but a program.
+    /// Reads an array of strings: a program and its arguments, or names, words or paths. An invalid string is
+    /// reported and left out. Only an array with a program must not be empty.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
         self.take_by(name, |reader, key, value| {
             let array = match value.get_ref() {
@@ -42,12 +42,12 @@ impl TableReader<'_, '_> {
                 let help = format!("write the program and its arguments: `{} = {}`", key.name, key.example());
                 return Err(Complaint::new(format!("`{}` is empty", key.name), help));
             }
-            // A wrong argument was reported; the program before it is still worth looking up.
+            // An invalid argument is already reported. The program is still worth looking up.
             Ok(has_first.then_some(taken))
         })
     }
 
-    /// Takes a table of strings as an environment. A variable that is wrong is reported and left out.
+    /// Reads a table of strings as an environment. An invalid variable is reported and left out.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
         self.take_by(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
@@ -74,7 +74,7 @@ fn not_an_array(key: &Named, text: &str) -> Complaint {
     Complaint::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// The text of a value that lacks only its quotes.
+/// Returns the text of a value that only lacks quotes.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),
@@ -84,7 +84,7 @@ fn unquoted(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// One string of an array. An argument may be empty, a program may not.
+/// Reads a string of an array. An argument can be empty, a program cannot.
 fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
     let label = format!("{}[{index}]", key.label);
     let example = || format!("write `{} = {}`", key.name, key.example());

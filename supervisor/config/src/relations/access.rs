@@ -1,5 +1,5 @@
-//! `[[access]]`: each entry is for one user or group that there is, names what there is, and allows
-//! something.
+//! Rules for `[[access]]`: each entry applies to one existing user or group, names existing bulkheads, and
+//! permits something.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -11,20 +11,21 @@ use crate::values::Complaint;
 use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
 
-/// The bits that let other users than the supervisor's own connect.
+/// Mode bits that allow users other than the supervisor's user to connect.
 const OTHERS_MAY: u32 = 0o022;
 
-/// The mode of the jobs socket and of its folder. Where entries decide which users may connect, the file system need not.
+/// Returns the modes of the jobs socket and of its folder. If entries decide which users can connect, the
+/// file system need not restrict them.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(preset);
-    // A folder of its own user's would keep out users that the entries and the mode let in.
+    // With the default mode, the folder would exclude users that the entries and the socket's mode allow.
     let open = has_access && socket_mode & OTHERS_MAY != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
 
 impl Checker<'_> {
-    /// `names` are those of all bulkheads in the file.
+    /// Checks all entries. `names` contains all bulkhead names in the file.
     pub(super) fn access(&mut self, raw: &[RawAccess], names: &[String]) -> Vec<AccessConfig> {
         raw.iter()
             .map(|entry| AccessConfig {
@@ -35,7 +36,7 @@ impl Checker<'_> {
             .collect()
     }
 
-    /// Exactly one of `uid`, `gid`, `user` and `group`.
+    /// Checks that exactly one of `uid`, `gid`, `user` and `group` is set.
     fn who(&mut self, raw: &RawAccess) -> Who {
         self.check_one_of(
             &raw.heading,
@@ -66,7 +67,7 @@ impl Checker<'_> {
         }
     }
 
-    /// The id of a name, which is reported if there is none.
+    /// Returns the id of a name, or reports that the name does not exist.
     fn identity(
         &mut self,
         label: &str,
@@ -107,7 +108,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// An entry that allows nothing is none. An element that was refused may have been something.
+    /// Reports an empty list, which would permit nothing. The list is not reported if an
+    /// invalid element was left out, because that element could have permitted something.
     fn check_something(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

@@ -1,4 +1,4 @@
-//! What spans the keys of admission control: a table that says too little, and what only a queue can use.
+//! Rules for keys of admission control: tables that lack a required key, and keys that need a queue.
 
 use std::fmt::Display;
 
@@ -12,7 +12,7 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// What is wrong with `overflow` without a queue, and what to write instead: of a file, and of numbers set live.
+/// Returns the problem and the help for an `overflow` without a queue. Used for files and for live changes.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -20,7 +20,7 @@ pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (Str
     )
 }
 
-/// The same of `pressure`.
+/// Returns the problem and the help for `pressure` without a queue.
 pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
     (
         format!("`pressure` needs a queue (`max_queue` is {queue})"),
@@ -29,7 +29,7 @@ pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
 }
 
 impl PressureKeys {
-    /// Whether it is written for the bulkhead itself.
+    /// Returns true if the bulkhead itself sets `pressure`.
     pub(super) fn is_own(&self) -> bool {
         self.here.given().is_some_and(|here| here.origin == Origin::Own)
     }
@@ -55,7 +55,7 @@ impl Checker<'_> {
         overflow.value
     }
 
-    /// In `[defaults]` it is for those bulkheads that have a queue.
+    /// In `[defaults]`, `pressure` applies only to bulkheads with a queue.
     pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
         if raw.is_own()
             && queue.value == 0
@@ -65,7 +65,7 @@ impl Checker<'_> {
             self.problems.report(place, what, help);
         }
         let reject = raw.reject.resolved();
-        // A file that asks for an early rejection has not asked for a late warning.
+        // A file with an early rejection does not ask for a warning after it.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
@@ -101,7 +101,7 @@ impl Checker<'_> {
         Some(AdaptiveConfig { min: min.value, max, target, mode: raw.mode.value() })
     }
 
-    /// The limit is never above what can run: such a file would say more than it means.
+    /// Checks that the adaptive limit's maximum does not exceed the number of permits.
     pub(super) fn check_adaptive(&mut self, raw: &AdaptiveKeys, permits: &Permits) {
         let Some(max) = raw.max.given() else { return };
         let Permits {
@@ -129,7 +129,7 @@ impl Checker<'_> {
         );
     }
 
-    /// The one key without which a table says nothing.
+    /// Returns the value of a key that its table requires.
     pub(super) fn required<T: Clone>(
         &mut self,
         here: &Field<()>,
@@ -150,7 +150,7 @@ impl Checker<'_> {
     }
 }
 
-/// What may come at once at a rate that is known. `RATE_CEILING` bounds the one as the other, and fits.
+/// Returns the burst, by default one second of the rate. `RATE_CEILING` bounds both, so the value fits.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

@@ -1,4 +1,4 @@
-//! What spans the keys of confinement: a profile that has no use for them, and what is named and not there.
+//! Rules for keys of confinement: keys without effect under a profile, and names that do not exist.
 
 use std::path::PathBuf;
 
@@ -36,13 +36,13 @@ impl Checker<'_> {
         sandbox
     }
 
-    /// A sandbox that is not there confines nothing, whatever else is said of it.
+    /// Rejects keys that have no effect because the profile is `none`.
     fn check_profile(&mut self, raw: &SandboxKeys, profile: &Resolved<Profile>) {
         self.check_confined("network", &raw.network, raw, profile);
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        // That one is so without a sandbox.
+        // The shared user is also the user without a sandbox.
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
@@ -50,7 +50,7 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// `profile = "none"` of a bulkhead silences what [defaults] have for confined ones; nothing else does.
+    /// Rejects a key without effect. `profile = "none"` of a bulkhead can override a sandbox of `[defaults]`.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,
@@ -148,7 +148,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Some calls no worker can do without, whatever it is for.
+    /// Rejects a denied system call that every worker needs.
     fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {

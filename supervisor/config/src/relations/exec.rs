@@ -12,7 +12,7 @@ use crate::reader::{Field, Origin};
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 
-/// Longest name of a file, in bytes (NAME_MAX).
+/// Maximum length of a file name in bytes (NAME_MAX).
 const FILE_NAME_BYTES_MAX: usize = 255;
 
 impl Checker<'_> {
@@ -33,7 +33,7 @@ impl Checker<'_> {
             let message = "`exit_status.ok` is empty, so that no job could be ok";
             self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
         }
-        // A list that is not written has its default, but for the statuses that another list names.
+        // An absent list has its default, without the statuses that another list names.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {
                 let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);
@@ -96,7 +96,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key of the bulkhead itself that is about `exec`.
+    /// Reports a key about `exec` that the bulkhead itself sets.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(

@@ -1,4 +1,4 @@
-//! `fallback`: every name in it is another bulkhead of the file, once.
+//! Rules for `fallback`: each name is another bulkhead of the file, without duplicates.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -7,7 +7,7 @@ use crate::reader::{Given, Origin};
 use crate::values::Complaint;
 
 impl Checker<'_> {
-    /// `names` are those of all bulkheads in the file.
+    /// Checks the fallbacks of a bulkhead. `names` contains all bulkhead names in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
@@ -21,7 +21,7 @@ impl Checker<'_> {
     }
 }
 
-/// What is wrong with `name` in the `fallback` of `own`, after `before`.
+/// Returns the problem with `name` in the `fallback` of bulkhead `own`, after the names in `before`.
 fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<Complaint> {
     if before.contains(&name.value) {
         return Some(Complaint::new(

@@ -1,4 +1,4 @@
-//! `start.mode`: which bulkheads can have their workers forked from a template.
+//! Rules for `start.mode`: which bulkheads can fork their workers from a template.
 
 use bulkhead_policy::StartMode;
 

@@ -1,5 +1,5 @@
-//! What spans the keys about tenants: shares of common workers, workers of each tenant's own, and the tables
-//! of single tenants, which mean the one or the other.
+//! Rules for keys about tenants: limits on shared workers, isolated tenants, and the tables of single
+//! tenants, whose meaning depends on the isolation.
 
 use std::collections::BTreeMap;
 
@@ -37,12 +37,13 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // `isolate = false` alone is a way to switch off what [defaults] switch on.
+        // `isolate = false` alone overrides an isolation in `[defaults]`.
         let says_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         says_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
-    /// `isolate = false` of a bulkhead silences what [defaults] have for isolated ones; nothing else does.
+    /// Rejects a key without effect. `isolate = false` of a bulkhead can override an isolation of
+    /// `[defaults]`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };
         let silenced = isolate.given().is_some_and(|isolate| isolate.value || isolate.origin > given.origin);
@@ -62,7 +63,7 @@ impl Checker<'_> {
         );
     }
 
-    /// A share of common workers, where no worker is common.
+    /// Rejects a limit on shared workers if tenants are isolated.
     fn check_common_share(&mut self, name: &str, field: &Field<u32>, isolate: &WithDefault<bool>) {
         let isolate = isolate.resolved();
         let Some(given) = field.given() else { return };
@@ -113,7 +114,7 @@ impl Checker<'_> {
         }
     }
 
-    /// A tenant with a share of common workers.
+    /// Checks a tenant that shares workers.
     fn check_common_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         let label = shown_key(&raw.name);
         if let Some(processes) = raw.keys.processes.given() {
@@ -140,7 +141,7 @@ impl Checker<'_> {
         }
     }
 
-    /// A tenant with workers of its own: what holds for a bulkhead holds for it.
+    /// Checks a tenant with separate workers. The rules of a bulkhead apply to the tenant.
     fn check_isolated_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         if let Some(in_flight) = raw.keys.max_in_flight.given()
             && u64::from(in_flight.value) > defaults::IN_FLIGHT_CEILING
@@ -162,7 +163,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Each worker is a process of this machine, for whichever tenant it works, and so is each spare.
+    /// Checks the total number of worker processes and spares, over all tenants.
     pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
         let (processes, spares) = (raw.processes.resolved(), raw.start.spares.resolved());
@@ -191,7 +192,7 @@ impl Checker<'_> {
         );
     }
 
-    /// The bulkhead's own numbers fit, so it is those of single tenants that do not.
+    /// Reports the tenant with the most processes. The bulkhead's own numbers are within the limit.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_refused() || raw.tenants.max_active.is_refused() {
             return;
@@ -212,7 +213,7 @@ impl Checker<'_> {
     }
 }
 
-/// Whether tenants have workers of their own; `None` if that was refused.
+/// Returns true if tenants have separate workers; `None` if the key was refused.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
     match (&*raw.isolate, &raw.here) {
         (Field::Given(isolate), _) => Some(isolate.value),

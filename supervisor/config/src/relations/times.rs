@@ -1,4 +1,4 @@
-//! How long a job may take: what is longer than its deadline says nothing.
+//! Rules for time limits of jobs: no limit can exceed the deadline.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::reader::Origin;
 use crate::resolved::Resolved;
 use crate::units;
 
-/// The longest time that a job of a bulkhead may have, and which key says so.
+/// Longest possible time of a job, and the key that sets it.
 pub(super) struct Longest<'r>(&'static str, &'r Resolved<Duration>);
 
 impl Checker<'_> {
@@ -26,7 +26,7 @@ impl Checker<'_> {
         Longest("deadline_max", max)
     }
 
-    /// In `[defaults]` it is for those bulkheads whose jobs may take so long.
+    /// In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
     pub(super) fn run_limit(
         &mut self,
         raw: &RawBulkhead,
@@ -43,14 +43,15 @@ impl Checker<'_> {
         None
     }
 
-    /// A latency that no job can have would never lower the limit.
+    /// Rejects a target above the longest possible run time, because such a target would never lower the
+    /// limit.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &Longest(name, longest): &Longest<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// In `[defaults]` it is for those bulkheads whose workers run jobs themselves.
+    /// In `[defaults]`, `lookahead` applies only to bulkheads without `exec`.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

@@ -1,6 +1,6 @@
-//! One row for each key: its name, the type of its value, the kind and the range, what holds without it, and a
-//! sentence. From the row come the reader, the merge with `[defaults]`, the reference, the schema for editors,
-//! what `--check` prints, and what a reload does.
+//! Rows of keys. A row contains the name of a key, the type and the kind of its value, the default, and a
+//! description. The rows define the reader, the merge with `[defaults]`, the reference, the JSON schema, the
+//! output of `--check`, and the effect of a reload.
 //!
 //! ```text
 //! /// The sentence of the reference.
@@ -9,10 +9,10 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `reload` says what a reload does with another value, if it does not hold at once. `kept elsewhere` says that the
-//! checked value is not a field of the key's name.
+//! `reload` gives the effect of a changed value at a reload if it does not apply immediately.
+//! `kept elsewhere` means that the checked value is not in a field named like the key.
 
-/// Declares a table: see the head of this file. Behind the rows can follow the tables in it.
+/// Declares a table; see the module documentation. Tables inside the table follow after the rows.
 macro_rules! table {
     (
         $(#[$about:meta])*
@@ -26,7 +26,7 @@ macro_rules! table {
     ) => {
         $(#[$about])*
         pub(crate) struct $raw {
-            /// The name of the table, if it is there.
+            /// Position of the table's name, if the table is present.
             pub(crate) here: $crate::reader::Field<()>,
             $($(#[doc = $sentence])+ pub(crate) $key: $crate::table::slot!($how $type),)*
             $($(pub(crate) $inner: $part,)+)?
@@ -75,8 +75,8 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose checked values are fields of the keys' names, and so are those of the tables in it. With
-/// `by rows` the checked values are made from the rows alone; otherwise `relations` makes them.
+/// Declares a table whose checked type has fields named like the keys and the inner tables. With `by rows`
+/// the checked values are built from the rows alone; otherwise `relations` builds them.
 macro_rules! section {
     (
         $(#[$about:meta])*
@@ -122,7 +122,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// What the two make of `default` and `without`.
+// Helpers that expand `default` and `without`.
 
 macro_rules! slot {
     (default $type:ty) => { $crate::table::WithDefault<$type> };

@@ -1,4 +1,4 @@
-//! The types that the value of a key can have, and the words that stand for policy's own.
+//! Types of values, including the word types of `policy`.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::key::{Kind, Preset};
 use crate::reader::{Arguments, Environment, Field, TableReader};
 use crate::{Layer, Profile, values};
 
-/// Values that are words.
+/// Implements the traits for word types.
 macro_rules! words {
     ($($type:ty),+) => {$(
         impl Value for $type {
@@ -30,7 +30,7 @@ macro_rules! words {
 
 words!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
 
-/// A type whose values are read by one function, and written in one way.
+/// Implements the traits for types with one reading function and one written form.
 macro_rules! scalars {
     ($($type:ty: $read:path, |$value:ident| $preset:expr;)+) => {
         $(
@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// A text whose default is known.
+/// A text with a default.
 impl Value for Cow<'static, str> {
     fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.take(name, |key, value| values::text(key, value).map(Cow::Owned))
@@ -146,7 +146,7 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Variable by variable.
+    /// Merges variable by variable.
     fn over(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {

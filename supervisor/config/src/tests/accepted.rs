@@ -1,4 +1,4 @@
-//! What a right file becomes.
+//! Valid files and the resulting configurations.
 
 use std::time::Duration;
 
@@ -226,7 +226,7 @@ fn the_summary_is_the_same_configuration() {
 fn the_summary_writes_every_key() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
-    // Names are there as ids.
+    // The summary contains the ids in place of the names.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
     for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());

@@ -1,8 +1,8 @@
-//! What clients may do on the jobs socket: entries, and the modes that follow from them.
+//! `[[access]]`: the entries, and the resulting modes of sockets and folders.
 
 use super::*;
 
-/// A file whose one entry starts on line 3, with `lines` from line 4 on.
+/// Returns a file with one entry that starts on line 3 and continues with `lines` on line 4.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }
@@ -135,7 +135,7 @@ fn bulkheads_of_an_entry_are_in_the_file() {
         "`access.bulkheads` is empty: the entry would allow nothing",
         "remove `bulkheads` for all",
     );
-    // One that could not be read is there all the same.
+    // A bulkhead that could not be read still counts as existing.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
     folder.refuse_one(text, (1, 14), "bulkhead `b` must be a table", "");
 }
@@ -182,7 +182,7 @@ fn entries_are_tables_and_bounded() {
 fn a_misplaced_key_is_shown_where_it_belongs() {
     let folder = Folder::new();
     folder.refuse_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // A table is none of the keys that hold one value.
+    // A table cannot be meant for a key that holds a single value.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.refuse_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

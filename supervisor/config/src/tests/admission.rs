@@ -1,4 +1,4 @@
-//! The keys of admission control: what they become, what each refuses, and what does not fit together.
+//! Keys of admission control: checked values, refused values, and violated rules.
 
 use std::time::Duration;
 
@@ -437,7 +437,7 @@ fn an_adaptive_limit_is_not_above_what_can_run() {
     folder.refuse_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
     folder.refuse_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
-    // What [defaults] have is right for others.
+    // Values of `[defaults]` can be valid for other bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
     let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
     folder.refuse_one(&text, (6, 13), message, "");
@@ -452,7 +452,7 @@ fn an_adaptive_limit_is_not_above_what_an_isolated_tenant_can_run() {
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
     let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
     folder.refuse_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
-    // A share of common workers bounds no worker.
+    // A limit on shared workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
     folder.accept(&bulkhead(&common));
 }

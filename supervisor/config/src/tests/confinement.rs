@@ -1,13 +1,13 @@
-//! How far workers are confined: what the keys become, what each refuses, and what does not fit together.
+//! Confinement of workers: checked values, refused values, and violated rules.
 
 use super::*;
 
-/// A bulkhead with a sandbox of these entries on line 3.
+/// Returns a bulkhead with a sandbox of these entries on line 3.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// The column after `sandbox = { profile = "default", ` and so much more.
+/// Returns the column after `sandbox = { profile = "default", ` and `more`.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
@@ -86,7 +86,7 @@ fn what_needs_a_sandbox_is_refused_without_one() {
         folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.refuse_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox says");
-        // What the bulkhead itself says is not silenced by its own profile.
+        // A bulkhead's own profile does not override its own keys.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.refuse_one(&text, (5, column), &message, &help);
     }

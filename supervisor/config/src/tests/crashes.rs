@@ -1,4 +1,4 @@
-//! Where crash reports are kept, and how many.
+//! Keys about crash reports.
 
 use super::*;
 

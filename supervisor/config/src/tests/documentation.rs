@@ -1,5 +1,5 @@
-//! `docs/configuration.md` says what the reader does. Its tables are written by
-//! `UPDATE_DOCS=1 cargo test -p bulkhead-config`; its examples are read.
+//! Compares `docs/configuration.md` with the reader. `UPDATE_DOCS=1 cargo test -p bulkhead-config` writes the
+//! tables. The examples of the page are read as files.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ fn docs() -> String {
     fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))
 }
 
-/// The table that stands between `<!-- keys: TABLE -->` and `<!-- end -->`.
+/// Returns the table between `<!-- keys: TABLE -->` and `<!-- end -->`.
 fn table(name: &str) -> String {
     let mut table = String::from("| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in reference().into_iter().filter(|key| key.table == name) {
@@ -20,7 +20,7 @@ fn table(name: &str) -> String {
     table
 }
 
-/// The document with every generated part as it should be.
+/// Returns the document with up-to-date generated parts.
 fn current(docs: &str) -> String {
     let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();

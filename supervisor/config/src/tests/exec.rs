@@ -1,4 +1,4 @@
-//! The keys about programs of `exec`.
+//! Keys about `exec` programs.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
-//! `fallback`: other bulkheads of the file, in order.
+//! `fallback`: an ordered list of other bulkheads of the file.
 
 use super::*;
 
-/// Bulkheads `a`, with `fallback` on line 3, and others.
+/// Returns bulkhead `a`, with `fallback` on line 3, and other bulkheads.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();

@@ -1,4 +1,4 @@
-//! The admin API over TCP: an address, and the file of a token.
+//! The admin API over TCP: address and token file.
 
 use super::*;
 

@@ -1,6 +1,6 @@
-//! The schema for editors against the reader, judged by a validator that is not ours. Every text that any test
-//! of the configuration reads is compared here: what the reader takes the schema takes, and what the reader
-//! refuses for its shape the schema refuses.
+//! Compares the JSON schema with the reader, using an independent validator. All texts that any test of the
+//! configuration reads are compared here. The schema must accept each text that the reader accepts, and must
+//! refuse each text that the reader refuses for its shape.
 
 use std::sync::LazyLock;
 
@@ -16,7 +16,8 @@ const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.sche
 static VALIDATOR: LazyLock<Validator> =
     LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is one"));
 
-/// A document as JSON. What JSON has not, dates and numbers that are none, is null, which no key takes.
+/// Converts a document to JSON. Dates and non-finite numbers have no JSON form and become null, which no key
+/// accepts.
 fn as_json(value: toml::Value) -> Value {
     match value {
         toml::Value::Datetime(_) => Value::Null,
@@ -38,9 +39,9 @@ fn complaints(text: &str) -> Option<Vec<String>> {
     )
 }
 
-/// Whether the reader says of a value that it is none of the kind, by itself and whatever else there is. Not of
-/// decimal numbers, since JSON has 2.0 for 2, nor of texts of the right shape that are too large or too fine to be
-/// counted.
+/// Returns true if the reader refuses a value for its kind, regardless of the rest of the file. Excludes
+/// decimal numbers, because JSON treats 2.0 as 2, and texts of the right shape whose numbers are too large or
+/// too fine.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
     let uncounted = ["the longest duration is", "must come to whole nanoseconds", "more than can be counted"];
@@ -68,7 +69,7 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares what the reader and the schema say of a text.
+/// Compares the results of the reader and the schema for a text.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
@@ -93,7 +94,7 @@ fn the_file_for_editors_is_what_the_reader_reads() {
     assert!(file == json_schema(), "docs/workers.schema.json is old; run this test with UPDATE_DOCS=1");
 }
 
-/// The properties of a table of the schema, which may be one that another names.
+/// Returns the properties of a table of the schema, following a reference to a definition.
 fn properties(table: &str) -> Vec<String> {
     let schema = json_schema();
     let place = if table.is_empty() { &schema } else { &schema["definitions"][table] };
@@ -119,7 +120,7 @@ fn the_keys_of_the_reader_are_those_of_the_schema() {
     let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
     let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
     assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
-    // What may stand in [defaults] the reader decides.
+    // The reader decides which keys can be in `[defaults]`.
     let folder = Folder::new();
     let shared = properties("defaults");
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
@@ -133,7 +134,7 @@ fn the_keys_of_the_reader_are_those_of_the_schema() {
 }
 
 impl Key {
-    /// An example also of a table, where an empty one will do.
+    /// Returns an example value, also for tables, where an empty table suffices.
     fn example_of_table(&self) -> String {
         if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
     }
@@ -195,7 +196,7 @@ fn values_out_of_their_bounds_are_refused() {
 proptest! {
     #![proptest_config(cases(2000))]
 
-    /// The patterns take what is read, and nothing else.
+    /// The patterns accept exactly the texts that the reader accepts.
     #[test]
     fn patterns_are_what_is_read(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
@@ -210,13 +211,13 @@ proptest! {
     }
 }
 
-/// Few and short enough that the digits of seven can be counted.
+/// Few and short, so that the numbers in seven pieces do not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
 ];
 
-/// The TOML of a document: what is fenced as such, and what a shell is to write.
+/// Returns the TOML parts of a document: fenced code, and here-documents of shell commands.
 fn examples(text: &str) -> Vec<&str> {
     let fenced = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
     let written = text.split("<<'TOML'\n").skip(1).filter_map(|rest| rest.split("\nTOML\n").next());
@@ -249,7 +250,7 @@ fn every_example_of_the_repository_fits() {
             false => continue,
         };
         for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
-            // A part of a file is as good as a file with a bulkhead.
+            // A fragment is valid if it is valid together with a bulkhead.
             let whole = if example.contains("[bulkhead") {
                 example.to_owned()
             } else {

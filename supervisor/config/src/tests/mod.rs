@@ -1,4 +1,4 @@
-//! Tests of the configuration through its boundary: text in, values or sentences out.
+//! Tests of the configuration through its public interface: text in, values or messages out.
 
 mod accepted;
 mod access;
@@ -25,13 +25,14 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A property holds in so many cases, or in `PROPTEST_CASES` if those are more.
+/// Number of cases for a property test: `least`, or `PROPTEST_CASES` if larger.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with what example files name, and a process environment that does not depend on the user of the test.
+/// A folder with the files that the examples name, and a process environment that does not depend on the user
+/// who runs the test.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,
@@ -74,7 +75,7 @@ impl Folder {
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
         let parsed = parse_in(text, &self.path("workers.toml"), &self.process_env);
-        // Whatever a test has read, the schema for editors must agree with.
+        // The JSON schema must agree with the reader on every text of the tests.
         json_schema::compare(text, &parsed);
         parsed
     }
@@ -84,7 +85,7 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
-    /// The configuration that its summary is, where what stands in `[defaults]` stands with each bulkhead.
+    /// Reads the summary of a configuration. Ignores whether `pressure` is set by the bulkhead or by `[defaults]`.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
@@ -102,7 +103,7 @@ impl Folder {
         }
     }
 
-    /// Exactly one problem, there, with these words.
+    /// Expects exactly one problem at this position, with these words.
     #[track_caller]
     fn refuse_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
         let problems = self.refuse(text);
@@ -119,12 +120,12 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// A bulkhead that needs nothing, on line 2, with `lines` from line 3 on.
+/// Returns a minimal bulkhead on line 2, with `lines` from line 3 on.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }
 
-/// A file that sets every key of this version to another value than its default.
+/// A file that sets every key to a value other than the default.
 const FULL: &str = r#"
 [supervisor]
 socket = "s/jobs.sock"

@@ -1,4 +1,4 @@
-//! What a file names on the disk, and where the file itself lies.
+//! Paths of files and programs, and the location of the configuration file.
 
 use std::ffi::OsString;
 

@@ -1,4 +1,4 @@
-//! Any text gets an answer, and any answer can be shown.
+//! Any text is accepted or refused without a panic, and each result can be shown.
 
 use std::sync::LazyLock;
 
@@ -18,7 +18,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Pieces that bring a random file further than the parser of TOML.
+/// Pieces that let a random file pass the TOML parser more often.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()

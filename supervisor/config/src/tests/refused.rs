@@ -1,4 +1,4 @@
-//! What does not belong into a file, and how that is told.
+//! Unknown and misplaced keys, and the messages about them.
 
 use super::*;
 
@@ -292,7 +292,7 @@ fn a_wrong_default_is_told_once_even_if_no_bulkhead_uses_it() {
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
 }
 
-/// Puts `key = value` into its table in a file that is otherwise right; the line it is on is 1.
+/// Puts `key = value` into a table of an otherwise valid file. The key is on line 1.
 fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
@@ -310,7 +310,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// What a message calls a key.
+/// Returns the name of a key in messages.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),

@@ -1,4 +1,4 @@
-//! Values that are right alone and wrong together.
+//! Values that are valid alone but not together.
 
 use std::time::Duration;
 
@@ -52,10 +52,10 @@ fn a_run_is_no_longer_than_the_longest_deadline() {
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
     folder.refuse_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
-    // A client may ask for so long.
+    // A client can request a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // In [defaults] it is for those whose jobs may take so long.
+    // In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);

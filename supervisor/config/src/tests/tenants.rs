@@ -1,4 +1,4 @@
-//! Workers of each tenant's own, and the tables of single tenants.
+//! Isolated tenants, and the tables of single tenants.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ fn accept_one(lines: &str) -> BulkheadConfig {
     Folder::new().accept(&bulkhead(lines)).bulkheads.remove(0)
 }
 
-/// A bulkhead with isolated tenants on line 3, then `lines`.
+/// Returns a bulkhead with isolated tenants on line 3, followed by `lines`.
 fn isolated(lines: &str) -> String {
     bulkhead(&format!("tenants = {{ isolate = true }}\n{lines}"))
 }
@@ -376,7 +376,7 @@ fn the_summary_has_a_section_for_each_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// What the contract promises of the keys that this version has, as it stands there.
+/// The keys of the contract, as written there.
 #[test]
 fn the_example_of_the_contract_is_accepted() {
     let text = r#"

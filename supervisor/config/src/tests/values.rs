@@ -1,4 +1,4 @@
-//! Each kind of value, wrong in each way.
+//! Invalid values of each kind.
 
 use super::*;
 

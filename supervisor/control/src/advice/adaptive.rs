@@ -1,9 +1,9 @@
-//! What the adaptive limit says of the other limits, and of itself.
+//! Sentences about the adaptive concurrency limit.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// Why more permits would change nothing, if the adaptive limit is what holds jobs back.
+/// Returns the reason why more permits would not help if the adaptive limit is the actual bottleneck.
 pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
@@ -15,7 +15,7 @@ pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
     })
 }
 
-/// Tenants that are apart have a limit each, of which the sum is known.
+/// Returns the sum over all limits. With isolated tenants, each tenant has a separate adaptive limit.
 fn in_all(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }
@@ -24,7 +24,7 @@ fn is_below_max(adaptive: &Adaptive) -> bool {
     adaptive.limit < in_all(adaptive, adaptive.max)
 }
 
-/// Where the limit stands, and why.
+/// Describes the current adaptive limit and the latency behind it.
 pub(super) fn in_words(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
     let [min, max] = [adaptive.min, adaptive.max].map(|each| in_all(adaptive, each));

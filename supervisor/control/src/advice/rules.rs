@@ -1,4 +1,5 @@
-//! The rules. Each looks at one key, and says either what it should be or why it is right as it is.
+//! Rules for the recommended limits. Each rule examines one key. It proposes a new value, or explains why the
+//! current value is right.
 
 use std::time::Duration;
 
@@ -11,38 +12,40 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// The share of time without a free permit above which the concurrency that was seen is that of the limit.
+/// Share of time without a free permit above which the observed concurrency only reflects the limit.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// The share of time with workers missing above which nothing can be said about how many there should be.
+/// Share of time with missing workers above which no number of workers can be recommended.
 const SHORT_MAX: f64 = 0.05;
 
-/// The share of jobs that may miss something.
+/// Share of jobs above which rejected or late jobs count as significant.
 const MISSED_MAX: f64 = 0.01;
 
-/// The share of the time with jobs in flight below which a bulkhead is idle.
+/// Share of time with jobs in flight below which a bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
 
-/// The share of one processor that a job uses from which on more at once would only share the processors.
+/// Processor use per job, as a fraction of one processor, from which jobs count as CPU-bound. More CPU-bound
+/// jobs at once would only compete for the processors.
 const CPU_BOUND: f64 = 0.7;
 
-/// The share of the machine's memory that the workers of one bulkhead may come to.
+/// Share of the machine's memory that the workers of one bulkhead can use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// The share of the deadline that 99 % of the jobs may need.
+/// Share of the deadline from which the p99 run time counts as too close to the deadline.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// How many times over a deadline is too long, and how much longer than the longest job it should be.
+/// Ratio of the deadline to the longest job above which the deadline is too long, and the ratio to propose
+/// instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_LEAST: Duration = Duration::from_secs(1);
 
-/// Sizes are proposed in steps of this.
+/// Granularity of proposed sizes, in bytes.
 const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Proposal>, Vec<Kept>);
 
-/// All that there is to say.
+/// Judges all keys of a bulkhead.
 pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
     if setup.permits() == 0 {
@@ -97,19 +100,19 @@ impl Say for Verdicts {
     }
 }
 
-// Permits: processes × max_in_flight.
+// Permits (processes × max_in_flight).
 
-/// The key that decides how many jobs are in flight.
+/// The key that determines the number of permits.
 struct Lever {
     key: &'static str,
     now: u64,
-    /// Permits that one more of it brings.
+    /// Number of permits that each unit of the key adds.
     permits_each: u64,
     most: u64,
 }
 
 impl Lever {
-    /// More processes; but one process that does several jobs at once is asked for more of them.
+    /// Selects `processes`, except for a single process that runs several jobs at once: then `max_in_flight`.
     fn of(setup: &Setup) -> Self {
         let (processes, in_flight) = (u64::from(setup.processes), u64::from(setup.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -122,7 +125,7 @@ impl Lever {
     }
 }
 
-/// Says how many there should be. Returns how many permits there are then.
+/// Judges the number of permits. Returns the number of permits after the proposed change.
 fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
     let (lever, limit) = (Lever::of(setup), setup.permits());
     let now = Setting::Count(lever.now);
@@ -155,7 +158,7 @@ fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut V
     permits
 }
 
-/// The limit was no limit: what was seen is what is needed.
+/// Computes the permits that are needed when the limit was not reached.
 fn wanted_below_limit(seen: &Seen) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
@@ -167,11 +170,12 @@ fn wanted_below_limit(seen: &Seen) -> (u64, String) {
     (wanted, why)
 }
 
-/// What was in flight is what the limit let in: what waited and what was turned away tell of the rest.
+/// Computes the permits that are needed when the limit was reached. Uses waiting and rejected jobs, because
+/// the concurrency only reflects the limit.
 fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
     let in_all: u64 = lost(seen).map(|(_, count)| count).sum();
     let served = seen.jobs.saturating_sub(in_all).max(1);
-    // By Little's law jobs in flight are in proportion to jobs a second.
+    // By Little's law, the number of jobs in flight is proportional to the number of jobs per second.
     let offered = (u128::from(seen.concurrency.p99) * u128::from(seen.jobs) / u128::from(served)) as u64;
     let needed = with_headroom(seen.demand.p99.max(offered));
     let wanted = needed.clamp(limit, 2 * limit);
@@ -190,22 +194,22 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
     (wanted, why)
 }
 
-/// As many as keep the processors busy, if it is processor time that jobs are made of.
+/// Returns the number of permits that keeps all processors busy; `None` if jobs are not CPU-bound.
 fn processors_permit(seen: &Seen, machine: &Machine) -> Option<u64> {
     let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
-/// As many as the memory is enough for.
+/// Returns the number of permits that the memory suffices for.
 fn memory_permits(seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(setup.sets_of_workers.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
-    // One process that does more at once may not need more.
+    // A single process may not need more memory for more jobs at once.
     (Lever::of(setup).key == "processes").then(|| (processes * u64::from(setup.max_in_flight)).max(1))
 }
 
-/// What holds it back.
+/// Explains which resource bounds the number of permits.
 fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, setup, machine).unwrap_or(u64::MAX);
@@ -225,7 +229,8 @@ fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
     }
 }
 
-/// How many more there should be, of as many as this machine bears.
+/// Returns a higher value for the key, up to the maximum that this machine supports; `None` if the value
+/// cannot be raised.
 fn more(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
     let bearable = [processors_permit(seen, machine), memory_permits(seen, setup, machine)];
     let most = bearable.into_iter().flatten().min().map_or(lever.most, |most| most / lever.permits_each);
@@ -233,12 +238,12 @@ fn more(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, machine: &Machin
     (proposed > lever.now).then_some(proposed)
 }
 
-/// How many fewer, if there are far more than were needed for a long time.
+/// Returns a lower value for the key if the current value was far above the need for a long time.
 fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool) -> Option<u64> {
     if is_capped || lost(seen).next().is_some() || !may_shrink(seen) {
         return None;
     }
-    // Without a queue nothing takes up what comes at once.
+    // Without a queue, a burst of jobs needs a permit for each job.
     let at_once = if setup.max_queue == 0 { seen.concurrency.max } else { 0 };
     let least = setup.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
     let proposed = wanted.max(at_once).max(least).div_ceil(lever.permits_each).max(1);
@@ -251,7 +256,7 @@ fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
     format!("; at {} each, they hold up to {} of {}", size(each), size(total), size(all))
 }
 
-// Waiting.
+// The queue.
 
 fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts) {
     let (key, now) = ("max_queue", u64::from(setup.max_queue));
@@ -290,14 +295,14 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
-/// How many can wait and still be served in time, by Little's law; `None` if no job has run.
+/// Returns the number of jobs that can wait and still run in time, by Little's law; `None` if no job has run.
 fn useful_places(seen: &Seen, setup: &Setup, permits: u64) -> Option<u64> {
     let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
     let places = patience_ms(seen, setup) * permits as f64 / each;
     Some((places as u64).clamp(1, QUEUE_CEILING))
 }
 
-/// How long a job can wait, in milliseconds.
+/// Returns the time that a job can wait, in milliseconds.
 fn patience_ms(seen: &Seen, setup: &Setup) -> f64 {
     let until_late = (millis(setup.deadline) - seen.run_ms.p99).max(0.0);
     setup.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
@@ -311,7 +316,8 @@ fn patience_in_words(seen: &Seen, setup: &Setup) -> String {
     }
 }
 
-/// A client that waits until the deadline hears too late that there was nothing to wait for.
+/// Proposes a `queue_timeout` if jobs waited until their deadline, so that clients learn earlier that a job
+/// will not run.
 fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
@@ -403,9 +409,9 @@ fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     }
 }
 
-// Numbers and words.
+// Numbers and units.
 
-/// A quarter more.
+/// Adds 25 %.
 fn with_headroom(count: u64) -> u64 {
     count.saturating_mul(5).div_ceil(4)
 }
@@ -418,7 +424,7 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Two digits that say something, in whole milliseconds.
+/// Returns the rounding step, in milliseconds, that keeps two significant digits.
 fn step_of(ms: u64) -> u64 {
     10_u64.pow(ms.max(1).ilog10().saturating_sub(1))
 }
@@ -451,7 +457,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// To be read, not to be written: `13.4MiB`.
+/// Formats a size for people, such as `13.4MiB`.
 fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale) {
@@ -461,7 +467,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// What jobs were turned away for.
+/// Lists the reasons of rejected jobs with their counts.
 fn reasons<'r>(counted: impl Iterator<Item = (&'r str, u64)>) -> String {
     counted.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
 }

@@ -1,4 +1,4 @@
-//! The numbers that advice rests on, derived from what both planes have counted.
+//! Observed numbers behind the advice, derived from the counters of both planes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,20 +10,20 @@ use super::{ENOUGH_JOBS, ENOUGH_TIME, SHRINK_AFTER};
 use bulkhead_config::format_duration;
 use bulkhead_plane::demand::Observation;
 
-/// Reasons of rejections that more permits or more places in the queue would have spared.
+/// Reasons of rejections that more permits or a longer queue would have avoided.
 const TURNED_AWAY: [RejectReason; 4] =
     [RejectReason::QueueFull, RejectReason::Backpressure, RejectReason::Shed, RejectReason::Evicted];
 
-/// What workers used, as the control plane has looked at it.
+/// Resource usage of a bulkhead's workers, as sampled by the control plane.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Work {
-    /// Processor time of all of them.
+    /// Total processor time of all workers.
     pub(crate) cpu_ms: u64,
-    /// The most that one of them held; `None` if the memory of workers says nothing.
+    /// Largest resident size of a worker; `None` if the workers' memory is not meaningful.
     pub(crate) rss_max_bytes: Option<u64>,
 }
 
-/// From what the data plane has counted and what its workers used.
+/// Combines the data plane's counters with the resource usage of the workers.
 pub(crate) fn seen(observation: &Observation, work: Work) -> Seen {
     let [current, previous] = observation.windows.both();
     let whole = |of: fn(&bulkhead_plane::demand::Window) -> &Histogram| of(current).clone().and(of(previous));
@@ -58,7 +58,7 @@ pub(crate) fn seen(observation: &Observation, work: Work) -> Seen {
     }
 }
 
-/// What there is too little of, for people.
+/// Explains which observations are still missing.
 pub(super) fn missing(seen: &Seen) -> Option<String> {
     let jobs = (seen.jobs < ENOUGH_JOBS).then(|| format!("{} of {ENOUGH_JOBS} jobs", seen.jobs));
     let time = (seen.watched < ENOUGH_TIME).then(|| {
@@ -70,22 +70,22 @@ pub(super) fn missing(seen: &Seen) -> Option<String> {
     (!missing.is_empty()).then(|| format!("seen too little{since}: {}", missing.join(", ")))
 }
 
-/// Whether there was time enough to call something too much.
+/// Returns true if the observation is long enough to recommend a lower value.
 pub(super) fn may_shrink(seen: &Seen) -> bool {
     missing(seen).is_none() && seen.watched >= SHRINK_AFTER
 }
 
-/// Jobs that were turned away since there was no place for them, by reason.
+/// Returns the jobs that were rejected for lack of a permit or queue place, by reason.
 pub(super) fn turned_away_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
     TURNED_AWAY.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
 }
 
-/// How many.
+/// Returns the number of jobs that were rejected for lack of a permit or queue place.
 pub(super) fn turned_away(seen: &Seen) -> u64 {
     turned_away_by(seen).map(|(_, count)| count).sum()
 }
 
-/// Jobs that waited for nothing, by reason.
+/// Returns the jobs that waited and then did not run, by reason.
 fn waited_in_vain_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
     let timed_out = RejectReason::QueueTimeout.name();
     let late = Some(("deadline_exceeded/queued", seen.deadline_exceeded.queued));
@@ -93,12 +93,12 @@ fn waited_in_vain_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
     counted.into_iter().flatten().filter(|(_, count)| *count > 0)
 }
 
-/// How many.
+/// Returns the number of jobs that waited and then did not run.
 pub(super) fn waited_in_vain(seen: &Seen) -> u64 {
     waited_in_vain_by(seen).map(|(_, count)| count).sum()
 }
 
-/// All jobs that more permits would have served, by reason.
+/// Returns all jobs that more permits would have served, by reason.
 pub(super) fn lost(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
     turned_away_by(seen).chain(waited_in_vain_by(seen))
 }
@@ -112,13 +112,13 @@ fn millis(micros: &Histogram) -> Marks<f64> {
     Marks { p50: p50 as f64 / 1e3, p99: p99 as f64 / 1e3, max: max as f64 / 1e3 }
 }
 
-/// A part of a whole.
+/// Returns `part` as a fraction of `whole`, at most 1.
 fn share(part: u64, whole: u64) -> f64 {
     let share = if whole == 0 { 0.0 } else { (part as f64 / whole as f64).min(1.0) };
     rounded(share)
 }
 
-/// To four digits behind the point.
+/// Rounds to four decimal places.
 fn rounded(number: f64) -> f64 {
     (number * 1e4).round() / 1e4
 }

@@ -1,4 +1,4 @@
-//! Each rule by itself, and what holds of all advice, whatever was seen.
+//! Tests of each rule, and properties of all advice.
 
 use bulkhead_api::{Late, Marks};
 use bulkhead_policy::AdaptiveMode;
@@ -28,7 +28,7 @@ fn setup() -> Setup {
     }
 }
 
-/// Two hours in which all was well with [`setup`].
+/// Two hours of observations in which the limits of [`setup`] fit.
 fn seen() -> Seen {
     Seen {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Seen {
     }
 }
 
-/// The same with more work than it can do.
+/// Observations with more load than [`setup`] can serve.
 fn overloaded() -> Seen {
     Seen {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
@@ -140,7 +140,7 @@ fn too_little_is_called_that() {
     assert_eq!(short.missing.as_deref(), Some(missing));
     let hardly_any = advice(Seen { jobs: PROVISIONAL_JOBS - 1, ..overloaded() }, &setup());
     assert!(!hardly_any.enough && hardly_any.advice.is_empty() && hardly_any.kept.is_empty());
-    // Nothing is too much after a short time.
+    // A short observation never leads to a lower value.
     let idle = Seen { watched: Duration::from_secs(90), ..seen() };
     assert!(advice_of_large(idle).advice.is_empty());
 }
@@ -170,7 +170,7 @@ fn at_the_limit_it_is_what_waited_and_what_was_turned_away() {
     {
         assert!(reason.contains(part), "{reason}");
     }
-    // Without a queue rejections alone say how much more there was: half of it.
+    // Without a queue, only rejections show the additional demand: half of it.
     let lost = Seen {
         demand: Marks { p50: 4, p99: 4, max: 4 },
         rejected: [("queue_full".into(), 50_000)].into(),
@@ -246,7 +246,7 @@ fn what_was_not_needed_for_an_hour_is_too_much() {
     let told: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(told, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
-    // What comes at once needs a place, be it to run or to wait.
+    // Jobs that arrive together each need a permit or a place in the queue.
     let bursts = Seen { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let setup = Setup { processes: 64, max_queue: 0, ..setup() };
     assert_eq!(proposed(bursts, &setup, "processes"), None);
@@ -254,7 +254,7 @@ fn what_was_not_needed_for_an_hour_is_too_much() {
 
 #[test]
 fn a_queue_is_as_long_as_what_can_be_served_in_time() {
-    // No more processes can help, so that more must wait: 4 at once, 350 ms each, 4.1 s until it is too late.
+    // More processes cannot help, so more jobs must wait: 4 at once, 350 ms each, 4.1 s until it is too late.
     let bound = Seen { processors_per_job: Some(1.0), ..overloaded() };
     let (places, reason) = proposed(bound.clone(), &setup(), "max_queue").unwrap();
     assert_eq!(places, Setting::Count(40));
@@ -268,15 +268,15 @@ fn a_queue_is_as_long_as_what_can_be_served_in_time() {
     let impatient = Setup { queue_timeout: Some(Duration::from_secs(1)), ..setup.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout, 1.0 s, are 11 jobs"), "{reason}");
-    // And those that wait in vain are too many.
+    // Too many jobs wait in vain.
     let vain = Seen { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
     assert!(reason.contains("3000 of 100000 jobs waited in vain"), "{reason}");
-    // Never to wait was the default, not a decision.
+    // A queue of 0 is the default, not a decision.
     let (places, _) = proposed(bound, &Setup { max_queue: 0, ..setup.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
-    // More at once comes first.
+    // More permits take precedence over a longer queue.
     assert!(kept(overloaded(), &setup, "max_queue").contains("more at once comes before"));
 }
 
@@ -303,7 +303,7 @@ fn a_deadline_leaves_room_and_not_too_much() {
         proposed(Seen { deadline_exceeded: late, ..seen() }, &setup(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Clients that are in a hurry say nothing about it.
+    // Deadlines set by clients are not a reason for a longer default.
     let hurried = Seen { deadline_exceeded: Late { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &setup(), "deadline"), None);
 }
@@ -316,7 +316,7 @@ fn memory_is_bounded_at_twice_what_was_held() {
     assert_eq!(proposed(seen(), &of(Some(110 << 20), false), "cgroup.memory").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(1 << 30), true), "cgroup.memory").unwrap().0, twice);
     assert!(kept(seen(), &of(Some(256 << 20), false), "cgroup.memory").contains("held 100MiB of 256MiB"));
-    // What is not known yet is not bounded.
+    // Memory is not bounded before enough is known.
     let early = Seen { jobs: 500, ..seen() };
     assert_eq!(proposed(early, &of(None, false), "recycle.rss"), None);
 }
@@ -332,9 +332,9 @@ fn values_are_written_as_in_the_file() {
     assert_eq!(serde_json::to_value(told).unwrap(), json!([null, 8, "1s 500ms", "200MiB"]));
 }
 
-// What holds of all advice.
+// Properties of all advice.
 
-/// A load that does not change, whatever the limits are.
+/// A load that does not depend on the limits.
 #[derive(Clone, Debug)]
 struct Load {
     demand: Marks<u64>,
@@ -344,7 +344,7 @@ struct Load {
 }
 
 impl Load {
-    /// What is seen of it under these limits.
+    /// Returns the observations of this load under the limits of `setup`.
     fn seen(&self, setup: &Setup) -> Seen {
         let limit = setup.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {
@@ -456,7 +456,7 @@ proptest! {
     #[test]
     fn who_does_as_advised_is_soon_advised_nothing(load in loads(), setup in setups()) {
         let mut setup = setup;
-        // Twice as many at a time comes to the largest number there can be.
+        // Doubling at each step reaches the maximum value within these iterations.
         for _ in 0..40 {
             let advice = advice(load.seen(&setup), &setup);
             if advice.advice.is_empty() {

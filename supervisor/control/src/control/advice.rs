@@ -1,5 +1,5 @@
-//! `GET /v1/bulkheads/{name}/advice`, and what it takes to know beside what the data plane has seen: now and then
-//! a look at what workers use.
+//! `GET /v1/bulkheads/{name}/advice`, and periodic samples of the workers' resource usage, which the advice
+//! needs besides the data plane's counters.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
@@ -18,28 +18,28 @@ use bulkhead_plane::command::{Command, WorkerProcess};
 use bulkhead_plane::demand::InForce;
 use bulkhead_plane::windows::Pair;
 
-/// How often workers are looked at.
+/// Interval between samples of the workers.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Workers that are looked at each time; where there are more, they take turns.
+/// Maximum number of workers per sample. With more workers, consecutive samples cover different workers.
 const LOOKED_AT_MAX: usize = 512;
 
-/// What workers have used lately.
+/// Recent resource usage of the workers.
 pub(super) struct Works {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, Pair<Work>>,
-    /// By process: as it was when it was looked at last.
+    /// Last sample of each process, by pid.
     looks: HashMap<u32, Look>,
-    /// Where the next look begins.
+    /// Index of the first worker in the next sample.
     next: usize,
 }
 
-/// A look at a process.
+/// A sample of a process.
 #[derive(Clone, Copy)]
 struct Look {
-    /// The milliseconds of processor time it had used.
+    /// Processor time used so far, in milliseconds.
     cpu_ms: u64,
-    /// Jobs that its bulkhead had answered.
+    /// Number of jobs that the bulkhead had answered at that time.
     answered: u64,
 }
 
@@ -54,7 +54,7 @@ impl Works {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Looks at as many as may be of the workers that may have worked since they were looked at last.
+    /// Samples the workers that may have worked since their last sample, up to `LOOKED_AT_MAX` workers.
     fn look(&mut self, processes: &[WorkerProcess]) {
         let there: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.looks.retain(|pid, _| there.contains(pid));
@@ -73,7 +73,7 @@ impl Works {
     fn look_at(&mut self, process: &WorkerProcess) {
         let Some((rss_bytes, cpu_ms)) = process::work(process.pid) else { return };
         let look = Look { cpu_ms, answered: process.answered };
-        // What it used before the first look was as a rule its start.
+        // The process usually used the time before the first sample for its start.
         let before = self.looks.insert(process.pid, look).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
@@ -94,13 +94,13 @@ impl Works {
         }
     }
 
-    /// Forgets what other bulkheads used.
+    /// Drops the usage of all other bulkheads.
     fn keep_only(&mut self, bulkheads: &HashSet<&str>) {
         self.by_bulkhead.retain(|name, _| bulkheads.contains(&**name));
     }
 }
 
-/// Looks at the workers until the end.
+/// Samples the workers until the control plane ends.
 pub(super) async fn watch(control: Shared) {
     let look = |control: Shared| async move {
         if let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await {
@@ -126,7 +126,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         own.for_each(|process| works.look_at(process));
         works.of(&name)
     };
-    // The host's own memory says nothing about that of the programs.
+    // The memory of the exec host does not reflect the memory of the programs.
     if matches!(bulkhead.program, Program::Exec { .. }) {
         work.rss_max_bytes = None;
     }
@@ -134,7 +134,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     axum::Json(advise(name, seen(&observation, work), &setup, &machine())).into_response()
 }
 
-/// The numbers in force may be other ones than those of the file.
+/// Combines the file's settings with the numbers in force, which an operator can have changed.
 fn setup(bulkhead: &BulkheadConfig, numbers: &InForce) -> Setup {
     let is_bound = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =
@@ -165,7 +165,7 @@ impl Control {
         self.works.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets what workers of other bulkheads used.
+    /// Drops the usage of all other bulkheads.
     pub(super) fn keep_works(&self, bulkheads: &HashSet<&str>) {
         self.works().keep_only(bulkheads);
     }
@@ -182,7 +182,7 @@ mod tests {
         let process =
             |answered, is_busy| WorkerProcess { bulkhead: "b".into(), pid, generation: 1, answered, is_busy };
         works.look(&[process(0, false)]);
-        // Any look from here on is seen by this.
+        // Detects a sample: each sample overwrites this value.
         let mut is_looked_at = |process| {
             works.looks.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
             works.look(&[process]);

@@ -1,4 +1,4 @@
-//! What handlers have in common: problem documents, and how a switch in a query is read.
+//! Helpers for handlers: problem documents, and parsing of boolean query parameters.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -9,17 +9,17 @@ use serde_json::{Map, Value, json};
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
-/// A status that is only ours and a few proxies'.
+/// Non-standard status code, introduced by nginx.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// A problem document (RFC 9457).
+/// Returns a problem document (RFC 9457).
 pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
     problem_with(status, detail, Map::new())
 }
 
-/// The same with fields of its own.
+/// Returns a problem document with extra fields.
 pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> Response {
-    // As the header `Retry-After` says it where nothing else does.
+    // Matches the `Retry-After` header that `http::complete` sets by default.
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         fields.entry("retry_after_ms").or_insert(json!(1000.0));
     }
@@ -41,7 +41,7 @@ pub(super) fn not_found(name: &str) -> Response {
     problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
 }
 
-/// `?follow`, `?follow=true` and `?follow=1` are the same.
+/// Parses a boolean query parameter. `?follow`, `?follow=true` and `?follow=1` all mean true.
 pub(super) fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
     match String::deserialize(value)?.as_str() {
         "" | "1" | "true" => Ok(Some(true)),

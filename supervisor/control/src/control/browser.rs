@@ -1,5 +1,5 @@
-//! What web pages of other sites may make a browser ask of us: to show the dashboard, and nothing else. Browsers
-//! say where a request comes from, and add credentials that they were given here; other programs say nothing.
+//! Protection against cross-site requests: pages of other sites can link to the dashboard, and nothing else.
+//! Browsers state the origin of a request and add stored credentials; other programs do neither.
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, Method, header};
@@ -8,12 +8,12 @@ use bulkhead_shared::RejectReason;
 
 use super::jobs;
 
-/// Whether this is a request that changes something.
+/// Returns true if a request with this method changes something.
 pub(super) fn is_change(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// The answer to whatever a page of another site asks, but for a link that the user follows.
+/// Refuses requests from pages of other sites, except for links that the user follows.
 pub(super) fn refuse(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), is_change(request.method()));
     let forbid = |why: &str| jobs::turned_away(request, RejectReason::Forbidden, why);
@@ -26,7 +26,7 @@ pub(super) fn refuse(request: &Request) -> Option<Response> {
     None
 }
 
-/// Of a form, a script or a page in a frame, be it in a sandbox.
+/// True if the request comes from a form, a script or a frame (sandboxed or not) of another origin.
 fn has_other_origin(headers: &HeaderMap) -> bool {
     let host = headers.get(header::HOST).and_then(|value| value.to_str().ok());
     headers.get_all(header::ORIGIN).iter().any(|origin| {
@@ -38,14 +38,14 @@ fn has_other_origin(headers: &HeaderMap) -> bool {
     })
 }
 
-/// `same-site` is another port of this host, or another host of this domain, which is not ours.
+/// `same-site` means another port of this host or another host of this domain. Neither is trusted.
 fn is_sent_by_another_site(headers: &HeaderMap) -> bool {
     headers.get_all("sec-fetch-site").iter().any(|site| {
         ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes()))
     })
 }
 
-/// Whether the user goes to a page of ours, which that of the other site does not get to see.
+/// True if the user navigates to one of our pages. The other site's page cannot read the response.
 fn is_visit(headers: &HeaderMap) -> bool {
     let is = |name, value| headers.get(name).is_some_and(|said| said == value);
     is("sec-fetch-mode", "navigate") && is("sec-fetch-dest", "document")

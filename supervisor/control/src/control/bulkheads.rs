@@ -1,4 +1,4 @@
-//! What is asked of bulkheads, and what an operator has them do.
+//! Handlers that show, change and steer bulkheads.
 
 use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
@@ -66,7 +66,7 @@ pub(super) async fn change_tenant(
     done(&name, control.commander.ask(command).await)
 }
 
-/// Tells what came of a command.
+/// Converts the data plane's answer to a command into a response.
 fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) -> Response {
     match answer {
         Some(Ok(state)) => axum::Json(state).into_response(),
@@ -78,7 +78,7 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
     }
 }
 
-/// Reads what to change; in one sentence, what is wrong with it.
+/// Parses a change. The error is a message for the client.
 fn read_body<T: serde::de::DeserializeOwned>(
     body: &[u8],
     judge: impl Fn(&T) -> Option<String>,

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Shared;
 use super::answers::problem;
 
-/// What stands in the place of a secret.
+/// Replacement for a secret.
 const REDACTED: &str = "[redacted]";
 
 pub(super) async fn show(State(control): State<Shared>) -> Response {
@@ -19,8 +19,8 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// The configuration without the values of workers' variables, and with the limits that it leaves to the sandbox. The
-/// token itself is not part of it.
+/// Returns the configuration without the values of the workers' environment variables, and with the resource
+/// limits that the sandbox adds. The HTTP token is not part of the configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
     for (bulkhead, told) in

@@ -1,5 +1,5 @@
-//! Connections, from the moment in which they were let in: sorted by what they ask for, served by one thread or the
-//! other, and closed in time.
+//! Admitted connections: dispatched to one of two threads according to the requested path, served, and closed
+//! in time.
 
 use std::io::{self, IoSlice};
 use std::net;
@@ -23,48 +23,50 @@ use tokio::time::{Instant, Sleep};
 
 use super::paths;
 
-/// How long a request may take to come and to be answered, before its connection is closed.
+/// Time limit for receiving a request and answering it. After this time the connection is closed.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long a client may read nothing of its answer.
+/// Maximum time for which a client can leave its response unread.
 const READ_WITHIN: Duration = Duration::from_secs(30);
 
-/// How long a connection that is answered waits for its other side to close.
+/// Maximum time to wait for the client to close an answered connection.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Bytes that it throws away meanwhile, at most.
+/// Maximum number of bytes that are discarded while waiting for the client to close.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// When the control plane ends: how long connections that have come by then may take to be let in and to be heard.
+/// Time limit, once the control plane ends, for accepting the remaining connections and receiving their
+/// requests.
 pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 
-/// The same for one that came a moment ago: its client may have had no processor yet. A browser's spare connection that
-/// has been silent for longer is not waited for.
+/// Time limit, once the control plane ends, for a request on a new connection. Longer than `LAST_WITHIN`,
+/// because the client may not have had processor time yet. A browser's spare connection that has been silent
+/// for longer is closed.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
-/// How long a request may take to be seen that has come by then.
+/// Time limit, once the control plane ends, for reading a request that has already arrived.
 const LAST_LOOK: Duration = Duration::from_millis(100);
 
-/// How long these may take to be answered.
+/// Time limit, once the control plane ends, for answering the remaining requests.
 const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 
-/// Bytes of a request that tell what it asks for.
+/// Number of bytes of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
 
-/// True if a connection waits to be accepted. A stop delays for no other reason.
+/// Returns true if a connection waits to be accepted. Shutdown is delayed only for such connections.
 pub(super) fn has_waiting(listener: impl AsFd) -> bool {
     let mut polled = [PollFd::new(&listener, PollFlags::IN)];
     !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
 }
 
-/// How a connection is served.
+/// Admission result of a connection.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
-    /// If it is not, why, in a sentence.
+    /// Reason why the connection is not served, in one sentence.
     pub(super) refusal: Option<Arc<str>>,
-    /// The user whose request it is; over TCP, where that cannot be told, the supervisor's own.
+    /// The user who sent the request. Over TCP, where the user is unknown, the supervisor's own user.
     pub(super) uid: u32,
-    /// Whether the request takes as long as it takes: its handler sees to its end.
+    /// True if the request has no general time limit, because its handler enforces a limit.
     is_patient: Arc<AtomicBool>,
 }
 
@@ -81,7 +83,7 @@ impl Entry {
         Self { refusal: Some(why.into()), ..Self::new() }
     }
 
-    /// From now on the request has no time limit but what its handler gives it.
+    /// Lifts the general time limit. The handler then enforces its own limits.
     pub(super) fn be_patient(&self) {
         self.is_patient.store(true, Ordering::Relaxed);
     }
@@ -91,16 +93,16 @@ impl Entry {
     }
 }
 
-/// A stream socket that can change from one runtime to another.
+/// A stream socket that can move between runtimes.
 pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
-    /// Without a runtime.
+    /// The socket without a runtime.
     type Alone: Send + 'static;
 
     fn leave(self) -> io::Result<Self::Alone>;
 
     fn enter(alone: Self::Alone) -> io::Result<Self>;
 
-    /// Waits for something to read and has a look at it.
+    /// Waits for data and peeks at it.
     fn peek(&self, bytes: &mut [u8]) -> impl Future<Output = io::Result<usize>> + Send;
 }
 
@@ -137,7 +139,7 @@ impl Socket for TcpStream {
     }
 }
 
-/// A connection that was let in, or is to be told why not.
+/// An admitted connection, or a refused connection that is about to be sent the reason.
 pub(super) struct Arrival<S> {
     socket: S,
     entry: Entry,
@@ -151,14 +153,14 @@ impl<S> Arrival<S> {
     }
 }
 
-/// Where arrivals are served.
+/// A channel to the thread that serves the arrivals.
 type Way<S> = mpsc::Sender<Arrival<<S as Socket>::Alone>>;
 
-/// The ways of a listener: to the control plane's own thread, and to that of low-priority readers.
+/// Channels of one listener: to the control plane's own thread, and to the thread of low-priority readers.
 pub(super) struct Ways<S: Socket> {
     own: Way<S>,
     readers: Way<S>,
-    /// True once clients that say nothing are not waited for any more.
+    /// True once silent clients must not be waited for any more.
     end: watch::Receiver<bool>,
 }
 
@@ -169,7 +171,8 @@ impl<S: Socket> Clone for Ways<S> {
 }
 
 impl<S: Socket> Ways<S> {
-    /// Sends a connection on as soon as it is known what it asks for. No other one waits meanwhile.
+    /// Passes a connection on as soon as the requested path is known. Other connections do not wait
+    /// meanwhile.
     pub(super) fn send(&self, arrival: Arrival<S>) {
         let mut ways = self.clone();
         tokio::spawn(async move {
@@ -186,7 +189,7 @@ impl<S: Socket> Ways<S> {
         });
     }
 
-    /// Waits until a client says what it wants; returns how many bytes of that there are to be seen.
+    /// Waits for the beginning of a request. Returns the number of bytes that were peeked.
     pub(super) async fn asks(&mut self, socket: &S, head: &mut [u8], came: Instant) -> Option<usize> {
         let over = async {
             let _ = self.end.wait_for(|is_over| *is_over).await;
@@ -198,28 +201,28 @@ impl<S: Socket> Ways<S> {
             () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => false,
             () = over => true,
         };
-        // What has come by now is not seen before the runtime has looked.
+        // The runtime does not report bytes that arrived just now before it has polled once.
         let last = tokio::time::timeout(LAST_LOOK, socket.peek(head));
         if is_over { last.await.ok()?.ok() } else { None }
     }
 
-    /// Sends a connection on whose request begins so.
+    /// Passes a connection on, to the thread that serves requests with this beginning.
     pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
         let Arrival { socket, entry, came, place } = arrival;
         let way = if paths::is_for_readers(head) { &self.readers } else { &self.own };
-        // A socket that cannot change, or is not served any more, is closed.
+        // If the socket cannot move or the thread has stopped serving, the socket is closed.
         if let Ok(socket) = socket.leave() {
             let _ = way.try_send(Arrival { socket, entry, came, place });
         }
     }
 }
 
-/// The connections that came, as a listener.
+/// Receiver of admitted connections, as an axum listener.
 pub(super) struct Arrivals<S: Socket> {
     queue: mpsc::Receiver<Arrival<S::Alone>>,
-    /// True once the listener is closed, and all that came are inside.
+    /// True once the listener is closed and all its connections have been accepted.
     is_empty: watch::Sender<bool>,
-    /// How many are inside.
+    /// Number of connections that are being served.
     inside: Arc<watch::Sender<usize>>,
 }
 
@@ -229,8 +232,8 @@ impl<S: Socket> Arrivals<S> {
     }
 }
 
-/// The ways of a listener, and what comes to the control plane's own thread and to that of low-priority readers. Each
-/// connection holds one of so many `places`, so that there is room for all that wait to be served.
+/// Creates the channels of a listener and their receivers, for the control plane's own thread and for the
+/// low-priority readers. Each connection holds one of `places` permits, so that the channels never overflow.
 pub(super) fn ways<S: Socket>(
     end: watch::Receiver<bool>,
     places: usize,
@@ -246,7 +249,7 @@ impl<S: Socket> axum::serve::Listener for Arrivals<S> {
     async fn accept(&mut self) -> (Placed<S>, Entry) {
         loop {
             let Some(Arrival { socket, entry, came, place }) = self.queue.recv().await else {
-                // The listener is closed. Connections that are inside are served.
+                // The listener is closed. Accepted connections are still served.
                 self.is_empty.send_replace(true);
                 return std::future::pending().await;
             };
@@ -269,13 +272,14 @@ impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
     }
 }
 
-/// Serves connections that come until the control plane ends, and then those that had come by that time.
+/// Serves connections until the control plane ends, then the connections that were admitted before.
 pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
     let mut is_empty = arrivals.is_empty.subscribe();
     let mut inside = arrivals.inside.subscribe();
     let shutdown = async move {
         let _ = is_empty.wait_for(|is_empty| *is_empty).await;
-        // A shutdown would drop those that are not read yet. Each is closed by itself after its answer.
+        // A graceful shutdown would drop connections whose request is still unread. Each connection closes
+        // after its response anyway.
         let _ = tokio::time::timeout(ANSWERED_LAST_WITHIN, inside.wait_for(|inside| *inside == 0)).await;
     };
     let service = router.into_make_service_with_connect_info::<Entry>();
@@ -284,7 +288,7 @@ pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
     }
 }
 
-/// A connection that holds its place, and not for ever: one request is served on each.
+/// A connection that holds a permit for a limited time. One request is served on each connection.
 pub(super) struct Placed<S> {
     socket: S,
     patience: Pin<Box<Sleep>>,
@@ -293,7 +297,7 @@ pub(super) struct Placed<S> {
     _place: (OwnedSemaphorePermit, Inside),
 }
 
-/// One that is counted as inside.
+/// Guard that counts a connection as being served.
 struct Inside(Arc<watch::Sender<usize>>);
 
 impl Drop for Inside {
@@ -302,17 +306,17 @@ impl Drop for Inside {
     }
 }
 
-/// What a connection waits for.
+/// Phase of a connection.
 #[derive(PartialEq)]
 enum Turn {
-    /// The request is not all there, or not answered yet.
+    /// The request is incomplete or unanswered.
     Asking,
-    /// The answer goes out as it comes.
+    /// The response is being sent as it is produced.
     Answering,
-    /// There is something to send, and the client does not read.
+    /// There is data to send, and the client does not read.
     Stalled,
-    /// All is sent. What still comes is thrown away for a moment: a connection that is closed with bytes
-    /// unread is reset, and the answer may be lost with it.
+    /// The response is sent. Further input is discarded for a short time, because closing a socket with
+    /// unread bytes resets the connection, and the client can lose the response.
     Lingering { bytes_left: usize },
 }
 
@@ -323,7 +327,7 @@ impl<S> Placed<S> {
         Self { socket, patience, is_patient, state: Turn::Asking, _place: place }
     }
 
-    /// Pending, unless patience is at its end.
+    /// Returns pending, or an error if the time limit has passed.
     fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
         if self.state == Turn::Asking && self.is_patient.load(Ordering::Relaxed) {
             return Poll::Pending;

@@ -1,4 +1,4 @@
-//! Crash reports over HTTP: a list, one of them, and its jobs run again.
+//! Crash reports over HTTP: list, show, and replay of a report's jobs.
 
 use std::convert::Infallible;
 
@@ -28,11 +28,11 @@ pub(super) struct ListQuery {
     limit: Option<usize>,
 }
 
-/// The newest `limit` of them, the oldest first.
+/// Lists the newest `limit` reports, oldest first.
 pub(super) async fn list(State(control): State<Shared>, Query(query): Query<ListQuery>) -> Response {
     let Some(mut crashes) = control.crashes.list().await else { return busy() };
     if let Some(name) = &query.bulkhead {
-        // One that is not configured any more may have left some.
+        // Bulkheads that are no longer configured may have left reports.
         crashes.retain(|crash| crash.bulkhead == *name);
         if crashes.is_empty() && !control.reloads.has(name) {
             return not_found(name);
@@ -53,7 +53,7 @@ fn busy() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; try again")
 }
 
-/// What users call an id never becomes a path.
+/// Finds a report. The text from the request is parsed first, so that it is never used as a path.
 async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> {
     let unknown = || {
         let detail = format!("there is no crash report '{}'", id.escape_debug());
@@ -96,7 +96,7 @@ pub(super) async fn replay(
         Ok(first) => first,
         Err(refusal) => return refusal,
     };
-    // The answer is begun at once, since it may take longer to come than a request has.
+    // The response starts immediately, because a replay can take longer than the time limit of a request.
     let body = stream::once(async move {
         let replay = run(control, report, places, first, place).await;
         Ok::<_, Infallible>(Bytes::from(format!("{}\n", json!(replay))))
@@ -104,7 +104,8 @@ pub(super) async fn replay(
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
 }
 
-/// The places of the jobs to run, in this order: the one that was asked for, the culprit, or else all.
+/// Selects the jobs to replay, as indices in order: the requested job, else the culprit, else all replayable
+/// jobs.
 fn choose(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
@@ -157,7 +158,7 @@ async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<B
     }
 }
 
-/// Runs the jobs one after the other, each in a worker of its own, until it happens again.
+/// Replays the jobs one after the other, each in a separate worker, until the crash is reproduced.
 async fn run(
     control: Shared,
     report: Box<CrashReport>,
@@ -199,7 +200,7 @@ fn judge(before: &Cause, replayed: &Replayed) -> ReplayVerdict {
         (Err(_), _) => ReplayVerdict::NotRun,
         (Ok(Verdict::Crashed { .. }), Some(cause)) if before.is_same(cause) => ReplayVerdict::Same,
         (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
-        // The supervisor's own stop, or its keeper's end.
+        // The supervisor stopped the worker, or the keeper died.
         (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
         (Ok(_), _) => ReplayVerdict::NoCrash,
     }

@@ -1,5 +1,5 @@
-//! The dashboard on `GET /`: one page with all that it needs in it. It asks this API alone, and may do no
-//! more than that: everything it is given to show is hostile.
+//! The dashboard on `GET /`: one page without external resources. The page uses only this API, and the
+//! content security policy allows nothing else, because all displayed data is untrusted.
 
 use std::sync::LazyLock;
 
@@ -15,7 +15,8 @@ macro_rules! file {
     };
 }
 
-/// What each module imports stands before it. They become one script, in which names are told apart by a test.
+/// JavaScript modules in dependency order. They are concatenated into one script; a test ensures unique
+/// names.
 const MODULES: [&str; 14] = [
     file!("format.js"),
     file!("worst.js"),
@@ -50,8 +51,8 @@ impl Page {
             .replace("{icon}", &icon)
             .replace("{style}", &style)
             .replace("{script}", &script);
-        // What browsers let the page do: this script and this style alone, requests to its own origin alone, nothing
-        // that turns text into markup, and no place in other people's pages.
+        // The content security policy allows only this script and this style, requests to the page's own
+        // origin, no conversion of text into markup, and no embedding in other pages.
         let policy = format!(
             "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; base-uri 'none'; \
              form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -62,14 +63,15 @@ impl Page {
     }
 }
 
-/// All modules as one: what they import is there already.
+/// Concatenates all modules. Imports are removed, because the imported names are defined earlier in the
+/// script.
 fn script() -> String {
     let lines = MODULES.iter().flat_map(|module| module.lines());
     let own = lines.filter(|line| !line.starts_with("import "));
     own.flat_map(|line| [line.strip_prefix("export ").unwrap_or(line), "\n"]).collect()
 }
 
-/// How a policy names what stands in the page itself.
+/// Returns the source expression of an inline script or style for a content security policy.
 fn source(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
 }
@@ -82,7 +84,7 @@ pub(super) async fn page() -> Response {
         (header::REFERRER_POLICY, "same-origin"),
         (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
         (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
-        // After an upgrade the page is that of the new version.
+        // After an upgrade, the browser must load the new version of the page.
         (header::CACHE_CONTROL, "no-cache"),
     ];
     (headers, PAGE.html.as_str()).into_response()
@@ -94,7 +96,6 @@ mod tests {
 
     use super::*;
 
-    /// The page loads nothing, and no text becomes markup.
     #[test]
     fn the_page_is_all_there_is() {
         let said = PAGE.html.replace("http://www.w3.org/2000/svg", "");
@@ -104,14 +105,14 @@ mod tests {
             assert!(!said.contains(word), "{word}");
         }
         assert!(!said.contains("{icon}") && !said.contains("{style}") && !said.contains("{script}"));
-        // Otherwise they would end too early.
+        // A closing tag inside the script or the style would end the element too early.
         assert_eq!((said.matches("</script").count(), said.matches("</style").count()), (1, 1));
         for line in script().lines() {
             assert!(!line.starts_with("import") && !line.starts_with("export"), "{line}");
         }
     }
 
-    /// A module has no names of its own any more, and finds what it imports.
+    /// Concatenated modules share one scope, and an import must refer to an earlier module.
     #[test]
     fn no_two_modules_use_the_same_name() {
         let mut names = BTreeSet::new();

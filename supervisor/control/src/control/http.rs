@@ -1,4 +1,4 @@
-//! What is the same for all of HTTP: which requests are let in, for how long, and what every answer says.
+//! The parts that all HTTP sockets share: admission of requests, time limits, and common response headers.
 
 use std::pin::pin;
 
@@ -14,10 +14,10 @@ use super::answers::{JSON, PROBLEM, problem};
 use super::connections::{ANSWERED_WITHIN, Entry};
 use super::{Shared, browser, jobs, routes};
 
-/// Bytes of a request's body, but for payloads.
+/// Maximum size of a request body, except for payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
-/// What is the same on all sockets.
+/// Builds the router that all sockets share.
 pub(super) fn router(control: Shared) -> Router {
     routes::router()
         .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
@@ -34,7 +34,7 @@ async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: 
     if let Some(why) = entry.refusal {
         return jobs::turned_away(&request, RejectReason::Forbidden, &why);
     }
-    // Also on the Unix socket: an operator may have made it a port for a browser.
+    // Applies to the Unix socket as well, because an operator may forward it to a port for a browser.
     if let Some(refusal) = browser::refuse(&request) {
         return refusal;
     }
@@ -42,13 +42,13 @@ async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: 
     match tokio::time::timeout(ANSWERED_WITHIN, &mut answer).await {
         Ok(answer) => answer,
         Err(_) if entry.is_patient() => answer.await,
-        // A client that waits for `100 Continue` has had it, so that nothing else looks at the time any more.
+        // Nothing else limits the time of a client that was sent `100 Continue`.
         Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request did not come whole in time"),
     }
 }
 
-/// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
-/// and a client that is put off hears until when.
+/// Completes responses: errors of the router itself, such as an invalid query, become problem documents, and
+/// retryable errors get a `Retry-After` header.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let version = request.version();
     let mut response = next.run(request).await;
@@ -60,20 +60,20 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
         response = problem(status, &String::from_utf8_lossy(&said));
     }
     let headers = response.headers_mut();
-    // A place is not to be held by a client that may ask again some day.
+    // A client with an idle connection must not hold a permit.
     headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
-    // Workers' output and results are theirs: no browser is to make a page or a script of them.
+    // Workers produce the output and results. No browser must interpret them as a page or a script.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
     if version == Version::HTTP_10 {
-        // Otherwise a `keep-alive` is added to our `close` for clients that ask for one.
+        // Otherwise hyper adds `keep-alive` to our `close` for clients that ask for it.
         *response.version_mut() = version;
     }
     response
 }
 
-/// The policy of whatever is not the dashboard.
+/// Content security policy of every response except for the dashboard.
 const INERT: &str = "default-src 'none'; frame-ancestors 'none'";

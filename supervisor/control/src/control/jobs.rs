@@ -1,6 +1,6 @@
-//! Jobs over HTTP: each is a client of the data plane for itself, on a socketpair, in the jobs protocol. So
-//! there is one way to admission, what goes missing here is cancelled there, and payloads and results that
-//! a client sends or reads slowly wait where their bytes are counted.
+//! Jobs over HTTP: each job connects to the data plane as a separate client, on a socketpair, with the jobs
+//! protocol. Therefore all jobs go through the same admission, and a lost HTTP connection cancels the job. The
+//! data plane counts the bytes of payloads and results that are sent or read slowly.
 
 use std::io;
 use std::pin::pin;
@@ -35,35 +35,35 @@ use super::connections::Entry;
 use bulkhead_plane::command::Command;
 use bulkhead_plane::counters::SharedCounters;
 
-/// Jobs over HTTP under way at once; the next ones are told `overloaded`.
+/// Maximum number of concurrent jobs over HTTP. Further jobs are rejected as `overloaded`.
 pub const JOBS_MAX: usize = 128;
 
-/// How long a payload may take to come. The data plane allows a frame as long, from when it begins.
+/// Time limit for receiving a payload. The data plane allows the same time for a frame, from its first byte.
 const UPLOADED_WITHIN: Duration = Duration::from_secs(30);
 
-/// Bytes that go at once from a result to the client.
+/// Maximum size of the chunks in which a result is sent, in bytes.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Bytes of one piece of a payload whose length is not known before its end.
+/// Size of the segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// The number of the only job on its connection.
+/// Request number of the only job on its connection.
 const NUMBER: u64 = 1;
 
-/// What a payload whose size is not known, or wrong anyway, is announced with: more than travels without being
-/// announced, so that the data plane answers before a byte of it has come.
+/// Announced size of a payload whose size is unknown or invalid. Exceeds the size up to which payloads are
+/// sent unannounced, so that the data plane answers before it receives a byte of the payload.
 const LARGE_ENOUGH: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// `POST /v1/bulkheads/{name}/jobs`.
+/// Handles `POST /v1/bulkheads/{name}/jobs`.
 pub(super) async fn submit(
     State(control): State<Shared>,
     ConnectInfo(entry): ConnectInfo<Entry>,
     Path(name): Path<String>,
     request: Request,
 ) -> Response {
-    // A job has a deadline of its own, and a payload its time.
+    // The job's deadline and the upload limit replace the general time limit.
     entry.be_patient();
     let (parts, body) = request.into_parts();
     let count = |priority, reason| control.pulse.refused.count(&name, priority, reason);
@@ -87,14 +87,14 @@ pub(super) async fn submit(
                 count(asked.priority, RejectReason::Overloaded);
                 refused(&name, RejectReason::Overloaded, sentence)
             }
-            // It has not become a job, and as a rule its sender is gone.
+            // The request did not become a job, and the sender is usually gone.
             Err(Cut::Broken) => {
                 refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
             }
             Err(Cut::Ended) => ended(&name),
             Err(Cut::Draining) => refused(&name, RejectReason::Draining, "the supervisor is stopping".into()),
         };
-    // A job that has a span has answered with that.
+    // The response of a job with a span already has a `traceparent`.
     if let Some(given) = asked.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
         tell_trace(&mut response, given);
     }
@@ -107,23 +107,23 @@ fn tell_trace(response: &mut Response, trace: Traceparent) {
     }
 }
 
-/// Why a job has no outcome.
+/// Reasons why a job has no outcome.
 enum Cut {
     /// The payload took too long.
     Slow,
-    /// There is no room for it.
+    /// There is no memory or permit for the job.
     Overloaded(String),
-    /// Its sender broke off, or broke the rules of HTTP.
+    /// The sender aborted the request or violated HTTP.
     Broken,
-    /// The data plane has let go of it.
+    /// The data plane dropped the job.
     Ended,
-    /// The data plane ended before it heard of it.
+    /// The data plane ended before it received the job.
     Draining,
 }
 
-// What is asked.
+// Request headers.
 
-/// The headers of a job.
+/// Parsed headers of a job request.
 #[derive(Default)]
 struct Asked<'h> {
     operation: &'h str,
@@ -137,7 +137,7 @@ struct Asked<'h> {
 }
 
 impl<'h> Asked<'h> {
-    /// Reads them; in one sentence, what is wrong with them.
+    /// Parses the headers. The error is a message for the client.
     fn read(headers: &'h HeaderMap) -> Result<Self, String> {
         let mut asked = Self { cost: 1, ..Self::default() };
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
@@ -149,7 +149,7 @@ impl<'h> Asked<'h> {
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
             asked.take(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
         }
-        // W3C: an invalid traceparent is ignored; so are two.
+        // W3C Trace Context: an invalid `traceparent` is ignored, and so are duplicates.
         let mut given = headers.get_all(TRACEPARENT).iter();
         if let (Some(value), None) = (given.next(), given.next()) {
             asked.traceparent = value.to_str().ok().and_then(Traceparent::parse);
@@ -191,7 +191,7 @@ impl<'h> Asked<'h> {
     }
 }
 
-/// The longest deadline or run limit that is handed on; what is above the bulkhead's own is cut to that.
+/// Maximum deadline or run limit that is passed on. The data plane reduces it to the bulkhead's own limit.
 const LIMIT_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn millis(value: &str) -> Option<Duration> {
@@ -203,30 +203,30 @@ fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
     if value.len() > bytes_max { Err(format!("it is longer than {bytes_max} bytes")) } else { Ok(value) }
 }
 
-// The payload.
+// Payloads.
 
-/// A payload on its way in.
+/// An incoming payload.
 struct Upload {
     body: BodyDataStream,
     length: Length,
-    /// The most that the bulkhead takes; `None` if there is no such bulkhead.
+    /// The bulkhead's `max_payload`; `None` if the bulkhead does not exist.
     most: Option<u64>,
     spool: Spool,
 }
 
 enum Length {
     Known(u64),
-    /// It ends when it ends.
+    /// Chunked: the length is unknown until the end.
     Open,
 }
 
-/// How a payload is announced to the data plane, and where its bytes come from.
+/// Size of a payload as announced to the data plane, and the source of its bytes.
 enum Announced {
-    /// They are passed on as they come.
+    /// The bytes are passed on as they arrive.
     Coming(u64),
-    /// They are here.
+    /// The bytes are already in memory.
     Spooled(u64),
-    /// None will ever come: this is what the data plane is to refuse.
+    /// No bytes will be sent. The data plane must reject this size.
     Hopeless(u64),
 }
 
@@ -244,10 +244,10 @@ impl Upload {
         Self { body: body.into_data_stream(), length, most, spool: Spool::new(control.pulse.clone(), room) }
     }
 
-    /// Finds out how long it is, which one in chunks tells only at its end.
+    /// Determines the length of the payload. A chunked payload must be received completely first.
     async fn announce(&mut self) -> Result<Announced, Cut> {
         let most = self.most.unwrap_or(0);
-        // One that is told to be too large and yet is taken, as its limit has just been raised, never comes.
+        // If `max_payload` was raised meanwhile, the data plane accepts this size, but no bytes ever follow.
         let hopeless = |bytes: u64| Announced::Hopeless(bytes.clamp(LARGE_ENOUGH, PAYLOAD_BYTES_CEILING + 1));
         match self.length {
             Length::Known(bytes) if bytes > most => return Ok(hopeless(bytes)),
@@ -302,11 +302,11 @@ async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Cut> {
     }
 }
 
-/// A payload whose length is not known yet. Its bytes count as buffered.
+/// A payload of unknown length, held in memory. Its bytes count as buffered.
 struct Spool {
     segments: Vec<Vec<u8>>,
     bytes: usize,
-    /// Bytes that are counted.
+    /// Number of bytes included in the shared counter.
     counted: usize,
     pulse: Arc<SharedCounters>,
     room: usize,
@@ -317,7 +317,7 @@ impl Spool {
         Self { segments: Vec::new(), bytes: 0, counted: 0, pulse, room }
     }
 
-    /// Copies: what comes may be a few bytes of a large buffer.
+    /// Copies the bytes, because a small chunk can keep a large buffer alive.
     fn add(&mut self, mut chunk: &[u8]) -> Result<(), Cut> {
         while !chunk.is_empty() {
             let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
@@ -347,7 +347,8 @@ impl Spool {
         Ok(())
     }
 
-    /// Others need the room: gives up what it holds, if it is not another that does.
+    /// Fails if the data plane needs memory and this payload holds some, unless other payloads have already
+    /// given up enough.
     fn give_way(&self) -> Result<(), Cut> {
         let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.counted));
         let unwanted = &self.pulse.spool_unwanted;
@@ -361,7 +362,7 @@ impl Spool {
         Cut::Overloaded(format!("what waits holds max_buffered ({} bytes)", self.room))
     }
 
-    /// From now on it is the data plane that counts them.
+    /// Takes all segments. From here on, the data plane counts the bytes.
     fn hand_over(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
         self.uncount();
         std::mem::take(&mut self.segments).into_iter()
@@ -370,7 +371,7 @@ impl Spool {
     fn uncount(&mut self) {
         let counted = std::mem::take(&mut self.counted);
         if counted > 0 && self.pulse.spooled.fetch_sub(counted, Ordering::Relaxed) == counted {
-            // There is nothing left to be given up.
+            // No payload is left that could give up memory.
             self.pulse.spool_unwanted.store(0, Ordering::Relaxed);
         }
     }
@@ -382,9 +383,9 @@ impl Drop for Spool {
     }
 }
 
-// To the data plane and back.
+// Exchange with the data plane.
 
-/// Submits a job and waits for its outcome. Dropping this closes the connection, and so cancels the job.
+/// Submits a job and waits for its outcome. Dropping the future closes the connection and so cancels the job.
 async fn run(
     control: &Shared,
     uid: u32,
@@ -392,7 +393,7 @@ async fn run(
     asked: &Asked<'_>,
     mut upload: Upload,
 ) -> Result<Response, Cut> {
-    // First of all, so that no payload comes in without a place.
+    // Acquires a permit first, so that no payload is received without one.
     let Ok(place) = control.jobs.clone().try_acquire_owned() else {
         let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
         return Err(Cut::Overloaded(sentence));
@@ -407,13 +408,13 @@ async fn run(
         .map_err(|error| if is_over(control) { Cut::Draining } else { Cut::Overloaded(error.to_string()) })?;
     let (mut reader, mut writer) = here.into_split();
     let head = head(name, asked, &announced)?;
-    // If it cannot be sent, its answer says why.
+    // If the write fails, the data plane's answer gives the reason.
     let _ = writer.write_all(&head).await;
     let (metadata, result_bytes) = {
         let mut answer = pin!(read_outcome(control, &mut reader));
         let sent = tokio::time::timeout_at(within, upload.send(&announced, &mut writer));
         tokio::select! {
-            // One that is refused need not come in.
+            // The payload of a rejected job need not be received.
             biased;
             answer = &mut answer => answer?,
             sent = sent => match sent {
@@ -429,7 +430,7 @@ async fn run(
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
-    // The announcement was not about its true size.
+    // The data plane's message contains the announced size instead of the real size.
     if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
     {
@@ -443,7 +444,7 @@ async fn run(
         Verdict::Ok => result(&outcome, result_bytes, reader, writer),
         _ => {
             let mut payload = Vec::new();
-            // The data plane passes on no more of a failure.
+            // The data plane sends no more than this for a failed job.
             let most = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
             reader.take(most).read_to_end(&mut payload).await.map_err(|_| Cut::Ended)?;
             outcome_problem(None, &outcome, payload, asked.traceparent)
@@ -456,7 +457,7 @@ async fn run(
     Ok(response)
 }
 
-/// Whether the data plane has given its last answers.
+/// Returns true if the data plane has sent its last answers.
 fn is_over(control: &Shared) -> bool {
     control.pulse.is_over.load(Ordering::SeqCst)
 }
@@ -468,7 +469,7 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
     Ok((UnixStream::from_std(here)?, there))
 }
 
-/// Everything of the frame but its payload.
+/// Encodes the frame without the payload.
 fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
     let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
         *announced;
@@ -477,7 +478,7 @@ fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>,
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
-    // No bulkhead has a name as long as that, and so none that is cut off it.
+    // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
     let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Cut::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
@@ -488,13 +489,13 @@ fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>,
     Ok(bytes)
 }
 
-/// Reads up to the result: the outcome's metadata, and how many bytes follow.
+/// Reads up to the result. Returns the outcome's metadata and the number of bytes that follow.
 async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Cut> {
     let mut is_begun = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // The data plane answers every job that it has heard of before it ends: one of which it says nothing has
-        // never begun.
+        // Before the data plane ends, it answers every job that it has received. A job without any answer was
+        // never received.
         let end = |_| if !is_begun && is_over(control) { Cut::Draining } else { Cut::Ended };
         bytes[0] = reader.read_u8().await.map_err(end)?;
         is_begun = true;
@@ -504,21 +505,21 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
         reader.read_exact(&mut metadata).await.map_err(|_| Cut::Ended)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
-            // The frame did not end in time: there is nothing else to refuse of it.
+            // The frame was not completed in time. The data plane refuses frames for no other reason here.
             kind::REFUSED => {
                 let (refused, _) = codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
                 let is_for_memory = refused.reason == RejectReason::Overloaded.code();
                 return Err(if is_for_memory { Cut::Overloaded(refused.message.into()) } else { Cut::Slow });
             }
-            // Progress, as a rule. Nothing but an outcome has a payload.
+            // Usually a progress message. Only outcomes have a payload.
             _ => {}
         }
     }
 }
 
-// Answers.
+// Responses.
 
-/// The fields of an outcome, with the payload of a failed job.
+/// Returns the fields of an outcome, including the payload of a failed job.
 fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let signal = match &outcome.verdict {
         Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {
@@ -533,7 +534,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// The same as headers: those that there is a line in the documentation of.
+/// Converts the documented fields into headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let told = [
         ("bulkhead-outcome", "outcome"),
@@ -551,7 +552,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
     ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
-        // A handler's own words may be no header.
+        // A message from a handler may not be a valid header value.
         Value::String(text) => HeaderValue::from_str(text).ok(),
         other => HeaderValue::from_str(&other.to_string()).ok(),
     };
@@ -561,7 +562,8 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
 }
 
 fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWriteHalf) -> Response {
-    // The writing half goes last: its end is ours, and the data plane would not send the rest.
+    // Keeps the writing half until the end. Closing it would end the connection, and the data plane would not
+    // send the rest.
     let body = stream::unfold((reader, writer, bytes), async |(mut reader, writer, left)| {
         if left == 0 {
             return None;
@@ -581,19 +583,20 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
     response
 }
 
-/// A problem document with the fields of the outcome; with the status of its verdict, if not with another.
+/// Returns a problem document with the fields of the outcome. Without `status`, the verdict determines the
+/// HTTP status.
 fn outcome_problem(
     status: Option<StatusCode>,
     outcome: &Outcome,
     payload: Vec<u8>,
     traceparent: Option<Traceparent>,
 ) -> Response {
-    // 499 is used here and by a few proxies alone.
+    // Status 499 is non-standard.
     let status = status.or_else(|| StatusCode::from_u16(outcome.verdict.http_status()).ok());
     let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
     let told = headers(&fields);
-    // In a problem document that is the status of HTTP.
+    // In a problem document, `status` is the HTTP status.
     fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
@@ -606,7 +609,7 @@ fn outcome_problem(
     response
 }
 
-/// Such a request is not let in: the end of a job, if it brings one.
+/// Refuses a request at admission. For a job request, the response has the form of an outcome.
 pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str) -> Response {
     let path = request.uri().path();
     let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
@@ -617,26 +620,26 @@ pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str
     }
 }
 
-/// What is refused before the data plane has heard of it.
+/// Rejects a job that was not sent to the data plane.
 fn refused(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
     no_outcome(name, Verdict::Rejected { reason, message }, retry_after)
 }
 
-/// The same of a payload that did not come in time, which has a status of its own.
+/// Rejects a job whose payload did not arrive in time. The response has a separate status.
 fn slow(name: &str) -> Response {
     let message = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
     outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &unseen(name, verdict, None), Vec::new(), None)
 }
 
-/// The data plane has ended, or has let go of a result that it had no room for.
+/// Responds that the data plane has ended, or dropped a result for lack of memory.
 fn ended(name: &str) -> Response {
     let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
     no_outcome(name, Verdict::Crashed { reason: CrashReason::Stopped, status: None, message }, None)
 }
 
-/// An outcome that the data plane did not tell.
+/// Responds with an outcome that did not come from the data plane.
 fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
     outcome_problem(None, &unseen(name, verdict, retry_after), Vec::new(), None)
 }

@@ -1,6 +1,5 @@
-//! Connections over TCP that have not said yet what they want, or wait for a place. Any process may open
-//! many, so that the one that has waited for longest goes when there are too many; and requests that ask whether the
-//! supervisor is well have places of their own.
+//! TCP connections whose request is still unknown, or that wait for a permit. Any process can open many, so
+//! the oldest waiting connection is closed when there are too many. Health checks have separate permits.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,13 +11,13 @@ use tokio::time::{Instant, timeout_at};
 use super::connections::{ANSWERED_WITHIN, Arrival, Entry, HEAD_BYTES, Socket, Ways};
 use super::paths;
 
-/// Connections that wait.
+/// Maximum number of waiting connections.
 pub(crate) const WAITING_MAX: usize = 128;
 
-/// Connections at once that ask for health.
+/// Maximum number of concurrent health checks.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Connections that wait, by number, the one that has for longest first.
+/// Waiting connections by number, oldest first.
 #[derive(Default)]
 struct Waiting(Mutex<VecDeque<(u64, AbortHandle)>>);
 
@@ -28,7 +27,7 @@ impl Waiting {
     }
 }
 
-/// Takes a connection from those that wait when it does not any more.
+/// Guard that removes a connection from the waiting list.
 struct Wait {
     number: u64,
     waiting: Arc<Waiting>,
@@ -40,7 +39,7 @@ impl Drop for Wait {
     }
 }
 
-/// Where they wait.
+/// The waiting connections of a listener.
 pub(super) struct Lobby<S: Socket> {
     ways: Ways<S>,
     places: Arc<Semaphore>,
@@ -50,7 +49,7 @@ pub(super) struct Lobby<S: Socket> {
 }
 
 impl<S: Socket> Lobby<S> {
-    /// From where as many as `places` go on to be served.
+    /// Creates a lobby with permits for `places` served connections.
     pub(super) fn new(ways: Ways<S>, places: usize) -> Self {
         Self {
             ways,
@@ -61,7 +60,7 @@ impl<S: Socket> Lobby<S> {
         }
     }
 
-    /// A connection comes, and perhaps another one goes.
+    /// Adds a connection. If too many wait, closes the oldest one.
     pub(super) fn enter(&mut self, socket: S) {
         self.entered += 1;
         let wait = Wait { number: self.entered, waiting: self.waiting.clone() };

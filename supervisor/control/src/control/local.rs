@@ -1,4 +1,4 @@
-//! The admin socket: which users connect to it, and whether they may.
+//! The admin socket: accepts connections and checks the connecting users.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use bulkhead_linux::peer::Outsiders;
 use bulkhead_plane::command::{Command, Commander};
 use bulkhead_plane::entry::{self, Refusal};
 
-/// Connections at once that are told why they are not served; the next ones are told nothing. As many reports
-/// of such wait for the data plane.
+/// Maximum number of refused connections that are sent the reason; further refused connections are closed
+/// without a response. Also the maximum number of queued reports about refused connections.
 const REFUSED_MAX: usize = 16;
 
-/// Connections served at once; the next ones wait.
+/// Maximum number of connections that are served at once; further connections wait.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// The same with those that are told why they are not served.
+/// Maximum number of served and refused connections together.
 pub(super) const PLACES: usize = CONNECTIONS_MAX + REFUSED_MAX;
 
-/// Lets in until the control plane ends.
+/// Accepts connections until the control plane ends.
 pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, ways: Ways<UnixStream>) {
     let mut next = control.sockets.next_admin();
     let mut door = Guarded {
@@ -36,17 +36,17 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
     };
     control.until_end(door.open(&mut next, &ways)).await;
-    // Clients that have come already are told that it is over, and not reset.
+    // Clients that have already connected get a response instead of a reset.
     if has_waiting(&door.listener) {
         let _ = tokio::time::timeout(LAST_WITHIN, door.open(&mut next, &ways)).await;
     }
     door.close(&ways);
 }
 
-/// A listener that takes only so many, and finds out which clients it may serve.
+/// A listener that bounds the number of connections and checks each client.
 struct Guarded {
     listener: UnixListener,
-    /// The user who may, beside root.
+    /// User id that can connect, besides root.
     own: u32,
     outsiders: Outsiders,
     commander: Commander,
@@ -56,7 +56,7 @@ struct Guarded {
 }
 
 impl Guarded {
-    /// Accepts clients of this listener, and of each listener that replaces it.
+    /// Accepts clients of this listener and of each replacement listener.
     async fn open(&mut self, next: &mut NextAdmin, ways: &Ways<UnixStream>) {
         loop {
             tokio::select! {
@@ -69,7 +69,7 @@ impl Guarded {
         }
     }
 
-    /// The user that connected, if it may.
+    /// Returns the connected user if this user has access.
     fn check(&self, socket: &UnixStream) -> Result<u32, Refusal> {
         let peer = entry::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own);
@@ -81,18 +81,20 @@ impl Guarded {
         Ok(uid)
     }
 
-    /// Reports it. Returns what there is to say and a place to say it in, if there is one.
+    /// Reports a refused client to the data plane. Returns the response, and a permit to send it if one is
+    /// free.
     fn refuse(&self, refusal: Refusal) -> Option<(Entry, OwnedSemaphorePermit)> {
         let place = self.places_for_refused.clone().try_acquire_owned();
         let entry = Entry::refused(&refusal.message);
-        // A crowd must not fill the queue of commands, and has been heard of.
+        // Many refused clients must not fill the command queue. The first reports suffice.
         if let Ok(place) = self.places_for_reports.clone().try_acquire_owned() {
             let _ = self.commander.send(Command::Refused { refusal, _place: place });
         }
         Some((entry, place.ok()?))
     }
 
-    /// Closes the listener, and sends on what has come: the loop above may have rested with some of them waiting.
+    /// Closes the listener and passes on the connections in its backlog, because the accept loop may not have
+    /// reached them.
     fn close(&self, ways: &Ways<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

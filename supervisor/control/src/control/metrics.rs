@@ -1,4 +1,4 @@
-//! `GET /metrics`: asks the data plane for its numbers and writes them as text, here.
+//! `GET /metrics`: asks the data plane for its numbers, and formats them on this thread.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};

@@ -1,4 +1,4 @@
-//! `GET /openapi.json`: how a route is described, and the document that describes them all to programs.
+//! `GET /openapi.json`: the description of a route, and the OpenAPI document of all routes.
 
 use axum::routing::MethodRouter;
 use bulkhead_api::{Problem, Readiness};
@@ -11,30 +11,30 @@ use super::Shared;
 use super::answers::PROBLEM;
 use super::paths::OPEN;
 
-/// One method on one path.
+/// Route: a method on a path.
 pub(super) struct Route {
-    /// In small letters.
+    /// HTTP method in lower case.
     pub(super) method: &'static str,
     pub(super) path: &'static str,
-    /// Its name in the document.
+    /// Operation id in the document.
     pub(super) id: &'static str,
     pub(super) about: &'static str,
     pub(super) handler: fn() -> MethodRouter<Shared>,
-    /// What may stand behind the `?`.
+    /// Query parameters.
     pub(super) query: &'static [Parameter],
-    /// Headers that say something here.
+    /// Request headers with a meaning for this route.
     pub(super) headers: &'static [Parameter],
     pub(super) body: Option<Content>,
-    /// What is answered if all is well.
+    /// Successful response.
     pub(super) answer: Answer,
-    /// Other answers than those of every route, all of them problem documents.
+    /// Status codes besides those of `PROBLEMS`. All of them have problem documents.
     pub(super) problems: &'static [u16],
 }
 
 pub(super) type Content = (&'static str, Schema);
 pub(super) type Answer = (u16, &'static [Content]);
 
-/// What a value looks like.
+/// Schema of a value.
 #[derive(Clone, Copy)]
 pub(super) enum Schema {
     Text,
@@ -44,18 +44,17 @@ pub(super) enum Schema {
     Boolean,
     OneOf(&'static [&'static str]),
     Object,
-    /// That of a document's type.
+    /// Schema of a document type.
     Of(fn(&mut SchemaGenerator) -> schemars::Schema),
 }
 
-/// What a request may say beside its path and its body.
+/// A query or header parameter: name, schema and description.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Answers that every route may have: a request that makes no sense, a client that may not, one that did not
-/// come in time, and a data plane that does not answer.
+/// Status codes of every route: invalid request, forbidden, timeout, and a data plane that does not answer.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
-/// The document of these routes.
+/// Builds the OpenAPI document of these routes.
 pub(super) fn document(routes: &[Route]) -> Value {
     let mut schemas = Schemas::default();
     let mut paths = Map::new();
@@ -78,7 +77,8 @@ pub(super) fn document(routes: &[Route]) -> Value {
     })
 }
 
-/// Schemas of documents, from their types: of what is answered as it is written, of what is asked as it is read.
+/// Schemas of documents, derived from their types: serialization schemas for responses, deserialization
+/// schemas for requests.
 struct Schemas {
     answered: SchemaGenerator,
     asked: SchemaGenerator,
@@ -89,7 +89,7 @@ impl Default for Schemas {
         let mut settings = SchemaSettings::draft2020_12();
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
-        // What a reader assumes is none of the document's business.
+        // Default values of readers are not part of the documents.
         settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
             schema.remove("default");
         })));
@@ -99,10 +99,10 @@ impl Default for Schemas {
 }
 
 impl Schemas {
-    /// All that were referred to.
+    /// Returns all referenced schemas.
     fn all(mut self) -> Map<String, Value> {
         let mut all = self.answered.take_definitions(true);
-        // What is both may lack what a request need not have.
+        // For types in both, the request's schema wins, because it requires fewer fields.
         all.extend(self.asked.take_definitions(true));
         all
     }
@@ -117,7 +117,7 @@ impl Schemas {
             "summary": route.about,
             "parameters": parameters,
             "responses": self.responses(route, is_open),
-            // Over the Unix socket it is not needed.
+            // The Unix socket needs no token.
             "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
         });
         if let Some(body) = route.body {
@@ -140,7 +140,7 @@ impl Schemas {
                 &[(PROBLEM, Schema::Of(SchemaGenerator::subschema_for::<Problem>))],
                 &mut self.answered,
             );
-            // Whether it is ready is told in the same words if it is not.
+            // A 503 of `/readyz` has the same document as a 200.
             if route.id == "readyz" && status == 503 {
                 contents["application/json"] = json!({"schema": self.answered.subschema_for::<Readiness>()});
             }
@@ -193,7 +193,7 @@ fn meaning(status: u16) -> &'static str {
 }
 
 impl Schema {
-    /// Of what is no document.
+    /// Returns the schema of a value that is not a document.
     fn plain(self) -> Value {
         match self {
             Self::Text => json!({"type": "string"}),

@@ -1,12 +1,12 @@
-//! Paths that are treated apart before anything else looks at a request. The table of routes has all of them.
+//! Paths that are recognised before a request is parsed. The table of routes contains all of them.
 
-/// What needs no token over TCP.
+/// Paths that need no token over TCP.
 pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
-/// What low-priority readers ask again and again, or is answered without end.
+/// Paths that low-priority readers poll, or whose responses do not end.
 pub(super) const FOR_READERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
-/// Whether a request that begins so is a low-priority reader's.
+/// Returns true if a request with this beginning is for the low-priority readers.
 pub(super) fn is_for_readers(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ") else { return false };
     let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
@@ -15,10 +15,10 @@ pub(super) fn is_for_readers(head: &[u8]) -> bool {
     FOR_READERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
 }
 
-/// What health checks ask for.
+/// Paths of health checks.
 pub(super) const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
 
-/// Whether this is a whole request for that: one that is not all there could hold a place for long.
+/// Returns true if this is a complete health check request. An incomplete one could hold a permit for long.
 pub(super) fn asks_for_health(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
     let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());

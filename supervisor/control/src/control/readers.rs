@@ -1,6 +1,6 @@
-//! The thread that serves low-priority readers: metrics, events, logs and the dashboard. It has the lowest priority
-//! that there is, so that on a machine whose processors all have work the work of jobs goes first, however many look
-//! on. What decides whether a supervisor is well, and what steers it, is not served here.
+//! The thread that serves low-priority readers: metrics, events, logs and the dashboard. It runs at the
+//! lowest priority, so that on a busy machine jobs take precedence over any number of readers. Health checks
+//! and operator commands are not served here.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -13,21 +13,23 @@ use bulkhead_plane::threads::{Fate, panic_on_request};
 
 use super::{CLOSE_WITHIN, http, tcp, watch};
 
-/// As a nice value. With less, Linux lets a running thread go on for long enough to be seen in the latency of jobs.
+/// Nice value of the thread. With a lower value, Linux lets the thread run long enough to affect the latency
+/// of jobs.
 const PRIORITY: i32 = 19;
 
-/// Where they come from: the listeners.
+/// Connections from the listeners.
 pub(super) struct Entrances {
     pub(super) local: Arrivals<UnixStream>,
     pub(super) tcp: Option<(Arrivals<TcpStream>, tcp::Gate)>,
 }
 
-/// Starts to serve them, until the control plane ends.
+/// Starts the thread. It serves connections until the control plane ends.
 pub(super) fn start(control: Shared, entrances: Entrances, fate: &Fate) -> io::Result<JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = fate.clone();
     let run = move || {
-        // Of this thread alone. Where it is refused they are served all the same.
+        // Applies to this thread only. Without permission to change the priority, readers are served at
+        // normal priority.
         let _ = rustix::process::setpriority_process(None, PRIORITY);
         runtime.block_on(async {
             tokio::spawn(tasks.task("watch", watch::look(control.clone())));
@@ -50,7 +52,7 @@ async fn serve_all(control: Shared, entrances: Entrances) {
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
-/// Tells followers of events of new ones.
+/// Wakes followers of events when there are new ones.
 async fn tell_of_events(control: Shared) {
     control.until_end(control.events.tell_readers()).await;
 }

@@ -1,6 +1,5 @@
-//! `/healthz`, and `/readyz`, which any client may ask at any rate: the state of each bulkhead as it was a moment
-//! ago. However many ask, the data plane is asked ten times a second at most, and once more for each thing that an
-//! operator had it do.
+//! `/healthz` and `/readyz`. Clients can ask `/readyz` at any rate, because the states of the bulkheads are
+//! cached. The data plane is asked at most ten times per second, and once more after each operator command.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,12 +20,12 @@ use tokio::time::Instant;
 use super::Shared;
 use super::answers::{not_found, stuck};
 
-/// For how long what was seen is good enough.
+/// Maximum age of the cached states.
 const FRESH: Duration = Duration::from_millis(100);
 
 type States = Arc<[ShortState]>;
 
-/// What was seen last. Requests that come during a look wait for what it sees.
+/// Cached states of the bulkheads. Requests during an update wait for its result.
 #[derive(Default)]
 pub(super) struct Readiness {
     seen: Mutex<Option<Seen>>,
@@ -39,7 +38,7 @@ struct Seen {
 }
 
 impl Readiness {
-    /// `None` if the data plane does not answer in time.
+    /// Returns the states; `None` if the data plane does not answer in time.
     pub(super) async fn states(&self, commander: &Commander, pulse: &SharedCounters) -> Option<States> {
         let mut seen = self.seen.lock().await;
         let revision = pulse.revision.load(Ordering::SeqCst);
@@ -92,7 +91,7 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     };
     states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    // As the header `Retry-After` says.
+    // Matches the `Retry-After` header.
     let retry_after_ms = (!is_ready).then_some(1000.0);
     (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
         .into_response()

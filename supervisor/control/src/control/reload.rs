@@ -1,5 +1,5 @@
-//! Reading the file again: on SIGHUP, over HTTP, one after the other. The file is read and verified here, as a
-//! whole and off every thread that others wait for; only what is right in all its parts goes to the data plane.
+//! Reload of the configuration, on SIGHUP or over HTTP, one at a time. A separate thread reads and validates
+//! the whole file. Only a configuration without errors goes to the data plane.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -28,46 +28,46 @@ use bulkhead_plane::program;
 use bulkhead_plane::reload::{self, LiveDropped, Reload, SpecInputs, after_reload};
 use bulkhead_plane::scrape::ReloadCounts;
 
-/// How long reading the file, and looking at the programs and folders it names, may take: less than
-/// the time in which a request is answered.
+/// Time limit for reading the file and checking its programs and folders. Shorter than the time limit of a
+/// request.
 const READ_WITHIN: Duration = Duration::from_secs(7);
 
-/// Problems of a file that one event lists; the answer to the request has them all.
+/// Maximum number of problems in one event. The HTTP response lists all problems.
 const PROBLEMS_TOLD_MAX: usize = 10;
 
-/// What is in force, and what another version of it is settled with.
+/// The configuration in force, and the inputs for resolving another version of it.
 #[derive(Clone)]
 pub struct InForce {
-    /// The file as it was read last, but for keys that hold from start to stop.
+    /// The configuration as last loaded, except that keys that need a restart keep their first values.
     pub config: Arc<Config>,
-    /// What there is to confine workers by.
+    /// Sandbox support of this machine.
     pub support: Arc<SandboxSupport>,
     /// The limit of open files in force.
     pub open_files: OpenFiles,
     /// The supervisor's own user.
     pub own: u32,
-    /// The tenants that metrics name, from start to stop.
+    /// Tenants that have a metrics label. Fixed at the start.
     pub labels: Arc<[String]>,
 }
 
-/// The file in force, and how often it became another one.
+/// The configuration in force, and the number of reloads.
 pub(super) struct Reloads {
     in_force: tokio::sync::Mutex<InForce>,
-    /// The place of the thread that reads.
+    /// Permit of the thread that reads the file.
     reader: Arc<Semaphore>,
-    /// SIGHUP was sent: once or more, until it is looked at.
+    /// Set by SIGHUP. Several signals count as one until the reload starts.
     wanted: Notify,
     names: Mutex<Names>,
     counts: Mutex<ReloadCounts>,
 }
 
-/// The names of the file in force.
+/// Cached values of the configuration in force.
 #[derive(Default)]
 struct Names {
     bulkheads: Vec<String>,
-    /// The bulkheads whose workers' memory is watched, and how much it may be.
+    /// Bulkheads with `recycle.rss`, and its value in bytes.
     recycle_rss: Arc<HashMap<String, u64>>,
-    /// The least and the most that a temporary folder on disk may hold.
+    /// Minimum and maximum size limit of the temporary folders on disk.
     temporary_bytes: Option<(u64, u64)>,
 }
 
@@ -84,7 +84,7 @@ impl Names {
     }
 }
 
-/// Why the file in force stays as it is.
+/// Reasons why a reload is rejected.
 #[derive(Debug, thiserror::Error)]
 enum Rejection {
     #[error("{0}")]
@@ -107,7 +107,7 @@ enum Rejection {
     Broke(String),
 }
 
-/// A file that was read and verified, and what it takes to put it in force.
+/// A configuration that was read and validated, with the changes that put it in force.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -145,7 +145,7 @@ impl Reloads {
         self.names().temporary_bytes
     }
 
-    /// For the metrics.
+    /// Returns the number of reloads, for the metrics.
     pub(super) fn counts(&self) -> ReloadCounts {
         *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -156,13 +156,14 @@ impl Reloads {
         counts.was_successful = is_success;
     }
 
-    /// The file is to be read again, soon.
+    /// Requests a reload.
     pub(super) fn want(&self) {
         self.wanted.notify_one();
     }
 }
 
-/// Obeys SIGHUP until the end. However many come while the file is read, it is read once more after them.
+/// Reloads on each SIGHUP until the control plane ends. Any number of signals during a reload cause one more
+/// reload.
 pub(super) async fn obey(control: Arc<Control>) {
     let mut end = control.end.subscribe();
     loop {
@@ -170,7 +171,7 @@ pub(super) async fn obey(control: Arc<Control>) {
             () = control.reloads.wanted.notified() => {}
             _ = end.wait_for(|is_over| *is_over) => return,
         }
-        // What came of it is told by an event.
+        // An event reports the result.
         let _ = reload(&control, false).await;
     }
 }
@@ -184,7 +185,7 @@ pub(super) struct ReloadQuery {
 
 pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
     let dry_run = query.dry_run == Some(true);
-    // Once begun it is ended, whether the client is there or not.
+    // A reload that has started is completed even if the client disconnects.
     let task = tokio::spawn(async move { reload(&control, dry_run).await });
     match task.await {
         Ok(Ok(changes)) => axum::Json(Reloaded { dry_run, changes }).into_response(),
@@ -211,9 +212,9 @@ impl IntoResponse for Rejection {
     }
 }
 
-/// Reads the file, and puts it in force unless it is a dry run: then nothing changes, and no event is told.
+/// Reads the file and puts it in force. A dry run changes nothing and emits no event.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> {
-    // One after the other.
+    // Reloads run one at a time.
     let mut in_force = control.reloads.in_force.lock().await;
     if dry_run {
         let Prepared { mut changes, reload, .. } = prepare(&control.reloads, &in_force).await?;
@@ -243,7 +244,8 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
         let (reply, answer) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commander.send(command).map_err(|_| Rejection::Stuck)?;
-        // It answers, or is gone: to stop waiting would be not to know which file is in force.
+        // Waits without a time limit, because otherwise it would be unknown which configuration is in force.
+        // The data plane answers or ends.
         note_dropped(&mut changes, answer.await.map_err(|_| Rejection::Stuck)??);
     }
     let after = after_reload(&in_force.config.supervisor, Arc::unwrap_or_clone(after));
@@ -264,15 +266,16 @@ fn note_dropped(changes: &mut Changes, mut dropped: LiveDropped) {
     }
 }
 
-/// Disks can be slow, and a network's can hang for good: so this has a thread of its own, which is waited for within
-/// bounds and not at all at the end. While it hangs there is no other one.
+/// Reads the file on a separate thread, because a disk can be slow and a network file system can hang
+/// forever. The thread is waited for within a time limit, and not at shutdown. While one thread hangs, no
+/// other one is started.
 async fn prepare(reloads: &Reloads, in_force: &InForce) -> Result<Prepared, Rejection> {
     let Ok(place) = reloads.reader.clone().try_acquire_owned() else { return Err(Rejection::Hangs) };
     let in_force = in_force.clone();
     let (done, read_file) = oneshot::channel();
     let read = move || {
         let prepared = read(&in_force);
-        // Another one may begin when this is heard.
+        // Must happen before the result is sent, so that the next reload can start.
         drop(place);
         let _ = done.send(prepared);
     };
@@ -304,7 +307,7 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     Ok(Prepared { after, changes, reload })
 }
 
-/// systemd waits for READY=1 that follows (`Type=notify-reload`).
+/// Notifies systemd, which then waits for READY=1 (`Type=notify-reload`).
 fn announce_reload(control: &Control) {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),

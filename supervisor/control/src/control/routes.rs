@@ -1,5 +1,5 @@
-//! The table of what can be asked over HTTP. The router and `GET /openapi.json` are both made from it, so that
-//! neither has what the other lacks.
+//! The table of all HTTP routes. Both the router and `GET /openapi.json` are built from this table, so they
+//! always agree.
 
 use std::future::{Ready, ready};
 
@@ -22,7 +22,7 @@ use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
 
-/// Bytes of a query that are told when it is refused.
+/// Maximum number of bytes of a refused query in the error message.
 const QUERY_BYTES_TOLD: usize = 200;
 
 const LINES: &str = "application/x-ndjson";
@@ -136,7 +136,7 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "A trace context of the W3C; the worker is given it."),
 ];
 
-/// Not `async`: its type would be made from the table that it stands in.
+/// Not `async`, because the type of the future would depend on the table that contains this function.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -146,13 +146,13 @@ pub(super) fn router() -> Router<Shared> {
         let handler = (route.handler)();
         router.route(
             route.path,
-            // Where a query makes sense its reader refuses the keys that it does not know.
+            // For a route with query parameters, the extractor refuses unknown keys.
             if route.query.is_empty() { handler.layer(middleware::from_fn(without_query)) } else { handler },
         )
     })
 }
 
-/// A key that means nothing here may mean something to the client.
+/// Refuses requests with a query on routes without query parameters, because the client may expect an effect.
 async fn without_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,

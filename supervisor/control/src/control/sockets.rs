@@ -1,4 +1,5 @@
-//! The files of our sockets: looked at, since no client comes where one was removed, and made again by a reload.
+//! The files of the sockets: checked periodically, because clients cannot connect after a file was removed,
+//! and recreated by a reload.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,19 +13,19 @@ use super::Control;
 use crate::sockets::{Bound, Sockets};
 use bulkhead_plane::command::{Command, Event};
 
-/// How often the files are looked at.
+/// Interval between checks of the files.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The sockets, and the way of a new admin listener to where it is used.
+/// The sockets, and the channel that delivers a new admin listener.
 pub(super) struct Watched {
-    /// None in an application.
+    /// `None` in an application.
     sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
-    /// Which of them are known to be gone.
+    /// Sockets whose files are known to be missing.
     gone: Mutex<[bool; 2]>,
 }
 
-/// The admin listeners that follow the first.
+/// Receiver of the admin listeners that replace the first one.
 pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
 
 impl NextAdmin {
@@ -57,7 +58,7 @@ impl Watched {
     }
 }
 
-/// Tells of sockets whose files were removed, until the end.
+/// Reports sockets whose files were removed, until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
     control.every(LOOK_EVERY, |control| async move { control.look_at_sockets() }).await;
 }
@@ -77,7 +78,7 @@ impl Control {
         }
     }
 
-    /// Makes again what was removed.
+    /// Recreates sockets whose files were removed.
     pub(super) fn renew_sockets(&self) {
         for (socket, bound) in self.sockets.each() {
             let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);

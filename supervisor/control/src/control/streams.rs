@@ -1,4 +1,4 @@
-//! Answers that may have no end: events and the output of workers.
+//! Streaming responses: events and the output of workers.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -16,16 +16,17 @@ use super::Shared;
 use super::answers::{not_found, problem, switch};
 use crate::observe::events::{Piece, Reader};
 
-/// Streams at once, which last as long as their readers like. They are fewer than connections.
+/// Maximum number of concurrent streams. Smaller than the number of connections, because streams can last
+/// forever.
 pub(super) const STREAMS_MAX: usize = 128;
 
-/// Events and lines that one answer holds, unless it asks for fewer.
+/// Default limit of events and lines in one response.
 pub(super) const LIMIT: usize = 4096;
 
-/// Silence after which a stream says that it still is one.
+/// Maximum silence of a stream before a keep-alive comment is sent.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// What it says: a comment.
+/// Keep-alive comment.
 const ALIVE: Bytes = Bytes::from_static(b":\n\n");
 
 pub(super) fn too_many_streams() -> Response {
@@ -33,13 +34,13 @@ pub(super) fn too_many_streams() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 
-/// A server-sent event. The data is one line.
+/// Returns a server-sent event. The data must be a single line.
 pub(super) fn frame(kind: &str, data: &str) -> Bytes {
     debug_assert!(!data.contains('\n'));
     format!("event: {kind}\ndata: {data}\n\n").into()
 }
 
-/// Server-sent events, each item one or more of them as they are written.
+/// Returns a response of server-sent events. Each item of the stream contains one or more complete events.
 pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
     let alive = stream::unfold(Box::pin(frames), async |mut frames| {
         let next = tokio::time::timeout(KEEP_ALIVE, frames.next()).await.unwrap_or(Some(ALIVE));
@@ -49,7 +50,7 @@ pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) ->
     (headers, Body::from_stream(alive)).into_response()
 }
 
-/// What a reader is given, until the control plane ends.
+/// Streams a reader's events until the control plane ends.
 pub(super) fn pieces(
     control: &Shared,
     reader: Reader,
@@ -58,7 +59,7 @@ pub(super) fn pieces(
     let state = (control.clone(), reader, control.end.subscribe(), place);
     stream::unfold(state, async |(control, mut reader, mut end, place)| {
         let piece = tokio::select! {
-            // What happened before the end comes before it.
+            // Events from before the end must be delivered first.
             biased;
             piece = reader.next(&control.events) => piece,
             _ = end.wait_for(|is_over| *is_over) => return None,
@@ -67,7 +68,8 @@ pub(super) fn pieces(
     })
 }
 
-/// What comes on a live channel, until the control plane ends. A reader that is too slow hears of it.
+/// Streams the items of a broadcast channel until the control plane ends. Yields the number of missed items
+/// if the reader is too slow.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
@@ -76,7 +78,7 @@ pub(super) fn live<T: Clone + Send + 'static>(
     let end = control.end.subscribe();
     stream::unfold((receiver, end, place), async |(mut receiver, mut end, place)| {
         let next = tokio::select! {
-            // What was sent before the end comes before it.
+            // Items from before the end must be delivered first.
             biased;
             next = receiver.recv() => next,
             _ = end.wait_for(|is_over| *is_over) => return None,
@@ -99,12 +101,12 @@ pub(super) struct StreamQuery {
     follow: Option<bool>,
 }
 
-/// Events are server-sent events, unless the client takes only something else.
+/// Returns true if the client accepts server-sent events, which are the default.
 fn takes_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-/// A reader of server-sent events that was cut off says where it was.
+/// Returns the last event id that a reconnecting client of server-sent events sends.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()
 }
@@ -137,7 +139,7 @@ pub(super) async fn events(
     }))
 }
 
-/// The events of a piece one after the other, each with something before it.
+/// Concatenates the frames of the events in a piece, each with the prefix `before`.
 pub(super) fn written(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

@@ -1,5 +1,5 @@
-//! The admin API over TCP, for clients with the token. The network, and web pages that are open in the browser
-//! of a user who has it, are not trusted.
+//! The admin API over TCP, for clients with the token. Neither the network is trusted, nor web pages in the
+//! browser of a user who has the token.
 
 use std::io;
 use std::net::IpAddr;
@@ -28,14 +28,15 @@ use super::{Control, http, jobs};
 use bulkhead_config::Token;
 use bulkhead_linux::listener::begin_no_more;
 
-/// Whether the headers have the token, once.
+/// Returns true if the headers contain the token exactly once.
 fn opens(token: &Token, headers: &HeaderMap) -> bool {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return false };
     given(value).is_some_and(|secret| token.is(&secret))
 }
 
-/// The token that a header says: as it is, or as the password of whatever user, which is how browsers ask for it.
+/// Extracts the token from a header: a bearer token, or the password of any user, which is how browsers send
+/// it.
 fn given(value: &HeaderValue) -> Option<Vec<u8>> {
     let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
     if scheme.eq_ignore_ascii_case("Bearer") {
@@ -49,18 +50,18 @@ fn given(value: &HeaderValue) -> Option<Vec<u8>> {
     Some(pair[colon + 1..].to_vec())
 }
 
-/// How to say it. A browser asks its user for what the second one wants.
+/// Authentication challenges. The second makes a browser ask its user for the password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// What a request needs to be let in.
+/// Requirements for requests over TCP.
 #[derive(Clone)]
 pub(super) struct Gate {
     token: Token,
-    /// If the address is one of this machine's own: the names that a browser may have for it.
+    /// The listening address if it is a loopback address. Browsers must then use a name of this machine.
     own: Option<IpAddr>,
 }
 
-/// The socket, to be listened to within this runtime, and its gate.
+/// Registers the socket with the current runtime, and creates its gate.
 pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(TcpListener, Gate)> {
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
@@ -69,7 +70,7 @@ pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(T
     Ok((TcpListener::from_std(socket)?, Gate { token, own }))
 }
 
-/// Lets every connection in until the control plane ends, since requests carry the token.
+/// Accepts every connection until the control plane ends, because each request carries the token.
 pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
     let mut lobby = Lobby::new(ways, CONNECTIONS_MAX);
     let mut door = async || {
@@ -78,13 +79,13 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
         }
     };
     control.until_end(door()).await;
-    // Clients that have come already are told that it is over, and not reset. Where the kernel refuses this, one that
-    // comes at the last moment is.
+    // Clients that have already connected get a response instead of a reset. If the kernel does not support
+    // this, a client that connects at the last moment is reset.
     let _ = begin_no_more(&listener);
     if has_waiting(&listener) {
         let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
     }
-    // The loop above may have rested with some of them waiting.
+    // The accept loop may not have reached all connections in the backlog.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..CONNECTIONS_MAX {
         let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };
@@ -100,13 +101,13 @@ async fn accept(listener: &TcpListener) -> TcpStream {
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
-        // What comes in small pieces is slower without it, and right.
+        // On failure, a response in small pieces is slower but still correct.
         let _ = socket.set_nodelay(true);
         return socket;
     }
 }
 
-/// What is served over TCP, to requests that pass the gate.
+/// Builds the router for TCP. Requests must pass the gate.
 pub(super) fn router(control: Shared, gate: Gate) -> Router {
     http::router(control).layer(from_fn_with_state(gate, pass)).layer(from_fn(complete))
 }
@@ -121,7 +122,7 @@ async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Respons
 impl Gate {
     fn refuse(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
-        // Browsers always say it. Probes that speak HTTP/1.0, or hardly any, ask only for what is open to all.
+        // Browsers always send `Host`. Health probes with HTTP/1.0 may not, and only use open paths.
         let is_open = OPEN.contains(&request.uri().path());
         let is_probe = is_open && !is_change(request.method()) && !headers.contains_key(header::HOST);
         if !is_probe && !self.is_for_us(headers) {
@@ -134,8 +135,8 @@ impl Gate {
         if !is_open && !opens(&self.token, headers) {
             return Some(unauthorized(request));
         }
-        // A payload is whatever it is. A form of another site could send one, and a browser would add the token
-        // that it was given here: its origin has kept it out above.
+        // Payloads can have any content type. A form of another site could send a payload with stored
+        // credentials, but the origin check above has already refused it.
         let changes = is_change(request.method());
         if changes && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
             let detail = "the body must be JSON, and the header `Content-Type: application/json` say so";
@@ -144,7 +145,8 @@ impl Gate {
         None
     }
 
-    /// A foreign name that leads to this machine is how web pages get to what listens only here.
+    /// Returns true if `Host` names this machine. Prevents DNS rebinding: a web page uses a foreign name that
+    /// resolves to this machine to reach a service that only listens locally.
     fn is_for_us(&self, headers: &HeaderMap) -> bool {
         let Some(own) = self.own else { return true };
         let mut values = headers.get_all(header::HOST).iter();
@@ -153,7 +155,7 @@ impl Gate {
             return false;
         };
         let host = authority.host();
-        // The parser takes any text for a port, and skips a user's name before the host.
+        // The parser accepts any text as a port, and skips a user name before the host.
         let Some(rest) = authority.as_str().strip_prefix(host) else { return false };
         if !rest.is_empty() && rest.strip_prefix(':').is_none_or(|port| port.parse::<u16>().is_err()) {
             return false;

@@ -1,6 +1,6 @@
-//! Looks at how much workers have in temporary folders that are no file systems of their own, and tells the data
-//! plane of those that have more than they may. Nothing in such a folder is trusted: no link is followed, and a
-//! look costs a bounded number of entries, descriptors and, in the long run, a tenth of one processor.
+//! Measures temporary folders that are not separate file systems, and reports oversized ones to the data
+//! plane. The contents are not trusted, so links are not followed. A measurement is bounded in entries and
+//! descriptors. In the long run, measurements use at most a tenth of one processor.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -17,30 +17,32 @@ use super::Control;
 use bulkhead_keeper as keeper;
 use bulkhead_plane::command::Command;
 
-/// Between two looks, unless they take long.
+/// Minimum pause between two measurements.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// After a look, so many times as long as it took nothing is looked at.
+/// Minimum pause after a measurement, as a multiple of its duration.
 const REST: u32 = 10;
 
-/// Entries of one folder that are looked at.
+/// Maximum number of entries to visit in one folder.
 const ENTRIES_MAX: u64 = 1 << 20;
 
-/// What an entry takes at least, be it empty: so a folder that holds many is full as well.
+/// Minimum size counted for an entry, even an empty one, so that many entries also fill a folder.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Folders of forked workers in that of a template that are looked at one by one; with more, they are its own.
+/// Maximum number of forked workers' folders that are measured separately within a template's folder. With
+/// more, all count towards the template.
 const WORKERS_MAX: usize = 4096;
 
-/// Folders within each other that are looked at; what is deeper counts as too much.
+/// Maximum depth of nested folders. A deeper folder counts as too large.
 const DEPTH_MAX: usize = 128;
 
 const BLOCK_BYTES: u64 = 512;
 
-/// One that may be listed and not gone through has names, and does not tell what they take.
+/// Permissions that are needed for a measurement. Without execute permission, entries can be listed but their
+/// sizes cannot be read.
 const LOOKED_INTO: Mode = Mode::RUSR.union(Mode::XUSR);
 
-/// Looks until the end.
+/// Measures the folders until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut end = control.end.subscribe();
     let mut pause = INTERVAL;
@@ -49,7 +51,7 @@ pub(super) async fn watch(control: Arc<Control>) {
             () = tokio::time::sleep(pause) => {}
             _ = end.wait_for(|is_over| *is_over) => return,
         }
-        // Only where a bulkhead has such folders.
+        // Nothing to do unless a bulkhead has such folders.
         let Some((least, most)) = control.reloads.temporary_bytes() else { continue };
         let looker = control.clone();
         let began = Instant::now();
@@ -67,7 +69,7 @@ fn look(control: &Control, least: u64, most: u64) {
         let apart = if parts.is_empty() { bytes } else { bytes_in(&folder, most, true) };
         let tell = |worker, (bytes, apart), of| {
             if bytes > least {
-                // Lost if the data plane is busy; the next look comes soon.
+                // The command is lost if the data plane is busy. The next measurement comes soon.
                 let _ = control.commander.send(Command::Temporary { worker, bytes, apart, of });
             }
         };
@@ -79,7 +81,7 @@ fn look(control: &Control, least: u64, most: u64) {
     }
 }
 
-/// What in a folder is called like the folder of a forked worker. If that is too much, there is none.
+/// Lists the subfolders with names of forked workers' folders. Returns none if there are too many.
 fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(top) = folder::open(rustix::fs::CWD, path, LOOKED_INTO) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
@@ -91,12 +93,12 @@ fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
     if named.len() > WORKERS_MAX { Vec::new() } else { named }
 }
 
-/// Bytes that a folder takes, perhaps without those of forked workers; it is not looked at further when that is more
-/// than `most`.
+/// Returns the size of a folder in bytes, optionally without the folders of forked workers. Stops early once
+/// the size exceeds `most`.
 fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
     let top = match folder::open(rustix::fs::CWD, path, LOOKED_INTO) {
         Ok(top) => top,
-        // Locked again meanwhile: no honest worker does that.
+        // The worker removed its permission again during the measurement. No correct worker does this.
         Err(Errno::ACCESS) => return u64::MAX,
         Err(_) => return 0,
     };
@@ -123,7 +125,7 @@ fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
         };
         #[allow(clippy::useless_conversion, reason = "the type differs between machines")]
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
-        // A file with several names may be elsewhere as well, but it is here.
+        // A hard link may also count elsewhere, but the file is here.
         bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
         if bytes > most || seen > ENTRIES_MAX {
             return bytes;
@@ -163,7 +165,7 @@ mod tests {
             bytes = bytes_in(folder.path(), enough, false);
             assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
         }
-        // A hole takes nothing.
+        // A sparse file takes no space.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
         assert!(bytes_in(folder.path(), enough, false) < 2 << 20);
         for number in 0..1000 {

@@ -1,5 +1,5 @@
-//! `GET /v1/watch`: one stream for watchers, such as the dashboard, with the state of all bulkheads once a
-//! second and every event. However many watch, the data plane is asked once; while there is none, it is not asked.
+//! `GET /v1/watch`: one stream for watchers such as the dashboard, with the state of all bulkheads once per
+//! second and all events. The data plane is asked once for all watchers, and not at all without watchers.
 
 use std::time::{Duration, SystemTime};
 
@@ -17,16 +17,18 @@ use super::Shared;
 use super::streams::{LIMIT, frame, last_event_id, pieces, server_sent, too_many_streams, written};
 use crate::observe::events::rfc3339;
 
-/// How often watchers see the state of the bulkheads.
+/// Interval between two states of the bulkheads.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What all watchers share.
+/// Shared state of all watchers.
 pub(super) struct Watch {
-    /// The state of the bulkheads as an event, written once for all. Nothing while there was no watcher.
+    /// The state of the bulkheads as a frame, formatted once for all watchers. `None` while there was no
+    /// watcher.
     seen: watch::Sender<Option<Bytes>>,
-    /// A watcher has come.
+    /// Notified when a watcher joins.
     joined: Notify,
-    /// By which watchers tell this run of the supervisor from others, whose events have the same numbers.
+    /// Start time of the supervisor. Watchers use it to detect a restart, after which event numbers begin
+    /// again.
     started: SystemTime,
 }
 
@@ -53,7 +55,7 @@ impl Watch {
     }
 }
 
-/// Looks for all watchers, until the control plane ends.
+/// Publishes the state for all watchers until the control plane ends.
 pub(super) async fn look(control: Shared) {
     let looking = async {
         loop {
@@ -99,7 +101,7 @@ pub(super) async fn show(
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
-/// The supervisor that is watched.
+/// Returns the first frame of a stream, which identifies the supervisor.
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -109,7 +111,7 @@ fn hello(control: &Control) -> Bytes {
     frame("hello", &hello.to_string())
 }
 
-/// The state of the bulkheads as it changes. A reader that is slow misses some, and sees the newest.
+/// Streams the states of the bulkheads. A slow reader skips states and gets the newest.
 fn states(control: &Shared) -> impl Stream<Item = Bytes> + Send + 'static {
     let (seen, end) = (control.watch.join(), control.end.subscribe());
     stream::unfold((seen, end), async |(mut seen, mut end)| {

@@ -1,7 +1,8 @@
-//! Crash reports, kept: in a folder, or in memory where there is none. A thread of its own does the reading and
-//! writing, so that a slow disk delays neither jobs nor operators; all others ask it by message.
+//! Store of crash reports: in a folder if one is configured, otherwise in memory. A separate thread does all
+//! reading and writing, so that a slow disk delays neither jobs nor operators. Other threads send messages to
+//! it.
 //!
-//! No other process writes these files, and yet they are not trusted when they are read.
+//! Only the supervisor writes these files, but they are still validated when read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -20,25 +21,26 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, NoLock};
 use bulkhead_plane::threads::Fate;
 
-/// Messages that wait: all those reports, and a question from each connection of the admin socket.
+/// Capacity of the message channel: all waiting reports, and one request from each connection of the admin
+/// socket.
 const MESSAGES_MAX: usize = REPORTS_WAITING_MAX + 256;
 
-/// Bytes of a file that is read as a report. One with all the payloads it may have is well below.
+/// Maximum size of a report file, in bytes. A report with the maximum of payloads is well below.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 
-/// Bytes of all reports that are kept in memory, more or less; the oldest go first.
+/// Approximate maximum size of all reports in memory, in bytes. The oldest reports are dropped first.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Names in the folder that are looked at when it is opened.
+/// Maximum number of folder entries that are read when the folder is opened.
 const NAMES_MAX: usize = 100_000;
 
-/// How long an answer may take, before the client is told to try again.
+/// Time limit for an answer of the thread. After this time the client is asked to retry.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-/// How long the end waits for reports to be written.
+/// Time limit at shutdown for writing the remaining reports.
 const SETTLE_WITHIN: Duration = Duration::from_secs(2);
 
-/// Why reports cannot be kept in a folder. Fits after "failed to".
+/// Error when the folder for reports cannot be used. Its text fits after "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {
@@ -46,48 +48,48 @@ pub struct OpenError {
     problem: String,
 }
 
-/// Why a report is not handed out.
+/// Error when a report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// There is none of that name, or not any more.
+    /// There is no report of this id, or it was already dropped.
     #[error("there is no crash report of this id")]
     NotFound,
-    /// Its file is not what was written.
+    /// The file is not a valid report.
     #[error("the file of this crash report cannot be read: {0}")]
     Unreadable(String),
 }
 
-/// The reports.
+/// The crash reports.
 #[derive(Debug, Default)]
 pub struct Store {
     folder: Option<Folder>,
     keep: usize,
-    /// Whether payloads are dropped from reports before they are kept.
+    /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
     entries: BTreeMap<CrashId, Entry>,
-    /// Those of them that are of workers that never started. As many are kept beside the others, so that neither
-    /// pushes the others out.
+    /// Reports of workers that never started. They have a separate limit of `keep`, so that neither group
+    /// evicts the other.
     starts: BTreeSet<CrashId>,
     held_bytes: usize,
-    /// Whether the last report could not be written: told once, not for each.
+    /// True if the last report could not be written. Avoids a log line for each report.
     is_failing: bool,
 }
 
 #[derive(Debug)]
 struct Entry {
     summary: Summary,
-    /// The report itself and its size, if it lies in no file.
+    /// The report and its approximate size, if it is not in a file.
     held: Option<(Box<CrashReport>, usize)>,
 }
 
 impl Store {
-    /// Reports as the file asks for them.
+    /// Creates a store as configured.
     pub fn of(config: &SupervisorConfig) -> Result<Self, OpenError> {
         let store = Self::open(config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
     }
 
-    /// Reports in `folder`, or in memory. A missing folder is made, with mode 0700.
+    /// Creates a store in `folder`, or in memory. A missing folder is created with mode 0700.
     fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
         let open = |path: &Path| {
             Folder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
@@ -96,7 +98,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Takes up what an earlier run of the supervisor has left.
+    /// Loads the reports of earlier runs.
     fn load(&mut self) {
         let Some(folder) = &self.folder else { return };
         let (mut ids, mut skipped) = match folder.list() {
@@ -107,7 +109,7 @@ impl Store {
             }
         };
         ids.sort_unstable();
-        // Which of them are of workers that never started is known when they are read.
+        // Up to twice `keep` files are read, because only the contents tell if a worker never started.
         let surplus = ids.len().saturating_sub(2 * self.keep);
         for id in ids.drain(..surplus) {
             folder.remove(id);
@@ -154,7 +156,7 @@ impl Store {
         while self.held_bytes > MEMORY_BYTES_MAX && self.drop_oldest_held() {}
     }
 
-    /// Whether the report lies in a file now.
+    /// Writes a report to its file. Returns false if this failed.
     fn write(&mut self, report: &CrashReport) -> bool {
         let Some(folder) = &self.folder else { return false };
         match folder.write(report) {
@@ -208,7 +210,7 @@ impl Store {
         true
     }
 
-    /// The oldest first.
+    /// Lists the reports, oldest first.
     fn list(&self) -> Vec<Summary> {
         self.entries.values().map(|entry| entry.summary.clone()).collect()
     }
@@ -220,7 +222,7 @@ impl Store {
             (None, None) => Err(ReadError::NotFound),
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
-                    // It was removed by hand.
+                    // The file was removed manually.
                     self.entries.remove(&id);
                     self.starts.remove(&id);
                     return ReadError::NotFound;
@@ -231,7 +233,7 @@ impl Store {
     }
 }
 
-/// What a report takes in memory, more or less.
+/// Returns the approximate size of a report in memory.
 fn size(report: &CrashReport) -> usize {
     let jobs = report.jobs.iter().map(|job| {
         job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
@@ -241,7 +243,7 @@ fn size(report: &CrashReport) -> usize {
 
 // The folder.
 
-/// A folder that is this supervisor's alone.
+/// A folder that this supervisor uses exclusively.
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
@@ -276,7 +278,7 @@ impl Folder {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
-    /// Two supervisors would remove each other's reports.
+    /// Locks the folder, because two supervisors would remove each other's reports.
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK)).map_err(|why| match why {
             NoLock::Held => {
@@ -291,7 +293,7 @@ impl Folder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// The reports by their names, and the names that are none. What an interrupted write has left is removed.
+    /// Lists the ids of the reports, and the names of other files. Removes the remains of interrupted writes.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(&self.path)?.take(NAMES_MAX) {
@@ -301,7 +303,7 @@ impl Folder {
             if let Some(id) = id_before(REPORT_SUFFIX) {
                 ids.push(id);
             } else if id_before(UNFINISHED_SUFFIX).is_some() {
-                // If it cannot be removed now, then next time.
+                // On failure, the next start tries again.
                 let _ = std::fs::remove_file(self.path.join(&*name));
             } else if name != LOCK {
                 others.push(name.into_owned());
@@ -312,7 +314,7 @@ impl Folder {
 
     fn read(&self, id: CrashId) -> io::Result<CrashReport> {
         let unfit = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
-        // A pipe in the place of a file would block.
+        // Opening a FIFO would block.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(id))?;
         if !file.metadata()?.is_file() {
@@ -330,22 +332,22 @@ impl Folder {
         Ok(report)
     }
 
-    /// Writes a file that is there as a whole or not at all.
+    /// Writes a report to its file atomically.
     fn write(&self, report: &CrashReport) -> io::Result<()> {
         let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
         let written = write_new(&unfinished, report).and_then(|()| {
             let (directory, target) = (rustix::fs::CWD, self.file(report.id));
-            // One that stands for several takes the place of the one before. Otherwise a clock that was set back must
-            // not cost a report of an earlier run.
+            // A report that stands for several crashes replaces its previous version. Any other report must
+            // not replace a file, because a clock that was set back can produce the id of an earlier run.
             let flags = if report.count > 1 { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
             match rustix::fs::renameat_with(directory, &unfinished, directory, &target, flags) {
-                // Not every file system knows how.
+                // Not every file system supports `RENAME_NOREPLACE`.
                 Err(rustix::io::Errno::INVAL) if !target.exists() => std::fs::rename(&unfinished, &target),
                 renamed => Ok(renamed?),
             }
         });
         if written.is_err() {
-            // It may not have come into being.
+            // The file may not exist.
             let _ = std::fs::remove_file(&unfinished);
         }
         written
@@ -385,15 +387,15 @@ enum Message {
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
 }
 
-/// Asks the thread that keeps the reports.
+/// Sender of requests to the thread that stores the reports.
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<Message>);
 
-/// The thread that keeps the reports. It ends when it cannot be asked any more.
+/// The thread that stores the reports. It ends when all senders are dropped.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
-/// Starts to keep reports.
+/// Starts the thread that stores the reports.
 pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)> {
     let (sender, mut messages) = mpsc::channel(MESSAGES_MAX);
     let (alive, ended) = blocking::channel::<()>();
@@ -406,7 +408,7 @@ pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)
                     store.add(report);
                     drop(place);
                 }
-                // The client may have gone.
+                // The client may have disconnected.
                 Message::List(reply) => drop(reply.send(store.list())),
                 Message::Get(id, reply) => drop(reply.send(store.get(id))),
             }
@@ -417,27 +419,27 @@ pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)
 }
 
 impl CrashThread {
-    /// Waits until what came so far is written, but not for ever: a disk may not answer at all.
+    /// Waits until all reports are written, within a time limit, because a disk may hang.
     pub fn settle(self) {
-        // The sender's end is the sign.
+        // The channel closes when the thread ends.
         let _ = self.0.recv_timeout(SETTLE_WITHIN);
     }
 }
 
 impl Crashes {
-    /// Hands over a report with its place among those that wait. It can be asked for from now on.
+    /// Stores a report. `place` is its permit to wait. Later requests see the report.
     pub fn add(&self, report: Box<CrashReport>, place: OwnedSemaphorePermit) {
         if self.0.try_send(Message::Add { report, place }).is_err() {
             tracing::error!("a crash report was lost: too many wait to be written");
         }
     }
 
-    /// All of them, the oldest first; `None` if the thread is too busy.
+    /// Returns the summaries of all reports, oldest first; `None` if the thread is too busy.
     pub async fn list(&self) -> Option<Vec<Summary>> {
         self.ask(Message::List).await
     }
 
-    /// One of them; `None` if the thread is too busy.
+    /// Returns one report; `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.ask(|reply| Message::Get(id, reply)).await
     }
@@ -513,7 +515,7 @@ mod tests {
             store.add(boxed(1));
             (2..=9).for_each(|number| store.add(start_failure(number, 1)));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
-            // One that stands for more is the same row, and the same file.
+            // A report with a higher count replaces its entry and its file.
             store.add(start_failure(8, 2));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
             let again = store.get(boxed(8).id).unwrap();
@@ -524,7 +526,7 @@ mod tests {
             let mut store = Store::open(path, 2).unwrap();
             store.load();
             let left: &[&str] = if is_in_memory { &[] } else { &["0009", "0012", "0013"] };
-            // The four newest files are looked at, and two of each kind stay.
+            // Loads the four newest files, and keeps two of each group.
             assert_eq!(numbers(&store), left);
         }
     }

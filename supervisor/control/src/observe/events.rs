@@ -1,6 +1,6 @@
-//! The ring of events: numbered, rendered once, kept for later readers. Followers read from it too, at a pace
-//! of their own. A storm of one kind in one bulkhead is told in part, with the number of the rest, and pushes out
-//! nothing but its own.
+//! The ring of events: numbered, rendered once, and kept for later readers. Followers read from the ring at
+//! their own pace. If a bulkhead emits too many events of one kind, most are only counted, and they evict
+//! only events of the same kind and bulkhead.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,35 +14,36 @@ use tokio::sync::{Notify, watch};
 use super::logging;
 use bulkhead_plane::command::Event;
 
-/// Events that are kept.
+/// Maximum number of events in the ring.
 pub const EVENTS_MAX: usize = 4096;
 
-/// Log lines a second for one kind of event of one bulkhead; the ring may have more.
+/// Maximum number of log lines per second for one kind of event of one bulkhead. The ring can hold more.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Of a frequent kind: events of one bulkhead that are told at once, and a second in the long run.
+/// Rate limit for frequent kinds of events of one bulkhead: burst size and sustained rate.
 const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
-/// How many were left out is told by the next event of the kind; if none comes for so long, by one of its own.
+/// Maximum time until suppressed events are reported. The next event of the kind reports the number; without
+/// one, a separate event does after this time.
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
-/// How long followers are left asleep, so that what happens together is told together.
+/// Delay before followers are woken, so that concurrent events are delivered together.
 const GATHER: Duration = Duration::from_millis(50);
 
-/// Events that a reader takes at a time.
+/// Maximum number of events per piece.
 const PIECE_MAX: usize = 64;
 
-/// One event, rendered.
+/// A rendered event.
 #[derive(Debug)]
 pub struct Rendered {
-    /// Its number; the first is 1.
+    /// Sequence number, starting at 1.
     seq: u64,
-    /// The bulkhead concerned, if one is.
+    /// The bulkhead concerned, if any.
     bulkhead: Option<Arc<str>>,
-    /// A server-sent event with the number as id.
+    /// The server-sent event, with the sequence number as id.
     frame: Bytes,
-    /// Where in it the JSON begins.
+    /// Offset of the JSON object in `frame`.
     json: usize,
 }
 
@@ -53,12 +54,12 @@ impl Rendered {
         Self { seq, bulkhead: event.bulkhead.clone(), frame, json: head.len() }
     }
 
-    /// One JSON object, without a line's end.
+    /// Returns the JSON object, without a newline.
     pub fn json(&self) -> &[u8] {
         &self.frame[self.json..self.frame.len() - 2]
     }
 
-    /// As server-sent events have it, but for a type.
+    /// Returns the event as a server-sent event without a type.
     pub fn frame(&self) -> &Bytes {
         &self.frame
     }
@@ -68,37 +69,38 @@ impl Rendered {
     }
 }
 
-/// The ring.
+/// The ring of events.
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<Ring>,
-    /// There are events of which readers have not been told.
+    /// Notified when there are events that readers have not been woken for.
     unreported: Notify,
-    /// The number of the newest event that readers know of.
+    /// Sequence number of the newest event that readers have been woken for.
     told: watch::Sender<u64>,
 }
 
-/// A follower, and how far it is.
+/// A follower and its position.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
-    /// The number of the last event that it was given, or that is not for it.
+    /// Sequence number of the last event that was delivered or skipped.
     seen: u64,
-    /// The last one when it came. What is gone of those before it, it has not missed.
+    /// Sequence number of the newest event when the reader joined. Evicted events before it do not count as
+    /// missed.
     joined: u64,
     told: watch::Receiver<u64>,
 }
 
-/// What a reader is given at a time.
+/// Events delivered at once.
 #[derive(Debug, Default)]
 pub struct Piece {
-    /// Events before these, of any bulkhead, that were gone before the reader came to them.
+    /// Number of events, of any bulkhead, that were evicted before the reader reached them.
     pub missed: u64,
-    /// The oldest first.
+    /// Events, oldest first.
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// A kind, and whose events of it.
+/// Kind of event, and the bulkhead concerned.
 type Key = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -111,13 +113,13 @@ struct Ring {
 /// The events of one kind of one bulkhead.
 #[derive(Debug)]
 struct Flow {
-    /// Those that are kept, by number.
+    /// Sequence numbers of the events in the ring.
     kept: VecDeque<u64>,
-    /// How many more may be told now.
+    /// Number of further events that can be admitted now.
     allowance: u64,
-    /// How many were not told since the last one.
+    /// Number of events that were suppressed since the last admitted one.
     suppressed: u64,
-    /// The second of the last one, and the lines that were to be logged in it.
+    /// Second of the last event, and the number of lines to log in this second.
     second: u64,
     lines: u32,
 }
@@ -139,7 +141,7 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes an event in: numbers, renders, keeps and logs it, unless there are too many of its kind.
+    /// Adds an event: numbers, renders, stores and logs it, unless there are too many of its kind.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
@@ -154,7 +156,7 @@ impl Events {
         }
     }
 
-    /// Tells of storms that are over how many of their events were left out last.
+    /// Emits an event for each kind that has unreported suppressed events and was silent since.
     pub fn tell_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -163,7 +165,7 @@ impl Events {
         }
     }
 
-    /// Forgets how often events of other bulkheads came. The events stay.
+    /// Drops the rate-limit state of other bulkheads. Their events stay.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -171,7 +173,7 @@ impl Events {
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
-    /// The events after `since`, the newest `limit` of them.
+    /// Returns the newest `limit` events after `since`.
     pub fn kept(&self, since: u64, bulkhead: Option<&str>, limit: usize) -> Vec<Arc<Rendered>> {
         let ring = self.lock();
         let mut kept: Vec<_> = ring.newest(since, bulkhead).take(limit).cloned().collect();
@@ -179,7 +181,8 @@ impl Events {
         kept
     }
 
-    /// A reader of the same and then of what comes, with neither a gap nor a repetition between the two.
+    /// Returns a reader of the newest `limit` events after `since` and of all later events, without a gap or
+    /// a repetition.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
         self.tell();
         let ring = self.lock();
@@ -190,7 +193,7 @@ impl Events {
         Reader { bulkhead, seen, joined, told: self.told.subscribe() }
     }
 
-    /// Tells readers of what there is, again and again, but not of each event by itself.
+    /// Wakes readers when there are new events, at most once per `GATHER`.
     pub async fn tell_readers(&self) {
         loop {
             self.unreported.notified().await;
@@ -199,11 +202,11 @@ impl Events {
         }
     }
 
-    /// Tells readers of all that there is.
+    /// Wakes readers for all events so far.
     pub fn tell(&self) {
         let newest = self.lock().seq;
         self.told.send_if_modified(|told| {
-            // Several threads tell: one that has looked before another must not take anything back.
+            // Several threads call this. The number must never decrease.
             let is_news = *told < newest;
             *told = newest.max(*told);
             is_news
@@ -212,10 +215,10 @@ impl Events {
 }
 
 impl Reader {
-    /// What comes next, as soon as there is something.
+    /// Waits for the next events.
     pub async fn next(&mut self, events: &Events) -> Piece {
         loop {
-            // Marks it as seen before the look, so that nothing is slept through.
+            // Marks the value as seen before the ring is read, so that no wake-up is lost.
             if *self.told.borrow_and_update() > self.seen {
                 let piece = self.take(&events.lock());
                 if piece.missed > 0 || !piece.events.is_empty() {
@@ -243,7 +246,7 @@ impl Reader {
         piece
     }
 
-    /// Goes past events that are gone. How many of them were missed.
+    /// Skips evicted events. Returns the number of missed events.
     fn pass_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.seen.max(self.joined));
         self.seen = self.seen.max(seq);
@@ -251,15 +254,15 @@ impl Reader {
     }
 }
 
-/// An event that is told.
+/// Decision to admit an event.
 struct Admitted {
-    /// How many before it were not.
+    /// Number of events that were suppressed before this one.
     suppressed: u64,
     is_logged: bool,
 }
 
 impl Ring {
-    /// Keeps a storm readable. `None`: the event is only counted.
+    /// Applies the rate limit. Returns `None` if the event is suppressed.
     fn admit(&mut self, event: &Event) -> Option<Admitted> {
         let flow = self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default();
         flow.turn_to(second_of(event.at), (event.what.kind(), event.bulkhead.as_deref()));
@@ -284,13 +287,13 @@ impl Ring {
         }
     }
 
-    /// What is kept of the events after one, the newest first.
+    /// Returns the events after `since` that are in the ring, newest first.
     fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
         let after = since.saturating_add(1);
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Forgets the oldest of those that there are most of.
+    /// Evicts the oldest event of the largest flow.
     fn drop_one(&mut self) {
         let weight =
             |flow: &&mut Flow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -300,7 +303,7 @@ impl Ring {
         }
     }
 
-    /// Kinds of which events were left out and none has come since.
+    /// Returns the flows with suppressed events and without an event for `UNREPORTED_SECONDS_MAX`.
     fn take_unreported(&mut self, second: u64) -> Vec<(Key, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {
@@ -315,7 +318,7 @@ impl Ring {
 }
 
 impl Flow {
-    /// A new second gives it more.
+    /// Advances to a new second and refills the allowance.
     fn turn_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
@@ -339,7 +342,7 @@ fn second_of(at: SystemTime) -> u64 {
     at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// RFC 3339, in UTC, with milliseconds.
+/// Formats a time as RFC 3339, in UTC, with milliseconds.
 pub fn rfc3339(at: SystemTime) -> String {
     humantime::format_rfc3339_millis(at).to_string()
 }
@@ -356,7 +359,7 @@ fn render(event: &Event, seq: u64) -> String {
     line(&json!(told))
 }
 
-/// JSON in one line that no terminal obeys.
+/// Formats a JSON value in one line without control characters.
 pub fn line(value: &Value) -> String {
     bulkhead_shared::text::escape_json(&value.to_string())
 }
@@ -379,7 +382,8 @@ fn log(event: &Event) {
     }
 }
 
-/// The fields of the event as fields of the line. Every line has a message: the event's own sentence, or its kind.
+/// Logs an event as one JSON object, with the fields of the event as top-level fields. The message is the
+/// event's message or, without one, its kind.
 fn log_json(event: &Event) {
     let level = match event.severity {
         Severity::Info if tracing::enabled!(target: "bulkhead", tracing::Level::INFO) => tracing::Level::INFO,
@@ -402,7 +406,7 @@ fn log_json(event: &Event) {
     logging::write_json(&level, "bulkhead", fields);
 }
 
-/// The name of a field in a line that has fields of its own.
+/// Returns the name of an event's field in a log line, prefixed if the line uses the name.
 fn beside_the_lines_own(name: &str) -> String {
     if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
@@ -448,7 +452,8 @@ mod tests {
         serde_json::from_slice(event.json()).unwrap()
     }
 
-    /// The numbers of the events that there are for a reader now, and how many it has missed.
+    /// Returns the sequence numbers of the events that are ready for a reader, and the number of missed
+    /// events.
     fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
         events.tell();
         let mut context = Context::from_waker(Waker::noop());
@@ -494,7 +499,7 @@ mod tests {
         let (mut early, mut of_b) =
             (events.reader(0, None, usize::MAX), events.reader(0, Some("b".into()), usize::MAX));
         add(EVENTS_MAX + 5);
-        // Of the first ten, which there were when it came, it had the chance only now: they are not counted.
+        // The first ten events were there before the reader joined, so they do not count as missed.
         let (numbers, missed) = read(&mut early, &events);
         assert_eq!((numbers.len(), numbers[0], missed), (EVENTS_MAX, 16, 5));
         assert_eq!(read(&mut of_b, &events), (vec![], 5));
@@ -529,7 +534,7 @@ mod tests {
         counts
     }
 
-    /// Ten minutes in which workers of one bulkhead die 600 times a second.
+    /// Workers of one bulkhead die 600 times per second for ten minutes.
     #[test]
     fn a_storm_pushes_out_nothing_but_its_own() {
         let events = Events::default();
@@ -553,7 +558,8 @@ mod tests {
         let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert!(all.is_sorted_by_key(|event| event.seq));
-        // Told and counted together are all; what is not told yet is told when it is over.
+        // Every event is either delivered or counted. Suppressed events that are unreported at the end get a
+        // separate event.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
         events.tell_suppressed();

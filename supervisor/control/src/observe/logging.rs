@@ -1,5 +1,5 @@
-//! Log lines, to standard error. Writing happens on a thread of its own behind a bounded channel: a
-//! standard error that is not read costs log lines, never time.
+//! Log lines, to standard error. A separate thread writes them from a bounded channel, so that an
+//! unread standard error costs log lines but blocks nothing.
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
@@ -14,42 +14,42 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Lines that wait to be written; what comes beyond is dropped and counted.
+/// Capacity of the channel, in lines. Further lines are dropped and counted.
 const LINES_MAX: usize = 4096;
 
-/// How long the end waits for the last lines to be written.
+/// Time limit at shutdown for writing the remaining lines.
 const SETTLE_WITHIN: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Lines that are not written yet.
+/// Number of lines that are not written yet.
 static WAITING: AtomicU64 = AtomicU64::new(0);
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// A JSON object per line.
     Json,
 }
 
-/// Where lines of JSON go that are put together here, if the log is of that format.
+/// Channel for JSON lines that this module formats itself. Unset for the text format.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
-/// The target of what workers wrote.
+/// Target of lines with output of workers.
 pub(crate) const WORKER_TARGET: &str = "worker";
 
-/// What is logged.
+/// Filter for log lines.
 #[derive(Clone, Copy, Debug)]
 pub struct Selection<'a> {
     /// A level, or a filter of targets and levels.
     pub level: &'a str,
-    /// Whether what workers write is logged as well.
+    /// True if the workers' output is logged as well.
     pub has_output: bool,
 }
 
-/// Sends what is logged from now on to standard error. An error is a sentence about the level.
+/// Starts logging to standard error. The error is a message about the level.
 pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     let mut filter = filter(selection.level)?;
     if !selection.has_output {
@@ -60,7 +60,8 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || {
-            // A supervisor without a log fails unseen. The keeper ends the workers.
+            // Without a log, failures of the supervisor would be invisible, so the process exits. The keeper
+            // ends the workers.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&received))).is_err() {
                 std::process::exit(1);
             }
@@ -77,15 +78,15 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether each line is one JSON object.
+/// Returns true if each line is a JSON object.
 pub(crate) fn is_json() -> bool {
     JSON_LINES.get().is_some()
 }
 
-/// What every line of JSON has beside its message.
+/// Fields of every JSON line besides the message.
 pub(crate) const LINE_FIELDS: [&str; 3] = ["timestamp", "level", "target"];
 
-/// Logs one object with these fields and the [`LINE_FIELDS`]. Only if [`is_json`].
+/// Logs one JSON object with these fields and the [`LINE_FIELDS`]. Does nothing unless [`is_json`].
 pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<String, Value>) {
     let Some(lines) = JSON_LINES.get() else { return };
     let mut object = Map::new();
@@ -105,7 +106,7 @@ fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
     }
 }
 
-/// Waits until the lines logged so far are written, or until it is plain that they are not read.
+/// Waits until the current lines are written, or until the time limit has passed.
 pub fn settle() {
     let began = Instant::now();
     while WAITING.load(Ordering::Acquire) > 0 && began.elapsed() < SETTLE_WITHIN {
@@ -113,7 +114,8 @@ pub fn settle() {
     }
 }
 
-/// A word alone is a level: as a filter, a misspelt one would name a target that does not exist.
+/// Parses a level or a filter. A single word must be a level, because as a filter a misspelt level would name
+/// a target that does not exist.
 fn filter(level: &str) -> Result<EnvFilter, String> {
     let fail =
         |error| format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})");
@@ -131,7 +133,7 @@ fn write_lines(received: &Receiver<Vec<u8>>) {
         if dropped > 0 {
             let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
         }
-        // With a closed standard error it cannot be told.
+        // A failure cannot be reported if standard error is closed.
         let _ = out.write_all(&line);
         WAITING.fetch_sub(1, Ordering::Release);
     }
@@ -174,8 +176,8 @@ impl Drop for Line {
     }
 }
 
-/// Escapes characters of a log line that a terminal may obey or not show. Control characters of the text format are
-/// left alone: they set colours, and texts of workers are already escaped.
+/// Escapes characters of a log line that a terminal interprets or does not show. Control characters of the text
+/// format are not escaped, because they set colours. Texts of workers are already escaped.
 fn safe(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let is_raw = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);

@@ -1,5 +1,5 @@
-//! Metrics as text: the numbers of one moment, written family by family. It owns no number but those of the
-//! control plane itself, and never touches the data plane.
+//! Metrics as text, rendered family by family from the numbers of one moment. Only the numbers about the
+//! control plane itself are read here. This module never touches the data plane.
 
 mod families;
 mod itself;
@@ -19,14 +19,14 @@ use itself::Own;
 pub(crate) use text::Format;
 use text::Page;
 
-/// What is told of one moment.
+/// Numbers of one moment.
 struct Moment<'m> {
     scrape: &'m Scrape,
     reloads: ReloadCounts,
     residents: &'m Residents,
 }
 
-/// Everything, as one page.
+/// Renders all metrics as one page.
 pub(crate) fn render(
     scrape: &Scrape,
     reloads: ReloadCounts,
@@ -82,7 +82,7 @@ fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
 
 fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
-        // How many were rejected is told from the start, by `bulkhead_jobs`.
+        // `bulkhead_jobs` shows the number of rejected jobs from the start.
         if priority != Priority::Normal && of.tally.submitted[priority as usize] == 0 {
             continue;
         }
@@ -95,7 +95,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// A count, unless it is zero and cannot be anything else.
+/// Returns the count, unless it is zero and cannot become anything else.
 fn told(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     possible(is_possible, count).map(|count| (name, count))
 }
@@ -175,7 +175,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// A number that is left out while it is zero, if it cannot be anything else.
+/// Returns the number, unless it is zero and cannot become anything else.
 fn possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }
@@ -200,7 +200,8 @@ fn write_adaptive_changes(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Of the workers that fill their slots. Those that come or go beside them are not shown.
+/// Returns the resident size of the current worker in each slot. Replaced workers and spares are not
+/// included.
 fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();
@@ -216,7 +217,7 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64>
 fn write_histogram(page: &mut Page, of: &BulkheadNumbers, Histogram { buckets, sum_ns }: &Histogram) {
     let labels: &[&str] = &[&of.name];
     let mut count = 0;
-    // Of one without a value the last bucket tells as much as all of them.
+    // In an empty histogram, the last bucket says as much as all buckets.
     let first = if buckets.iter().all(|own| *own == 0) { BOUNDS.len() } else { 0 };
     let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
     let up_to = |(bound, own): (&'static str, &u64)| {
@@ -275,7 +276,6 @@ mod tests {
         table
     }
 
-    /// `UPDATE_DOCS=1 cargo test -p bulkhead-control --lib metrics` writes the table.
     #[test]
     fn the_documentation_names_every_metric() {
         let docs = fs::read_to_string(DOCS).unwrap();

@@ -1,5 +1,5 @@
-//! What workers write to their standard output and error: read without end, so that a full pipe never
-//! stops a worker; kept and logged within bounds.
+//! Output of workers (stdout and stderr): read continuously, so that a full pipe never blocks a worker, and
+//! kept and logged within limits.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,39 +15,41 @@ use tokio::sync::{broadcast, watch};
 use super::events::{line, rfc3339};
 use super::logging::{self, WORKER_TARGET};
 
-/// Bytes of one line; what is longer is cut.
+/// Maximum length of a line, in bytes. Longer lines are cut.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Lines kept for each bulkhead, and their bytes.
+/// Maximum number and total size of the lines kept for each bulkhead.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Lines and bytes a second taken from one bulkhead as they come.
+/// Maximum number of lines and bytes per second that are logged immediately for each bulkhead.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Lines and bytes that are kept beyond these limits for one bulkhead: the last of each second, logged when the second
-/// or the process ends. All others are read, dropped and counted.
+/// Maximum number of lines and bytes per second that are held back beyond the limits above, for each
+/// bulkhead. These are the last lines of the second. They are logged when the second or the process ends. All
+/// others are read, dropped and counted.
 const LAST_LINES_PER_SECOND: usize = 100;
 const LAST_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Bytes of the tail of standard error kept for each process, and processes whose tail is kept.
+/// Size of the stderr tail kept for each process, and the number of processes whose tail is kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
-/// Bytes that one read takes.
+/// Maximum number of bytes per read.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Reads of what is left in a pipe whose process has ended: as much as a pipe can hold.
+/// Maximum number of reads from the pipe of an ended process. Enough for a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// After so many starts, and one for so many processes that are read from, it is looked which of these have ended.
+/// Minimum number of process starts between two searches for ended processes. With many processes, the
+/// number is larger: one start for each `PROCESSES_FOR_EACH_START` processes that are being read from.
 const STARTS_BETWEEN_LOOKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
-/// The output of all workers.
+/// Output of all workers.
 #[derive(Debug, Default)]
 pub struct Output {
     inner: Mutex<Inner>,
@@ -58,22 +60,22 @@ struct Inner {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
-    /// Processes that are read from.
+    /// Processes whose pipes are being read.
     speaking: HashMap<u32, Speaking>,
-    /// How many began since it was looked which have ended.
+    /// Number of processes started since the last search for ended processes.
     starts: usize,
 }
 
-/// A process that is read from. What it wrote ends with it: that another process keeps its pipes open, such as the
-/// template that has forked it, keeps them open here for a while and not for ever.
+/// A process whose pipes are being read. Reading stops some time after the process has ended, even if another
+/// process, such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
 struct Speaking {
-    /// With it, the reading ends. There is a receiver for each pipe.
+    /// Dropping this sender stops the reading. Each pipe has a receiver.
     goes_on: watch::Sender<()>,
-    /// Its workers may write to its pipes as long as they live.
+    /// True for a template. Its workers can write to its pipes after the template has ended.
     is_template: bool,
     is_stderr_over: bool,
-    /// Whether it had ended when it was looked at last.
+    /// True if the process had ended at the last check.
     is_gone: bool,
 }
 
@@ -81,7 +83,7 @@ struct Speaking {
 struct Lines {
     kept: VecDeque<Arc<str>>,
     bytes: usize,
-    /// Only while it is followed: it holds room for many lines.
+    /// Set only while there are followers, because the channel allocates room for many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
@@ -91,7 +93,7 @@ struct Lines {
     last_taken: usize,
 }
 
-/// The last lines of a second in which there were too many.
+/// The last lines of a second with too many lines.
 #[derive(Debug, Default)]
 struct HeldBack {
     lines: VecDeque<(Source, Box<[u8]>)>,
@@ -100,7 +102,7 @@ struct HeldBack {
     dropped: u64,
 }
 
-/// Where a line comes from.
+/// Origin of a line.
 #[derive(Clone, Debug)]
 struct Source {
     bulkhead: Arc<str>,
@@ -113,7 +115,7 @@ impl Output {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to read a worker's two pipes.
+    /// Starts reading the pipes of a worker.
     pub fn read(self: &Arc<Self>, output: WorkerOutput) {
         let WorkerOutput { bulkhead, pid, is_template, stdout, stderr } = output;
         let goes_on = self.lock().begin(pid, is_template);
@@ -129,14 +131,14 @@ impl Output {
         }
     }
 
-    /// Forgets the lines of all other bulkheads. Those that finish what they have may write some more.
+    /// Drops the lines of all other bulkheads. Their remaining workers can still add lines.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
     async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver, mut goes_on: watch::Receiver<()>) {
         let mut partial = Vec::new();
-        // Not held across waits: a thousand idle pipes hold no buffers.
+        // The buffer is not held across await points, so that idle pipes need no memory.
         let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
             let count = pipe.try_read(&mut buffer)?;
@@ -157,7 +159,7 @@ impl Output {
                 Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
                 Ok(_) | Err(_) => {}
             }
-            // A flood from one worker leaves the others their turns.
+            // One worker with much output must not starve the others.
             tokio::task::yield_now().await;
         }
         if !partial.is_empty() {
@@ -167,7 +169,7 @@ impl Output {
         self.lock().end(&source, &goes_on);
     }
 
-    /// Whether there may be more to come of what a process wrote to its standard error.
+    /// Returns true if more stderr output of the process may follow.
     pub fn is_read_from(&self, pid: u32) -> bool {
         self.lock().speaking.get(&pid).is_some_and(|speaking| !speaking.is_stderr_over)
     }
@@ -187,7 +189,7 @@ impl Output {
             }
             rest = &rest[end + 1..];
         }
-        // What is longer than a line may be is cut when the line ends.
+        // Longer lines are cut when the line ends.
         let room = (LINE_BYTES_MAX + 1).saturating_sub(partial.len());
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
@@ -215,7 +217,7 @@ impl Output {
         }
     }
 
-    /// Logs the last lines of a flood, and the number of lines dropped before.
+    /// Logs the held-back lines of a bulkhead and the number of dropped lines before them.
     fn tell_held_back(&self, bulkhead: &Arc<str>) {
         let held_back = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_held_back);
         self.log_held_back(bulkhead, held_back.unwrap_or_default());
@@ -248,14 +250,14 @@ impl Output {
         self.keep(&source.bulkhead, line(&object).into());
         let Source { bulkhead, pid, stream } = source;
         if logging::is_json() {
-            // JSON escapes it where it must.
+            // JSON escapes control characters.
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{text}");
         } else {
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{}", text.escape_debug());
         }
     }
 
-    /// The lines kept of a bulkhead, as JSON objects, and the way to those that come.
+    /// Returns the kept lines of a bulkhead as JSON objects, and a receiver of later lines.
     pub fn follow(&self, bulkhead: &str, limit: usize) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut inner = self.lock();
         let lines = inner.bulkheads.entry(bulkhead.into()).or_default();
@@ -264,7 +266,7 @@ impl Output {
         (lines.kept.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// The end of what a process wrote to its standard error.
+    /// Returns the last stderr output of a process.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let inner = self.lock();
         let bytes: Vec<u8> = inner.tails.get(&pid)?.iter().copied().collect();
@@ -273,7 +275,7 @@ impl Output {
 }
 
 impl Inner {
-    /// What an earlier process of this number said is not this one's.
+    /// Registers a process, and clears the stderr tail of an earlier process with the same pid.
     fn begin(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
         if self.starts > STARTS_BETWEEN_LOOKS.max(self.speaking.len() / PROCESSES_FOR_EACH_START) {
@@ -288,7 +290,8 @@ impl Inner {
         until
     }
 
-    /// What has ended is read for one round more: something that it left behind may be saying why.
+    /// Stops reading from processes that had already ended at the previous check. The extra round allows
+    /// descendants to write their last output.
     fn look_who_has_ended(&mut self) {
         self.speaking.retain(|pid, speaking| {
             let number = Pid::from_raw(*pid as i32);
@@ -298,13 +301,13 @@ impl Inner {
         });
     }
 
-    /// One of the two pipes has come to its end.
+    /// Handles the end of one pipe.
     fn end(&mut self, source: &Source, goes_on: &watch::Receiver<()>) {
-        // There may be another process of this number by now.
+        // The pid may belong to another process by now.
         let of = |speaking: &&mut Speaking| speaking.goes_on.subscribe().same_channel(goes_on);
         if let Some(speaking) = self.speaking.get_mut(&source.pid).filter(of) {
             speaking.is_stderr_over |= source.stream == "stderr";
-            // This is the last one.
+            // This was the last pipe.
             if speaking.goes_on.receiver_count() == 1 {
                 self.speaking.remove(&source.pid);
             }
@@ -346,7 +349,7 @@ impl Lines {
         held_back
     }
 
-    /// Keeps a line in place of the first that is held back.
+    /// Holds back a line. Drops the oldest held-back lines beyond the limits.
     fn hold_back(&mut self, source: &Source, bytes: &[u8]) {
         // One byte beyond the limit marks the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
@@ -374,7 +377,7 @@ impl Lines {
             self.bytes -= oldest.len();
         }
         if self.live.as_ref().is_some_and(|live| live.send(line).is_err()) {
-            // The last follower has gone.
+            // The last follower has disconnected.
             self.live = None;
         }
     }

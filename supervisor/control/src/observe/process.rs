@@ -1,4 +1,4 @@
-//! What `/proc` says of a process.
+//! Resource usage of processes, from `/proc`.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::read_small;
 
-/// For how long what was found is good enough for metrics.
+/// Maximum age of a cached value for metrics.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// The memory of processes, looked up once a second at most, however often it is asked for.
+/// Cache of the resident sizes of processes. Each process is read at most once per second.
 #[derive(Debug, Default)]
 pub struct Residents(Mutex<Looks>);
 
@@ -20,7 +20,7 @@ struct Looks {
 }
 
 impl Residents {
-    /// Resident bytes of a process; `None` if it is gone.
+    /// Returns the resident size of a process in bytes; `None` if the process is gone.
     pub fn bytes(&self, pid: u32) -> Option<u64> {
         let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if looks.began.is_none_or(|began| began.elapsed() >= FRESH) {
@@ -35,8 +35,8 @@ impl Residents {
     }
 }
 
-/// The most bytes that were ever resident in a process, and the milliseconds of processor time that it has used,
-/// those of the children that it has waited for included; `None` if it is gone.
+/// Returns the peak resident size of a process in bytes, and its processor time in milliseconds, including
+/// waited-for children; `None` if the process is gone.
 pub fn work(pid: u32) -> Option<(u64, u64)> {
     let status = read_small(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -44,8 +44,8 @@ pub fn work(pid: u32) -> Option<(u64, u64)> {
     Some((kib * 1024, processor_ms(pid, 4)?))
 }
 
-/// The milliseconds of processor time that are the sum of so many times in `/proc/PID/stat`: of the process itself two,
-/// and two of the children that it has waited for.
+/// Returns the sum of the first `times` processor times in `/proc/PID/stat`, in milliseconds. Two are of the
+/// process itself, and two more of its waited-for children.
 fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
@@ -53,21 +53,22 @@ fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     Some(used * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
-/// The bytes of memory that this machine has; `None` if it does not tell.
+/// Returns the memory size of this machine in bytes; `None` if unknown.
 pub fn machine_memory() -> Option<u64> {
     let about = std::fs::read_to_string("/proc/meminfo").ok()?;
     let total = about.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     Some(total.trim().split(' ').next()?.parse::<u64>().ok()? * 1024)
 }
 
-/// Resident bytes of a process; `None` if it is gone.
+/// Returns the resident size of a process in bytes; `None` if the process is gone.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
     let statm = read_small(&format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }
 
-/// Resident bytes of a process, and the milliseconds of processor time it has used; `None` if it is gone.
+/// Returns the resident size of a process in bytes and its processor time in milliseconds; `None` if the
+/// process is gone.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
     Some((resident_bytes(pid)?, processor_ms(pid, 2)?))
 }

@@ -1,5 +1,5 @@
-//! Spans of jobs: written to the log if it asks for them, and sent to a collector if one is configured. A thread
-//! of its own does both, so that a storm of spans, or a collector that hangs, delays nothing but spans.
+//! Spans of jobs: logged if the log level includes them, and sent to a collector if one is configured. A
+//! separate thread does both, so that a flood of spans or a hanging collector delays nothing else.
 
 mod export;
 mod otlp;
@@ -19,13 +19,14 @@ use bulkhead_plane::threads::Fate;
 use export::Export;
 use otlp::Collector;
 
-/// Spans that wait for the thread at most; what comes beyond is dropped and counted.
+/// Capacity of the channel to the thread. Further spans are dropped and counted.
 const SPANS_MAX: usize = 4096;
 
-/// How often it is told that spans were lost.
+/// Minimum interval between two warnings about lost spans.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// How long the end waits for the thread, which by itself gives up earlier (`FINISH_WITHIN`), if it has its turn.
+/// Time limit at shutdown for the thread. The thread itself gives up earlier (`FINISH_WITHIN`) if it is
+/// scheduled.
 const SETTLE_WITHIN: Duration = Duration::from_secs(3);
 
 /// The running thread.
@@ -33,16 +34,17 @@ const SETTLE_WITHIN: Duration = Duration::from_secs(3);
 pub struct SpanThread(blocking::Receiver<()>);
 
 impl SpanThread {
-    /// Waits until what came so far is written and sent, but not for long. To be called when all senders are gone.
+    /// Waits, within a time limit, until all spans are written and sent. Call this after all senders are
+    /// dropped.
     pub fn settle(self) {
-        // The sender's end is the sign.
+        // The channel closes when the thread ends.
         let _ = self.0.recv_timeout(SETTLE_WITHIN);
         super::logging::settle();
     }
 }
 
-/// Starts the thread, if spans are taken: the log, by its level for `bulkhead::job`, or a collector, by the
-/// environment.
+/// Starts the thread if spans are needed: for the log, according to its level for `bulkhead::job`, or for a
+/// collector, according to the environment.
 pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
@@ -58,7 +60,7 @@ pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(Span
     let run = move || {
         runtime.block_on(take_spans(spans, is_logged, collector, &pulse));
         drop(alive);
-        // A thread may still look for the collector's address, which nothing can interrupt.
+        // A thread may still resolve the collector's address, which cannot be interrupted.
         runtime.shutdown_background();
     };
     fate.spawn("spans", run)?;
@@ -99,7 +101,7 @@ fn take(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>) {
     }
 }
 
-/// Goes on with what is to be sent; for ever, if that is nothing.
+/// Advances the export. Never completes without a collector.
 async fn step(export: Option<&mut Export>) {
     match export {
         Some(export) => export.step().await,
@@ -107,7 +109,7 @@ async fn step(export: Option<&mut Export>) {
     }
 }
 
-/// Spans that were lost, and how many of them were told.
+/// Number of lost spans that were reported, and the time of the last report.
 #[derive(Default)]
 struct Losses {
     told: u64,
@@ -130,7 +132,7 @@ impl Losses {
     }
 }
 
-/// One line, with the fields that a collector is sent as well.
+/// Logs a span in one line, with the fields that are sent to a collector.
 fn log(span: &JobSpan) {
     let end = &span.end;
     tracing::debug!(

@@ -1,10 +1,10 @@
-// What can be changed from here. Everything is said before it is done, and done only when a user confirms it.
+// Actions that change something. Each one is described first and runs only after the user confirms it.
 
 import { ask, bulkheadPath } from './api.js';
 import { byId, h } from './dom.js';
 import { plural } from './format.js';
 
-/** How long a notice stays, and how many there are at once. */
+/** Time for which a notice is shown, and the maximum number of notices. */
 const NOTICE_MS = 6000;
 const NOTICES_MAX = 4;
 
@@ -24,7 +24,7 @@ const breaker = (mode, does) => ({
   request: (bulkhead) => ['PATCH', bulkheadPath(bulkhead.name), { breaker: mode }],
 });
 
-/** Title, the word on the button, what it does in a sentence, and the request. */
+/** Title, label of the button, description, and request. */
 const ACTIONS = {
   resize: {
     title: 'Resize',
@@ -82,7 +82,7 @@ function field(key, label, value, min) {
   return h('label.field', {}, h('span', {}, label, h('code', {}, key)), input);
 }
 
-/** Asks what would change, says it, and changes it on demand. */
+/** Shows the result of a dry run, and reloads on confirmation. */
 export async function offerReload() {
   try {
     const changes = JSON.parse(await ask('POST', '/v1/reload?dry_run=true'));
@@ -118,7 +118,7 @@ function changesTold({ bulkheads, supervisor, access, ignored }) {
   return lines;
 }
 
-/** Shows what will be done. Without `button` there is nothing to do but to close it. */
+/** Shows a confirmation dialog. Without `button`, the dialog can only be closed. */
 function confirm({ title, content, button, run }) {
   const dialog = byId('dialog');
   const error = h('p.error', { role: 'alert', hidden: true });
@@ -139,7 +139,7 @@ function confirm({ title, content, button, run }) {
   });
   dialog.replaceChildren(form);
   dialog.showModal();
-  // What changes something is not what Enter does by accident.
+  // Focuses the input or the cancel button, so that pressing Enter by accident changes nothing.
   (form.querySelector('input') ?? cancel).focus();
 }
 

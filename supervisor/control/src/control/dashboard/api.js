@@ -1,11 +1,11 @@
-// Requests to the API that this page came from.
+// Requests to the API of the page's origin.
 
-// A page whose address has the token in it must not ask by relative addresses.
+// Absolute addresses, because relative requests fail if the address of the page contains the token.
 const url = (path) => location.origin + path;
 
 const ANSWER_WITHIN_MS = 20_000;
 
-/** What the API refuses, in its own words. */
+/** An error response of the API, with the message of the API. */
 export class Problem extends Error {
   constructor(message, body = {}) {
     super(message);
@@ -47,13 +47,13 @@ export const logLines = async (name, limit) => {
 export const crashList = async (limit) => (await get(`/v1/crashes?limit=${limit}`)).crashes;
 export const crashReport = (id) => get(`/v1/crashes/${encodeURIComponent(id)}`);
 
-/** The bulkheads with a breaker, by the configuration. */
+/** Returns the names of the bulkheads with a configured breaker. */
 export async function withBreaker() {
   const config = await get('/v1/config');
   return new Set(config.bulkheads.filter((bulkhead) => bulkhead.breaker).map((bulkhead) => bulkhead.name));
 }
 
-/** Whether this version gives advice. */
+/** Returns true if this version supports advice. */
 export async function hasAdvice() {
   return '/v1/bulkheads/{name}/advice' in (await get('/openapi.json')).paths;
 }

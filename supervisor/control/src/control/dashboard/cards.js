@@ -1,11 +1,11 @@
-// A card for each bulkhead: what it is doing now, in numbers that stay in their place.
+// A card for each bulkhead with its current state. The numbers keep their positions.
 
 import { h, setData, setText } from './dom.js';
 import { count, millis, rate, word } from './format.js';
 import { COUNTED } from './history.js';
 import { causes, worstFirst } from './worst.js';
 
-/** Seconds that a sparkline shows. */
+/** Number of seconds in a sparkline. */
 const SPARK_SAMPLES = 90;
 const SPARK = { width: 180, height: 34 };
 
@@ -30,7 +30,7 @@ export class Cards {
       if (this.place.children[at] !== card.element) this.place.insertBefore(card.element, this.place.children[at] ?? null);
       card.update(bulkhead, history, hasBreaker(bulkhead));
     });
-    // What is moved loses the focus.
+    // Moving an element removes its focus.
     if (this.place.contains(focused) && document.activeElement !== focused) focused.focus({ preventScroll: true });
     this.filter(this.text);
   }
@@ -43,7 +43,7 @@ export class Cards {
     return card;
   }
 
-  /** Shows those whose name, state or service has the text in it. Returns how many there are. */
+  /** Shows only cards whose name, state or service contains the text. Returns the number of shown cards. */
   filter(text) {
     this.text = text.trim().toLowerCase();
     let shown = 0;
@@ -55,7 +55,7 @@ export class Cards {
     return shown;
   }
 
-  /** The buttons of the cards that are shown, in their order. */
+  /** Returns the buttons of the visible cards, in order. */
   buttons() {
     return [...this.place.querySelectorAll('.card:not([hidden]) h3 button')];
   }
@@ -118,7 +118,7 @@ class Card {
   }
 }
 
-/** How much there is of how much there may be. */
+/** A value relative to its maximum. */
 class Gauge {
   constructor(name) {
     this.fill = h('i');
@@ -139,7 +139,7 @@ class Gauge {
   }
 }
 
-/** Jobs that ended well, as an area; those that did not, as a line over it. */
+/** Successful jobs as an area, other outcomes as a line above it. */
 class Sparkline {
   constructor() {
     this.area = path('area');
@@ -165,7 +165,7 @@ class Sparkline {
 
 const x = (at, length) => SPARK.width - ((length - 1 - at) * SPARK.width) / (SPARK_SAMPLES - 1);
 
-/** A line through the values, with gaps where they are of no interest. */
+/** Returns a line through the values, with gaps where values are of no interest. */
 function curve(values, top, isOfInterest = () => true) {
   let isDown = false;
   const steps = values.map((value, at) => {

@@ -4,13 +4,13 @@ import { crashList, crashReport } from './api.js';
 import { byId, h, setText } from './dom.js';
 import { bytes, clock, duration, millis, plural } from './format.js';
 
-/** Reports in the list. */
+/** Maximum number of reports in the list. */
 const REPORTS_MAX = 50;
 
-/** The list is asked for no more often than this. */
+/** Minimum interval between requests for the list. */
 const PAUSE_MS = 3000;
 
-/** Bytes of a payload that are shown. */
+/** Maximum number of payload bytes that are shown. */
 const PAYLOAD_BYTES_MAX = 256;
 
 export class Crashes {
@@ -21,7 +21,7 @@ export class Crashes {
     this.timer = null;
   }
 
-  /** Asks for the list, soon. */
+  /** Schedules a request for the list. */
   refresh() {
     if (this.timer !== null) return;
     const wait = Math.max(0, this.askedAt + PAUSE_MS - performance.now());
@@ -30,7 +30,7 @@ export class Crashes {
 
   async load() {
     this.askedAt = performance.now();
-    // A report is written some moments after its event: what comes meanwhile asks again.
+    // A report is written shortly after its event. Events from here on cause another request.
     this.timer = null;
     try {
       this.show((await crashList(REPORTS_MAX)).reverse());
@@ -50,7 +50,7 @@ export class Crashes {
   }
 }
 
-/** Workers that never start are one report that counts them. */
+/** Workers that never start share one report with a count. */
 const key = (crash) => `${crash.id}×${crash.count}`;
 
 function cause(crash) {
@@ -117,7 +117,7 @@ function list(facts) {
   return h('dl.facts', {}, ...told.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]));
 }
 
-/** The beginning of a payload, as bytes and as characters. */
+/** Returns the beginning of a payload as a hex dump. */
 function hex(base64) {
   const text = atob(base64);
   const lines = [];

@@ -1,11 +1,11 @@
-// All that is known of one bulkhead, beside the page, kept up to date while it is open.
+// Details of one bulkhead beside the main page, updated while they are open.
 
 import { bulkheadPath, get, logLines } from './api.js';
 import { fillRows, h, setData, setText, table } from './dom.js';
 import { bytes, count, duration, millis, plural, word } from './format.js';
 import { causes } from './worst.js';
 
-/** Lines of output that are shown, and how often they and the advice are asked for. */
+/** Number of output lines shown, and the interval between requests for output and advice. */
 const LINES = 40;
 const OUTPUT_EVERY_MS = 3000;
 const ADVICE_EVERY_MS = 15_000;
@@ -138,7 +138,7 @@ export class Details {
   ask(what, every, load) {
     if (performance.now() - this.askedAt[what] < every) return;
     this.askedAt[what] = performance.now();
-    // Nothing is said while there is no supervisor to ask: the head of the page says so.
+    // Errors are ignored, because the header already shows that the supervisor cannot be reached.
     load().catch(() => {});
   }
 
@@ -162,7 +162,7 @@ function part(title, ...children) {
   return h('section', {}, h('h3', {}, title), ...children);
 }
 
-/** Pairs of name and value; what has no value is left out. */
+/** Fills a list with pairs of name and value. Pairs without a value are left out. */
 function fillPairs(list, pairs) {
   const told = pairs.filter(([, value]) => value !== '');
   while (list.children.length > told.length) list.lastElementChild.remove();

@@ -1,6 +1,6 @@
-// The only place that makes elements. Text goes in as text, never as markup, and says what cannot be seen.
+// The only module that creates elements. Text is never parsed as markup, and invisible characters are made visible.
 
-// Control characters, those that turn the direction of writing, and those without a width.
+// Control characters, characters that change the writing direction, and characters without width.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{1bca0}-\u{1bca3}\u{1d173}-\u{1d17a}\u{e0000}-\u{e007f}]/gu;
 
 export function visible(text) {
@@ -9,7 +9,7 @@ export function visible(text) {
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element: `h('span.state', { title: 'x', onclick: f }, 'text', child)`. */
+/** Creates an element: `h('span.state', { title: 'x', onclick: f }, 'text', child)`. */
 export function h(what, attributes = {}, ...children) {
   const [tag, ...classes] = what.split('.');
   const element = document.createElement(tag);
@@ -29,7 +29,7 @@ function setAttribute(element, name, value) {
   else element.setAttribute(name, value === true ? '' : visible(value));
 }
 
-/** Touches the page only if the text is another one. */
+/** Sets the text of an element only if it differs. */
 export function setText(element, text) {
   const shown = visible(text ?? '');
   if (element.textContent !== shown) element.textContent = shown;
@@ -39,7 +39,7 @@ export function setData(element, name, value) {
   if (element.dataset[name] !== String(value)) element.dataset[name] = value;
 }
 
-/** Makes a table body show these rows, in the cells that are there. A cell is text, or `{ text, state, title }`. */
+/** Fills a table body with these rows and reuses its cells. A cell is text, or `{ text, state, title }`. */
 export function fillRows(body, rows) {
   while (body.rows.length > rows.length) body.deleteRow(-1);
   rows.forEach((cells, at) => {
@@ -56,14 +56,14 @@ function fillCell(element, cell) {
   if (element.title !== visible(title)) element.title = visible(title);
 }
 
-/** A table with these heads; returns it and its body. */
+/** Creates a table with these column headers. Returns the table and its body. */
 export function table(caption, heads) {
   const body = h('tbody');
   const row = h('tr', {}, ...heads.map((head) => h('th', { scope: 'col' }, head)));
   return { element: h('div.scroll', {}, h('table', { 'aria-label': caption }, h('thead', {}, row), body)), body };
 }
 
-/** Runs `work` once in the next frame, however often it is asked to; without frames, as in a hidden tab, soon. */
+/** Runs `work` at most once per frame; in a hidden tab, which has no frames, after a short delay. */
 export function batched(work) {
   let isDue = false;
   const run = () => {

@@ -1,17 +1,17 @@
-// The events, the newest first. A storm of them costs one change of the page for each frame, and a bounded memory.
+// Events, newest first. Any number of new events causes at most one page update per frame. The memory is bounded.
 
 import { batched, byId, h, setText } from './dom.js';
 import { clock, count, word } from './format.js';
 
-/** Events that are kept, and lines that are shown. */
+/** Maximum number of events in memory, and of lines on the page. */
 const KEPT_MAX = 2000;
 const LINES_MAX = 500;
 
-/** Characters of an event's fields in its line; all of them are in what opens below it. */
+/** Maximum number of characters for the fields in an event's line. The expanded view shows all of them. */
 const LINE_CHARS_MAX = 240;
 
 const RANK = { info: 0, warning: 1, critical: 2 };
-/** Fields that say most come first; the others follow by name. */
+/** The most important fields come first; the others follow by name. */
 const FIRST = ['message', 'detail', 'reason', 'signal', 'exit_code', 'operation', 'tenant'];
 const COMMON = new Set(['at', 'seq', 'severity', 'kind', 'bulkhead']);
 
@@ -35,7 +35,7 @@ export class Feed {
     this.flushSoon();
   }
 
-  /** Something to say between the events, such as that the supervisor is another one. */
+  /** Adds a remark of the dashboard between the events, for example that the supervisor was restarted. */
   remark(text, severity = 'info') {
     this.add({ at: new Date().toISOString(), severity, kind: 'dashboard', bulkhead: null, message: text });
   }
@@ -48,7 +48,7 @@ export class Feed {
     this.flushSoon();
   }
 
-  /** The bulkheads there are to choose from. */
+  /** Updates the bulkheads in the selection. */
   offer(names) {
     const select = byId('feed-bulkhead');
     const offered = [...select.options].slice(1).map((option) => option.value);

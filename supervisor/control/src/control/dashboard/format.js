@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Number formats for people.
 
 const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 });
 const SHORT = new Intl.NumberFormat('en-US', { notation: 'compact', maximumFractionDigits: 1 });
@@ -8,7 +8,7 @@ export function count(value) {
   return value < 100_000 ? WHOLE.format(value) : SHORT.format(value);
 }
 
-/** Per second. */
+/** Formats a rate per second. */
 export function rate(value) {
   if (value == null) return '–';
   if (value === 0) return '0';
@@ -46,7 +46,7 @@ export function percent(share) {
   return share == null ? '–' : `${Math.round(share * 100)} %`;
 }
 
-/** The time of day of an RFC 3339 time, here. */
+/** Formats an RFC 3339 time as local time of day. */
 export function clock(at) {
   const date = new Date(at);
   return Number.isNaN(date.getTime()) ? String(at) : date.toLocaleTimeString('en-GB');

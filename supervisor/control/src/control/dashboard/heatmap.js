@@ -1,14 +1,14 @@
-// How busy every bulkhead was lately: a row for each, a column for each second.
+// Recent load of all bulkheads: one row per bulkhead, one column per second.
 
 import { byId, fillRows, h, setText } from './dom.js';
 import { count, percent, plural } from './format.js';
 import { SAMPLES_MAX } from './history.js';
 
-/** CSS pixels of a row; the style sheet has the same. */
+/** Height of a row in CSS pixels. The style sheet contains the same value. */
 const ROW = 22;
 const GAP = 3;
 
-/** Seconds that the map shows: as few of these as hold what was seen. */
+/** Number of seconds in the map: the smallest of these that covers the samples. */
 const SPANS = [120, 300, SAMPLES_MAX];
 
 export class HeatMap {
@@ -25,7 +25,7 @@ export class HeatMap {
     this.repaint();
   }
 
-  /** Takes the colours of the style sheet, which are others in the dark. */
+  /** Reads the colours from the style sheet, because they depend on the theme. */
   repaint() {
     const colour = (name) => {
       const swatch = byId('legend').querySelector(`.heat-${name}`);
@@ -79,7 +79,7 @@ export class HeatMap {
       const left = width - ((this.now - sample.at) / 1000 + 1) * second;
       if (left < -second) continue;
       pen.fillStyle = this.mix(sample.load);
-      // A little wider than it is, so that no seam shows.
+      // Slightly wider than a column, to avoid visible seams.
       pen.fillRect(left, top, second + 0.6, ROW - GAP);
     }
     pen.fillStyle = this.crash;
@@ -90,9 +90,9 @@ export class HeatMap {
     }
   }
 
-  /** The colour of a load between 0 and 2. */
+  /** Returns the colour of a load between 0 and 2. */
   mix(load) {
-    // Full permits and a queue are two things: there is no colour between the two.
+    // Full permits and a non-empty queue are different states, so there is no gradient between them.
     const place = load <= 1 ? load * 4 : 5 + (load - 1);
     const low = load <= 1 ? Math.min(3, Math.floor(place)) : 5;
     const share = place - low;
@@ -111,7 +111,7 @@ export class HeatMap {
     setText(this.hint, `${row.name}, ${Math.round(age / 1000)} s ago: ${inFlight} of ${limit} in flight, ${queued} queued${crashes}`);
   }
 
-  /** The same in words and numbers. */
+  /** Describes the map in text. */
   tell() {
     const told = this.rows.map(({ name, samples }) => {
       const share = (one) => Math.min(1, one.load);

@@ -1,14 +1,14 @@
-// What was seen of each bulkhead, second by second. Nothing here touches the page.
+// Samples of each bulkhead, one per second. This module does not touch the page.
 
 import { sum } from './format.js';
 
-/** Seconds that are kept, one sample each. */
+/** Maximum number of samples, one per second. */
 export const SAMPLES_MAX = 600;
 
-/** Samples that a rate is taken over, so that it is calm. */
+/** Number of samples to average a rate over. */
 const RATE_SAMPLES = 3;
 
-/** What is counted, as the cards tell it. */
+/** Counters of a sample, named as on the cards. */
 export const COUNTED = ['ok', 'rejected', 'failed', 'late', 'crashed'];
 
 const counters = (bulkhead) => ({
@@ -19,7 +19,7 @@ const counters = (bulkhead) => ({
   crashed: bulkhead.crashed,
 });
 
-/** 0 to 1 is the share of permits taken, 1 to 2 that and the share of the queue. */
+/** Returns the load: 0 to 1 is the share of permits in use; 1 to 2 adds the share of the queue in use. */
 function load({ in_flight: inFlight, limit, queued, queue_capacity: capacity }) {
   const taken = limit > 0 ? Math.min(1, inFlight / limit) : inFlight > 0 ? 1 : 0;
   return queued > 0 ? 1 + Math.min(1, queued / Math.max(capacity, 1)) : taken;
@@ -30,7 +30,7 @@ export class History {
     this.byName = new Map();
   }
 
-  /** Takes a snapshot of all bulkheads in; those that are gone are forgotten. */
+  /** Adds a snapshot of all bulkheads. Removed bulkheads are dropped. */
   add(at, bulkheads) {
     const names = new Set(bulkheads.map((bulkhead) => bulkhead.name));
     for (const name of this.byName.keys()) if (!names.has(name)) this.byName.delete(name);
@@ -42,7 +42,7 @@ export class History {
     const { limit, in_flight: inFlight, queued } = bulkhead;
     const sample = { at, total: counters(bulkhead), load: load(bulkhead), limit, inFlight, queued };
     const last = samples.at(-1);
-    // Two at once were held up on the way: the newer one stands.
+    // Two snapshots at almost the same time were delayed on the way. The newer one replaces the older.
     if (last && at - last.at < 200) samples.pop();
     sample.gained = gained(samples.at(-1), sample);
     samples.push(sample);
@@ -54,7 +54,7 @@ export class History {
     return this.byName.get(name) ?? [];
   }
 
-  /** By the second, over the last few samples; `null` while nothing is known. */
+  /** Returns rates per second over the last few samples; `null` while they are unknown. */
   rates(name) {
     const lately = this.of(name).slice(-RATE_SAMPLES).filter((sample) => sample.gained);
     const seconds = lately.reduce((total, sample) => total + sample.gained.seconds, 0);
@@ -63,7 +63,7 @@ export class History {
   }
 }
 
-/** What was counted since the sample before. A counter that went back is that of another run: not known. */
+/** Returns the increase of the counters since the previous sample; unknown if a counter decreased after a restart. */
 function gained(before, now) {
   if (!before) return null;
   const seconds = (now.at - before.at) / 1000;

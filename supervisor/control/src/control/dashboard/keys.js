@@ -1,4 +1,4 @@
-// Keyboard, and the choice between light and dark.
+// Keyboard shortcuts, and the choice between the light and the dark theme.
 
 import { byId } from './dom.js';
 
@@ -6,10 +6,10 @@ const THEME = 'bulkhead-theme';
 const NEXT = new Set(['j', 'ArrowDown', 'ArrowRight']);
 const PREVIOUS = new Set(['k', 'ArrowUp', 'ArrowLeft']);
 
-/** `on` has what the keys do: `close`, `help`, `pause`, `theme`, and `buttons`, which gives those of the cards. */
+/** `on` contains the actions `close`, `help`, `pause` and `theme`, and `buttons`, which returns the cards' buttons. */
 export function listen(on) {
   document.addEventListener('keydown', (event) => {
-    // An open dialog has its own.
+    // An open dialog handles its own keys.
     if (event.ctrlKey || event.metaKey || event.altKey || byId('dialog').open) return;
     if (event.key === 'Escape') return leave(event, on);
     if (isTyping(event.target)) return;
@@ -34,7 +34,7 @@ function isTyping(target) {
   return target.matches('input, select, textarea');
 }
 
-/** Arrows go from card to card only where they are not needed to scroll. */
+/** Arrow keys move between cards only where they are not needed for scrolling. */
 function step(event, buttons, by) {
   const at = buttons.indexOf(document.activeElement);
   const isArrow = event.key.startsWith('Arrow');
@@ -57,7 +57,7 @@ export function switchTheme() {
   try {
     localStorage.setItem(THEME, theme);
   } catch {
-    // It holds for this page.
+    // Without storage, the theme applies to this page only.
   }
 }
 
@@ -66,6 +66,6 @@ export function restoreTheme() {
     const theme = localStorage.getItem(THEME);
     if (theme === 'dark' || theme === 'light') document.documentElement.dataset.theme = theme;
   } catch {
-    // What the system prefers, then.
+    // Without storage, the system's preference applies.
   }
 }

@@ -1,4 +1,4 @@
-// Puts the parts together: what the stream says goes to history, cards, heat map, details, feed and crash reports.
+// Connects the parts: passes data from the stream to history, cards, heat map, details, feed and crash reports.
 
 import { offer, offerReload, showHelp } from './actions.js';
 import { hasAdvice, withBreaker } from './api.js';
@@ -67,13 +67,13 @@ function showFilter() {
   byId('none').hidden = shown > 0 || known.bulkheads.length === 0;
 }
 
-/** What is asked for once, and again when it may be another. */
+/** Loads data that changes rarely. Called again when it can have changed. */
 async function learn() {
   try {
     [known.breakers, known.hasAdvice] = await Promise.all([withBreaker(), hasAdvice()]);
     render();
   } catch {
-    // The next connection asks again.
+    // The next connection retries.
   }
 }
 
@@ -105,7 +105,7 @@ const stream = new Stream({
   state: showLink,
 });
 
-/** Where the page stands with the supervisor. */
+/** Shows the state of the connection to the supervisor. */
 function showLink() {
   const state = stream.state ?? 'connecting';
   const words = { live: 'live', stuck: 'stuck', lost: 'reconnecting…' };

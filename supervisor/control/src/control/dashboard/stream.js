@@ -1,19 +1,20 @@
-// The one connection that is open all the time. It comes back by itself, and tells what became of it.
+// The permanent connection. It reconnects automatically and reports its state.
 
 import { openStream } from './api.js';
 
-/** Events of the past that are asked for. */
+/** Number of past events to request. */
 const PAST_MAX = 500;
 
-/** How long the next try waits, try after try. */
+/** Delays before reconnecting, for consecutive attempts. */
 const RETRY_MS = [250, 500, 1000, 2000, 4000];
 
-/** A connection that says nothing for so long is given up: the state of the bulkheads comes every second. */
+/** Maximum silence before the connection is closed. The state of the bulkheads normally arrives every second. */
 const SILENCE_MS = 10_000;
 
 /**
- * `on.state(name, since)` hears `connecting`, `live`, `stuck`, `lost`; `on.hello(hello, isAnother)` who is there
- * and whether it is another run of the supervisor; `on.bulkheads`, `on.event`, `on.missed` what it says.
+ * Callbacks in `on`: `state(name, since)` with the state `connecting`, `live`, `stuck` or `lost`;
+ * `hello(hello, isAnother)` with the supervisor's first frame, and true if the supervisor was restarted;
+ * `bulkheads`, `event` and `missed` with the other frames.
  */
 export class Stream {
   constructor(on) {
@@ -54,7 +55,7 @@ export class Stream {
     this.on.hello(hello, isAnother && !isFirst);
   }
 
-  /** Those of before are told again after each connection. */
+  /** After reconnecting, the supervisor sends past events again. */
   take(event) {
     if (event.seq <= this.seq) return;
     this.seq = event.seq;
@@ -72,7 +73,7 @@ export class Stream {
     this.become('lost');
     const wait = RETRY_MS[Math.min(this.tries, RETRY_MS.length - 1)];
     this.tries += 1;
-    // A room full of dashboards does not come back in step.
+    // Random delay, so that many dashboards do not reconnect at the same time.
     setTimeout(() => this.open(), wait * (0.75 + Math.random() / 2));
   }
 

@@ -1,5 +1,5 @@
-//! Every metric: its name, kind, labels, what it says, and where its numbers come from. The renderer and the
-//! documentation take them from here.
+//! Table of all metrics: name, kind, labels, help text and source. The renderer and the documentation use
+//! this table.
 
 use bulkhead_plane::scrape::BulkheadNumbers;
 
@@ -7,32 +7,32 @@ use super::itself::Own;
 use super::text::{Head, Kind, Page};
 use super::{Moment, write_histogram};
 
-/// One metric with all its label values.
+/// A metric with all its label values.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) head: Head,
     pub(super) numbers: Numbers,
 }
 
-/// Where the samples of a family come from.
+/// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Numbers {
-    /// Each bulkhead has one.
+    /// A sample for each bulkhead.
     Each(fn(&BulkheadNumbers) -> u64),
-    /// Some bulkheads have one.
+    /// A sample for some of the bulkheads.
     Maybe(fn(&BulkheadNumbers) -> Option<u64>),
-    /// Each bulkhead has some.
+    /// Several samples for each bulkhead.
     Of(fn(&mut Page, &BulkheadNumbers)),
-    /// The supervisor has some.
+    /// Samples of the supervisor.
     All(fn(&mut Page, &Moment<'_>)),
-    /// Its process has one, as `/proc` says, or that is not to be learnt.
+    /// A sample from `/proc` about the supervisor's process, if available.
     Process(fn(&Own) -> Option<f64>),
 }
 
-/// A row for each: kind, name, labels, where its numbers come from, and what it says.
+/// Declares the families, one row each: kind, name, labels, source and help text.
 macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $numbers:ident $from:expr, $help:literal;)*) => {
-        /// All of them, in the order in which they are told.
+        /// All families, in the order of the output.
         pub(super) static ALL: &[Family] = &[$(Family {
             head: Head { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
             numbers: Numbers::$numbers($from),

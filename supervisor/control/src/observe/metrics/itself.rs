@@ -1,4 +1,4 @@
-//! What the supervisor's own process takes, as `/proc` says.
+//! Resource usage of the supervisor's own process, from `/proc`.
 
 use std::fs;
 use std::sync::OnceLock;
@@ -6,22 +6,23 @@ use std::sync::OnceLock;
 use bulkhead_linux::process_tree::read_small;
 use rustix::process::{Resource, getrlimit};
 
-/// What `/proc` says of it, in the units of the metrics.
+/// Usage in the units of the metrics.
 pub(super) struct Own {
     pub(super) cpu_seconds: f64,
     pub(super) virtual_bytes: f64,
     pub(super) resident_bytes: f64,
     pub(super) threads: f64,
-    /// Seconds from boot to start.
+    /// Seconds from boot to the start of the process.
     started_after: f64,
 }
 
 impl Own {
-    /// `None` without `/proc`.
+    /// Reads `/proc/self/stat`; `None` without `/proc`.
     pub(super) fn read() -> Option<Self> {
         let stat = read_small("/proc/self/stat").ok()?;
         let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
-        // As proc_pid_stat(5) numbers them, from the third on.
+        // Field numbers follow proc_pid_stat(5), which counts from 1. The third field is the first after the
+        // name.
         let field = |number: usize| Some(fields.get(number - 3)?.parse::<u64>().ok()? as f64);
         let ticks = rustix::param::clock_ticks_per_second().max(1) as f64;
         Some(Self {
@@ -33,7 +34,8 @@ impl Own {
         })
     }
 
-    /// Since Linux 6.2 it is the size of the folder; before, that is 0.
+    /// Returns the number of open descriptors. Since Linux 6.2 this is the size of the folder, which is 0
+    /// before.
     pub(super) fn open_fds() -> Option<f64> {
         let folder = "/proc/self/fd";
         match fs::metadata(folder).ok()?.len() {
@@ -51,7 +53,8 @@ impl Own {
     }
 }
 
-/// Seconds since 1970. To learn them the kernel counts all interrupts of all processors, so they are asked for once.
+/// Returns the boot time in seconds since 1970. Cached, because the kernel counts all interrupts of all
+/// processors to produce `/proc/stat`.
 fn booted_at() -> Option<u64> {
     static BOOTED_AT: OnceLock<Option<u64>> = OnceLock::new();
     *BOOTED_AT.get_or_init(|| {

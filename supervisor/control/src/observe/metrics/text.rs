@@ -1,10 +1,10 @@
-//! The two text formats: OpenMetrics 1.0, and the one that was before it (0.0.4).
+//! The two text formats: OpenMetrics 1.0 and the older Prometheus text format 0.0.4.
 
 use std::fmt::{Display, Write as _};
 
 use bulkhead_shared::vocabulary;
 
-/// How metrics are written.
+/// Text format of metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     /// OpenMetrics 1.0.
@@ -21,8 +21,8 @@ impl Format {
         }
     }
 
-    /// What a scraper's `Accept` asks for: the one of greater weight, of equals the first. A scraper that asks for
-    /// neither gets OpenMetrics.
+    /// Selects the format with the highest weight in an `Accept` header; between equal weights, the first.
+    /// Defaults to OpenMetrics.
     pub(crate) fn asked(accept: &str) -> Self {
         let mut best = None;
         for range in accept.split(',') {
@@ -34,7 +34,7 @@ impl Format {
         best.map_or(Self::OpenMetrics, |(format, _)| format)
     }
 
-    /// One media range with its parameters; `None` if it is for neither format.
+    /// Parses one media range with its parameters; `None` if it matches neither format.
     fn of_range(range: &str) -> Option<(Self, f64)> {
         let mut parts = range.split(';').map(str::trim);
         let kind = parts.next()?.to_ascii_lowercase();
@@ -56,26 +56,26 @@ impl Format {
 }
 
 vocabulary! {
-    /// How the samples of a family are to be read.
+    /// Kind of a metric family.
     Kind {
-        /// Only ever grows; its samples end in `_total`.
+        /// Only grows. The names of its samples end in `_total`.
         Counter = "counter",
         Gauge = "gauge",
         Histogram = "histogram",
     }
 }
 
-/// What is told of a family before its samples, and of each of them.
+/// Metadata of a family.
 #[derive(Debug)]
 pub(super) struct Head {
-    /// Without `_total`.
+    /// Name without `_total`.
     pub(super) name: &'static str,
     pub(super) kind: Kind,
     pub(super) labels: &'static [&'static str],
     pub(super) help: &'static str,
 }
 
-/// Room for a page of a few bulkheads; one that is larger grows.
+/// Initial capacity, for a page with a few bulkheads.
 const PAGE_BYTES: usize = 256 * 1024;
 
 /// A page that is being written.
@@ -83,7 +83,7 @@ pub(super) struct Page {
     format: Format,
     text: String,
     family: Option<&'static Head>,
-    /// What a group of lines begins with; kept for its memory.
+    /// Buffer for the common prefix of a group of lines, kept to reuse its allocation.
     common: String,
     #[cfg(test)]
     pub(super) families: Vec<&'static str>,
@@ -101,7 +101,7 @@ impl Page {
         }
     }
 
-    /// Begins a family: the samples that follow are its own.
+    /// Begins a family. The following samples belong to it.
     pub(super) fn family(&mut self, family: &'static Head) {
         #[cfg(test)]
         self.families.push(family.name);
@@ -115,23 +115,23 @@ impl Page {
         self.family = Some(family);
     }
 
-    /// A sample of a counter or a gauge.
+    /// Writes a sample of a counter or a gauge.
     pub(super) fn sample(&mut self, values: &[&str], number: impl Display) {
         self.line(self.suffix(), values, number);
     }
 
-    /// Samples of a counter or a gauge that differ in the value of the last label.
+    /// Writes samples of a counter or a gauge that differ only in the last label.
     pub(super) fn samples<'v>(&mut self, values: &[&str], lasts: impl IntoIterator<Item = (&'v str, u64)>) {
         let Some(Head { labels: [.., label], .. }) = self.family else { return };
         self.lines(self.suffix(), values, label, lasts);
     }
 
-    /// The buckets of a histogram, each with its upper bound.
+    /// Writes the buckets of a histogram, each with its upper bound.
     pub(super) fn buckets<'v>(&mut self, values: &[&str], counts: impl IntoIterator<Item = (&'v str, u64)>) {
         self.lines("_bucket", values, "le", counts);
     }
 
-    /// What the names of samples have behind that of the present family.
+    /// Returns the suffix of sample names in the current family.
     fn suffix(&self) -> &'static str {
         match self.family {
             Some(Head { kind: Kind::Counter, .. }) => "_total",
@@ -139,7 +139,7 @@ impl Page {
         }
     }
 
-    /// One line of the present family.
+    /// Writes one line of the current family.
     pub(super) fn line(&mut self, suffix: &str, values: &[&str], number: impl Display) {
         let Some(family) = self.family else { return };
         debug_assert_eq!(family.labels.len(), values.len(), "{}", family.name);
@@ -148,7 +148,8 @@ impl Page {
         self.write(format_args!("{number}\n"));
     }
 
-    /// There are thousands of these lines: what they have in common is put together once for each group.
+    /// Writes lines that differ only in the last label. Formats the common prefix once, because there are
+    /// thousands of these lines.
     fn lines<'v>(
         &mut self,
         suffix: &str,
@@ -173,7 +174,7 @@ impl Page {
     }
 
     fn write(&mut self, text: std::fmt::Arguments<'_>) {
-        // Writing into a string does not fail.
+        // Writing to a string does not fail.
         let _ = self.text.write_fmt(text);
     }
 
@@ -185,7 +186,7 @@ impl Page {
     }
 }
 
-/// The name of a sample and its first labels, which are not closed.
+/// Writes the name of a sample and its first labels, without the closing brace.
 fn begin(text: &mut String, family: &Head, suffix: &str, values: &[&str]) {
     text.push_str(family.name);
     text.push_str(suffix);
@@ -200,7 +201,7 @@ fn begin(text: &mut String, family: &Head, suffix: &str, values: &[&str]) {
     }
 }
 
-/// Clients choose the names of tenants: anything but NUL can be in them.
+/// Escapes a label value. Clients choose the names of tenants, which can contain anything except for NUL.
 fn push_escaped(text: &mut String, value: &str) {
     if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
         text.push_str(value);

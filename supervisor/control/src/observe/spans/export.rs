@@ -1,5 +1,5 @@
-//! Spans on their way to a collector: what waits, what is being sent, and when the next try is. It holds a bounded
-//! number of spans, whatever the collector does.
+//! Export of spans to a collector: queueing, sending, and retries. The number of spans in memory is bounded,
+//! whatever the collector does.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,23 +12,23 @@ use tokio::time::Instant;
 use super::otlp::{Collector, SendError};
 use bulkhead_plane::span::JobSpan;
 
-/// Spans of one message.
+/// Maximum number of spans per message.
 const BATCH_SPANS: usize = 512;
 
-/// Spans that wait to be sent, at most; what comes beyond is dropped and counted.
+/// Maximum number of spans in the queue. Further spans are dropped and counted.
 const WAITING_MAX: usize = 4096;
 
-/// How long a span waits for others to go with.
+/// Maximum time for which a span waits for others before a message is sent.
 const BATCH_WITHIN: Duration = Duration::from_secs(1);
 
-/// The pause after a failure; it doubles from one to the next.
+/// Pause after a failure. It doubles with each consecutive failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// How long the last spans may take at the end.
+/// Time limit at shutdown for sending the remaining spans.
 const FINISH_WITHIN: Duration = Duration::from_secs(1);
 
-/// A message, and how many spans are in it.
+/// A message and its number of spans.
 struct Batch {
     body: Bytes,
     spans: usize,
@@ -37,14 +37,14 @@ struct Batch {
 pub(super) struct Export {
     collector: Arc<Collector>,
     waiting: VecDeque<Box<JobSpan>>,
-    /// When the oldest of them came.
+    /// Arrival time of the oldest waiting span.
     oldest_at: Instant,
-    /// What was made of spans and is not taken yet.
+    /// Encoded spans that the collector has not accepted yet.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
-    /// Not before then, after a failure.
+    /// Earliest time of the next attempt after a failure.
     again_at: Instant,
-    /// After the next failure.
+    /// Pause after the next failure.
     pause: Duration,
     lost: u64,
 }
@@ -64,7 +64,7 @@ impl Export {
         }
     }
 
-    /// Spans that will not be sent any more.
+    /// Returns the number of spans that will never be sent.
     pub(super) fn lost(&self) -> u64 {
         self.lost
     }
@@ -80,7 +80,7 @@ impl Export {
         self.waiting.push_back(span);
     }
 
-    /// Takes the next step when it is time; may be dropped at any moment.
+    /// Performs the next step when it is due. Cancellation-safe.
     pub(super) async fn step(&mut self) {
         let due = self.due();
         match (&mut self.sending, due) {
@@ -96,7 +96,7 @@ impl Export {
         }
     }
 
-    /// When the next message is to go.
+    /// Returns when the next message is due.
     fn due(&self) -> Option<Instant> {
         let is_full = self.batch.is_some() || self.waiting.len() >= BATCH_SPANS;
         match (is_full, self.waiting.is_empty()) {
@@ -124,7 +124,7 @@ impl Export {
             self.pause = PAUSE_MIN;
             return;
         };
-        // The first of a row of failures; the spans that it costs are told of as they are lost.
+        // Logs only the first of consecutive failures. Lost spans are reported separately.
         if self.pause == PAUSE_MIN {
             tracing::warn!("failed to send spans of jobs to {}: {error}", self.collector);
         }
@@ -135,9 +135,9 @@ impl Export {
         }
     }
 
-    /// Sends what is left, as far as there is time.
+    /// Sends the remaining spans within a time limit.
     pub(super) async fn finish(&mut self) {
-        // A collector that has not taken them for some time will not now: that is not waited for.
+        // A collector that has been failing is unlikely to accept the spans now, so they are dropped.
         let is_hopeful = self.pause == PAUSE_MIN;
         if is_hopeful {
             let _ = tokio::time::timeout(FINISH_WITHIN, self.send_all()).await;
@@ -146,7 +146,7 @@ impl Export {
         self.waiting.clear();
     }
 
-    /// Up to the first failure.
+    /// Sends until the first failure.
     async fn send_all(&mut self) {
         while self.sending.is_some() || self.batch.is_some() || !self.waiting.is_empty() {
             if self.sending.is_none() {

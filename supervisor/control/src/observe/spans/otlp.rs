@@ -1,5 +1,5 @@
-//! The OpenTelemetry protocol as far as spans of jobs need it: OTLP/HTTP with JSON, a plain POST. Which collector
-//! they go to is in the environment, by the names that all exporters share.
+//! The subset of the OpenTelemetry protocol for spans of jobs: OTLP/HTTP with JSON. The collector is
+//! configured by the environment variables that all exporters share.
 
 use std::fmt;
 use std::pin::pin;
@@ -14,18 +14,18 @@ use tokio::net::TcpStream;
 use super::millis;
 use bulkhead_plane::span::JobSpan;
 
-/// The whole address, as it is.
+/// Complete address of the collector.
 const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 
-/// The address of a collector, to which the path for spans is added.
+/// Base address of the collector, to which the path for spans is appended.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
-/// The service that the spans are shown of.
+/// Service name of the spans.
 const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 
 const SERVICE_NAME_DEFAULT: &str = "bulkhead";
 
-/// How long a collector may take for a message, from the look for its address to its answer.
+/// Time limit for a message, from the resolution of the collector's address to the response.
 const SEND_WITHIN: Duration = Duration::from_secs(10);
 
 /// `SPAN_KIND_SERVER`.
@@ -34,7 +34,7 @@ const KIND_SERVER: u32 = 2;
 /// `STATUS_CODE_ERROR`.
 const STATUS_ERROR: u32 = 2;
 
-/// The span's own flags: sampled; and its parent is, as is known, in another process.
+/// Flags of the span: sampled, and the parent is known to be in another process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
 /// The collector of spans.
@@ -46,12 +46,12 @@ pub(super) struct Collector {
     service: String,
 }
 
-/// Why a message was not taken.
+/// Error when the collector did not accept a message.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct SendError {
     why: String,
-    /// Whether it may be taken later.
+    /// True if the message can be sent again later.
     pub(super) is_worth_another: bool,
 }
 
@@ -60,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_worth_another: true }
     }
 
-    /// The thread that was to send it is gone.
+    /// The task that sent the message has ended.
     pub(super) fn ended() -> Self {
         Self::again("it was broken off")
     }
@@ -73,7 +73,7 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// The one that the environment names, if it does; in one sentence, what is wrong with it.
+    /// Reads the collector from the environment, if one is set. The error is a message for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let given = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (given(TRACES_ENDPOINT), given(ENDPOINT)) {
@@ -97,7 +97,7 @@ impl Collector {
         }))
     }
 
-    /// A message with these spans.
+    /// Encodes a message with these spans.
     pub(super) fn render(&self, spans: &[Box<JobSpan>]) -> Vec<u8> {
         let resource = attributes([("service.name", json!(self.service))]);
         let spans: Vec<Value> = spans.iter().map(|span| render(span)).collect();
@@ -110,7 +110,7 @@ impl Collector {
         .into_bytes()
     }
 
-    /// Hands over a message.
+    /// Sends a message.
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
         let status = tokio::time::timeout(SEND_WITHIN, self.post(message))
             .await
@@ -118,7 +118,7 @@ impl Collector {
             .map_err(SendError::again)?;
         match status {
             status if status.is_success() => Ok(()),
-            // Those that the protocol says to repeat.
+            // The protocol defines these status codes as retryable.
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::BAD_GATEWAY
             | StatusCode::SERVICE_UNAVAILABLE
@@ -127,9 +127,9 @@ impl Collector {
         }
     }
 
-    /// One connection for one message: there are few, and large ones.
+    /// Uses one connection per message, because messages are few and large.
     async fn post(&self, message: Bytes) -> Result<StatusCode, Box<dyn std::error::Error + Send + Sync>> {
-        // In an address, but not as a name of a host, there are brackets about IPv6.
+        // Brackets around an IPv6 address belong to the URL, not to the host.
         let host = self.host.trim_start_matches('[').trim_end_matches(']');
         let socket = TcpStream::connect((host, self.port)).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket)).await?;
@@ -141,14 +141,14 @@ impl Collector {
         let (mut connection, mut answer) = (pin!(connection), pin!(sender.send_request(request)));
         let answer = tokio::select! {
             answer = &mut answer => answer,
-            // Its end may have brought the answer.
+            // The response may have arrived together with the end of the connection.
             _ = &mut connection => answer.await,
         };
         Ok(answer?.status())
     }
 }
 
-/// What spans of the same kind have in common: where the job was sent.
+/// Returns the name of a span, which groups the spans of a bulkhead.
 pub(super) fn name(span: &JobSpan) -> String {
     format!("job {}", span.bulkhead)
 }
@@ -189,13 +189,13 @@ fn render(span: &JobSpan) -> Value {
     })
 }
 
-/// Key by key, each value with its type; those that are not known are left out.
+/// Encodes attributes, each with its type. Null values are left out.
 fn attributes<const N: usize>(known: [(&str, Value); N]) -> Vec<Value> {
     let one = |(key, value): (&str, Value)| {
         let value = match value {
             Value::Null => return None,
             Value::String(text) => json!({"stringValue": text}),
-            // 64 bits are text in the protocol's JSON, since some readers have fewer.
+            // The protocol's JSON encodes 64-bit integers as text, because some parsers have fewer bits.
             Value::Number(number) if !number.is_f64() => json!({"intValue": number.to_string()}),
             number => json!({"doubleValue": number}),
         };
@@ -204,7 +204,7 @@ fn attributes<const N: usize>(known: [(&str, Value); N]) -> Vec<Value> {
     known.into_iter().filter_map(one).collect()
 }
 
-/// Since 1970, as text.
+/// Returns nanoseconds since 1970 as text.
 fn nanos(at: SystemTime) -> String {
     at.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos().to_string()
 }
