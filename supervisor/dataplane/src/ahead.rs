@@ -16,8 +16,8 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Lends a journal to a worker that has sent its hello. A worker without a journal gets no prefetched jobs, and
-    /// none of its jobs are recalled.
+    /// Lends a journal to a worker that has sent its hello. Without a journal, the worker gets no prefetched jobs,
+    /// and none of its jobs are recalled.
     pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) {
         let link = &mut self.links[index];
         if link.program.runs_programs() || !link.outbox.is_empty() || self.compartments[compartment].is_replay
@@ -32,9 +32,9 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// Applies the answers that a dead worker left in its journal. Must run after everything in the worker's link has
-    /// been read. Returns the number of jobs that the worker began according to its journal, if the bulkhead
-    /// prefetches jobs.
+    /// Applies the answers in the journal of a dead worker. Must run after everything in the worker's link has been
+    /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker began according to the
+    /// journal.
     pub(super) fn read_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
@@ -43,7 +43,7 @@ impl DataPlane {
             self.hear_journal(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
-        // The count is zero if the worker never wrote it.
+        // Zero means that the worker has never written the count.
         (is_on && begun > 0).then_some(begun)
     }
 
@@ -59,8 +59,8 @@ impl DataPlane {
             while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
                 let is_welcomed = matches!(self.links[index].stage, Stage::Welcomed { .. });
                 let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-                // The journal can also contain answers that the worker has already sent, if it died before it could
-                // remove them.
+                // The journal can also contain answers that came over the link, if the worker died before removing
+                // them.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if is_welcomed && is_answer && is_owed {
                     let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
@@ -70,7 +70,7 @@ impl DataPlane {
         self.buffers.scratch = scratch;
     }
 
-    /// Handles the return of a job that was recalled before the worker began it.
+    /// Handles the return of a job that was recalled before the worker began to run the job.
     pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, arrival: u64) {
         let link = &mut self.links[index];
         link.notices.spend(0);
@@ -87,7 +87,7 @@ impl DataPlane {
     }
 }
 
-/// Returns the size on a link of a job whose payload and names have `own` bytes.
+/// Returns the size of a job on a link, given the `own` bytes of its payload and names.
 pub(super) fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }

@@ -1,29 +1,30 @@
-//! Time budgets for work that many clients can cause at no cost to themselves and that can wait: accepting
-//! connections, cleaning up closed ones, and answering rejected frames. Each budget is a fixed share of one
-//! processor. Without a budget, the data plane would never sleep under such load, and would slow down workers and
-//! clients on a machine with no idle processor.
+//! Time budgets for work that clients can cause in large amounts at no cost, and that can wait: accepting
+//! connections, cleaning up after closed connections, and answering rejected frames. Each budget is a fixed share of
+//! a processor. Without a budget, the data plane would never sleep under such load. On a machine with no idle
+//! processor, this would slow down workers and clients.
 
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// Maximum saved time, enough to accept two dozen connections at once. Other jobs can be delayed by this time.
+/// Maximum budget that can accumulate, enough to accept two dozen connections at once. Other jobs can be delayed by
+/// this time.
 const SAVED_MAX_NS: i64 = 250_000;
 
-/// Maximum time charged for one piece of work. If a piece took longer, the thread was usually interrupted.
+/// Maximum time charged for a piece of work. If a piece took longer, the thread was usually interrupted.
 const PIECE_MAX: Duration = Duration::from_millis(1);
 
-/// Time budget for one kind of work.
+/// Time budget for a kind of work.
 pub(super) struct Allowance {
     /// Reciprocal of the processor share.
     part: i64,
-    /// Remaining time in nanoseconds. If it is negative, work must pause.
+    /// Remaining time in nanoseconds. If negative, work must pause.
     left: i64,
     filled_at: Time,
 }
 
 impl Allowance {
-    /// Creates a budget of one part in `part` of a processor's time.
+    /// Creates a budget of `1 / part` of a processor's time.
     pub(super) const fn one_in(part: i64) -> Self {
         Self { part, left: SAVED_MAX_NS, filled_at: Time::ZERO }
     }

@@ -1,7 +1,7 @@
-//! Threads for blocking work and for reading files. The data plane sends them tasks and handles the results in a
-//! later iteration. The `background` thread starts keepers and examines processes. The `memory-files` thread makes
-//! and frees memory files, so that this delays no other task. Both threads live as long as the data plane, because
-//! the kernel signals a keeper when the thread that started the keeper ends.
+//! Threads for blocking work and for reading files. The data plane sends tasks and handles the results in a later
+//! iteration. The `background` thread starts keepers and examines processes. The `memory-files` thread makes and
+//! frees memory files, so that slow file operations delay no other task. Both threads live as long as the data plane,
+//! because the kernel signals a keeper when the thread that started the keeper ends.
 
 use std::io;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Maximum number of pending tasks when a starvation check is added. If more are pending, workers are silent because
-/// the machine is overloaded.
+/// Maximum number of pending tasks up to which starvation checks are added. Beyond this number the machine is
+/// overloaded, which explains silent workers.
 const LOOKS_WAITING_MAX: usize = 1024;
 
 /// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Making files keeps a
@@ -43,7 +43,7 @@ enum Task {
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Makes the files of a lease, which takes as long as clearing their memory.
+    /// Makes the files of a lease. This takes as long as clearing the memory of the files.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -79,7 +79,7 @@ impl Drop for Background {
 }
 
 impl Background {
-    /// Starts the threads. They wake the data plane with `waker` after each task.
+    /// Starts the threads, which wake the data plane with `waker` after each task.
     pub(super) fn start(fate: &Fate, waker: Arc<Waker>) -> io::Result<Self> {
         let (sender, done) = channel();
         let tasks = serve("background", 0, fate, (sender.clone(), waker.clone()))?;
@@ -126,7 +126,7 @@ impl Background {
         self.send(Task::FreeFiles(files));
     }
 
-    /// Returns the next result, if there is one.
+    /// Returns the next result, if any.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
         self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));

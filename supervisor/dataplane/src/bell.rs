@@ -1,6 +1,6 @@
-//! Wake-ups from in-process clients. A client signals when it has written to a connection that the data plane had
-//! read completely, when it has closed the connection, or when it has read from a connection that was full.
-//! Signalling makes a system call only if the data plane sleeps on another thread.
+//! Wake-ups from in-process clients. A client signals in three cases: after writing to a connection that the data
+//! plane had read completely, after closing a connection, and after reading from a connection that was full. A signal
+//! makes a system call only if the data plane sleeps on another thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -16,7 +16,8 @@ use super::{DataPlane, Endpoint};
 struct Rung {
     /// Clients that have signalled.
     by: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because it checks `by` before it sleeps.
+    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `by` before
+    /// sleeping.
     sleeper: Option<Sleeper>,
 }
 
@@ -40,7 +41,7 @@ fn lock(rung: &Mutex<Rung>) -> MutexGuard<'_, Rung> {
     rung.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waker of one client.
+/// Waker of a client.
 struct Rope {
     session: SessionId,
     rung: Arc<Mutex<Rung>>,
@@ -74,7 +75,7 @@ impl Bell {
         Self { rung: Arc::default(), waker, is_used: false, heard: Vec::new() }
     }
 
-    /// Registers the waker of a client. If the client has already written or closed, it signals at once.
+    /// Registers the waker of a client. A client that has already written, or closed the connection, signals at once.
     pub(super) fn give_rope(&mut self, session: SessionId, end: &in_process::End) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(Rope { session, rung: self.rung.clone() })));

@@ -1,4 +1,4 @@
-//! Bulkheads by name, and their compartments: one for all tenants, or one for each tenant.
+//! Bulkheads by name, and the compartments of each: a shared one, or one for each tenant.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl Bulkheads {
 
 owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 
-/// Configuration and statistics of one bulkhead.
+/// Configuration and statistics of a bulkhead.
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     pub(super) presence: Presence,
@@ -51,9 +51,10 @@ pub(super) struct BulkheadEntry {
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Bulkheads that get the jobs that this one cannot take, in this order. Names of missing bulkheads are skipped.
+    /// Bulkheads that get the jobs that this bulkhead cannot take, in this order. Names of missing bulkheads are
+    /// skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback: time of the last event about it, and number of jobs sent there since.
+    /// For each fallback: time of the last event, and number of jobs sent there since.
     pub(super) fallback_told: HashMap<Arc<str>, (Option<Time>, u64)>,
     /// True if jobs can be retried.
     pub(super) retries: bool,
@@ -64,13 +65,13 @@ pub(super) struct BulkheadEntry {
     pub(super) service: Window,
     /// Counters for the metrics.
     pub(super) tally: Tally,
-    /// Series that were possible at any scrape so far.
+    /// Metric series that were possible at some scrape so far.
     pub(super) possible: Possible,
     /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
     pub(super) has_own_pressure: bool,
-    /// Memory limit of one worker, in bytes. A worker above the limit is replaced or killed.
+    /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
     pub(super) memory_limit: Option<u64>,
-    /// Maximum total size of the memory files lent to one worker, in bytes.
+    /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) lent_max: Option<u64>,
     pub(super) demand: Demand,
     /// Rate limit of crash reports.
@@ -87,15 +88,15 @@ pub(super) struct BulkheadEntry {
 pub(super) enum Presence {
     /// Configured; takes jobs.
     Here,
-    /// Removed from the configuration; finishes its jobs.
+    /// Removed from the configuration; finishes the remaining jobs.
     Leaving,
 }
 
 /// Assignment of tenants to compartments.
 pub(super) enum Layout {
-    /// One compartment for all tenants.
+    /// All tenants share a compartment.
     Shared(CompartmentIndex),
-    /// A separate compartment for each tenant.
+    /// Each tenant has a separate compartment.
     Isolated(Box<Isolated>),
 }
 
@@ -107,9 +108,9 @@ pub(super) struct Isolated {
     pub(super) own: BTreeMap<String, TenantConfig>,
     pub(super) by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     pub(super) max_active: usize,
-    /// Compartments with workers and without jobs, ordered by the time of their last job.
+    /// Compartments with workers and without jobs, ordered by the time of the last job.
     pub(super) idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, ordered by the time of their last worker.
+    /// Compartments without workers, ordered by the time of the last worker.
     pub(super) resting: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments that have workers or jobs, or that wait for workers. All others rest.
     pub(super) awake: BTreeSet<CompartmentIndex>,
@@ -129,19 +130,19 @@ pub(super) struct Isolated {
     pub(super) is_unsettled: bool,
 }
 
-/// A policy state machine and its workers.
+/// A policy state machine with workers.
 pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
-    /// The tenant, if the compartment serves only one.
+    /// The tenant, if the compartment serves a single tenant.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment exists only to replay one job of a crash report.
+    /// True if the compartment exists only to replay a job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
     /// Links, indexed by the worker's place.
     pub(super) links: Vec<Option<LinkIndex>>,
     /// True if an event was applied after the timer was set.
     pub(super) is_touched: bool,
-    /// Latency of jobs, if the compartment serves only one tenant.
+    /// Latency of jobs, if the compartment serves a single tenant.
     pub(super) latency: Latency,
     /// Load since the last event.
     pub(super) level: Level,
@@ -204,7 +205,7 @@ impl Compartment {
 }
 
 impl BulkheadEntry {
-    /// Creates a bulkhead with one shared compartment, or with a compartment for each tenant if `shared` is `None`.
+    /// Creates a bulkhead with a shared compartment, or with a compartment for each tenant if `shared` is `None`.
     pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
@@ -291,7 +292,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the digest that identifies an operation and its payload, if poison detection is on.
+    /// Returns the digest that identifies an operation with a payload, if poison detection is on.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.knows_poison.then(|| {
             let mut hasher = blake3::Hasher::new();
@@ -306,7 +307,7 @@ impl BulkheadEntry {
 }
 
 impl Isolated {
-    /// Returns the limits of a tenant, including individual ones.
+    /// Returns the limits of a tenant, including individual limits.
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {

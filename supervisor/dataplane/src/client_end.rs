@@ -58,8 +58,8 @@ impl ClientEnd {
         }
     }
 
-    /// Shuts down the sending side of a socket. The client sees the end after it has read everything. An in-process
-    /// connection ends when it is dropped.
+    /// Shuts down the sending side of a socket. The client sees the end after reading everything. An in-process
+    /// connection ends when the value is dropped.
     pub(super) fn finish(&self) {
         if let Self::Socket(socket) = self {
             let _ = socket.shutdown(Shutdown::Write);
@@ -70,12 +70,12 @@ impl ClientEnd {
     pub(super) fn may_lend(&self, lends: &mut Lends, receiver: &mut Unread) -> bool {
         match self {
             Self::Socket(socket) => lends.may_lend(socket, receiver),
-            // In-process descriptors do not pass through a socket, so they are never in transit.
+            // In-process descriptors do not pass through a socket and are never in transit.
             Self::InProcess(_) => true,
         }
     }
 
-    /// Lends files with the frame that announces them. The outbox must be empty.
+    /// Lends files with a frame that announces the files. The outbox must be empty.
     pub(super) fn lend(
         &self,
         said: (u8, u64),

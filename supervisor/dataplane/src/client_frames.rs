@@ -1,5 +1,5 @@
-//! Frames from clients: reading, decoding, dispatch to handlers. A session is removed when it is flushed or after it
-//! was read, but not while its frames are handled.
+//! Frames from clients: reading, decoding, dispatch to handlers. A session is removed after a read or during a flush,
+//! but not while frames of the session are handled.
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
@@ -54,7 +54,7 @@ impl DataPlane {
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
-        // Taken out of the session so that the handlers of its frames can access the whole data plane.
+        // Taken out of the session so that the handlers of frames can access the whole data plane.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
@@ -212,7 +212,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Handles the beginning of a large frame. Returns true if its payload is wanted. Otherwise the client has
+    /// Handles the beginning of a large frame. Returns true if the payload is wanted. Otherwise the client has
     /// already been answered.
     pub(super) fn client_announces(
         &mut self,
@@ -226,7 +226,7 @@ impl DataPlane {
         }
         self.check_number(index, header.number).map_err(Some)?;
         match self.check_submit(index, header, metadata) {
-            // The job would be rejected on arrival, so its payload is not received.
+            // The job would be rejected on arrival, so the payload is not received.
             Ok(_) if self.stopping => {
                 self.reject_frame(
                     index,

@@ -1,5 +1,5 @@
-//! Requests from the control plane. Each iteration performs a few commands and one piece of a snapshot, and then
-//! continues with jobs. A control plane with constant requests therefore delays only itself.
+//! Requests from the control plane. Each iteration performs only a few commands and a piece of a snapshot, so that
+//! many requests cannot starve jobs.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use super::view::States;
 /// Maximum total weight of commands per iteration (`Command::weight`).
 const WEIGHT_PER_TURN: usize = 16;
 
-/// Maximum number of commands taken per iteration. A command without a waiting caller has no weight.
+/// Maximum number of commands taken per iteration. A command whose caller has gone has no weight.
 const ABANDONED_PER_TURN: usize = 1024;
 
 /// Pending requests of the control plane.

@@ -1,4 +1,4 @@
-//! All compartments by index, and their timers.
+//! All compartments by index, with timers.
 
 use bulkhead_policy::{Time, Timers};
 
@@ -73,7 +73,7 @@ impl Compartments {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }
 
-    /// Removes an empty compartment. Another one can get its index at once.
+    /// Removes an empty compartment. The index can be reused at once.
     pub(super) fn vacate(&mut self, index: CompartmentIndex) {
         self.timers.clear(index.number() as u32);
         drop(self.slab.remove(index));

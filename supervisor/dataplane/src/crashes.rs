@@ -1,5 +1,5 @@
-//! Crash reports: the data plane records the state of a worker at its death, with the payloads that are still in
-//! memory. A crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
+//! Crash reports: the data plane records the state of a worker at the time of death, with the payloads that are still
+//! in memory. A crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
 
 use std::time::{Duration, SystemTime};
 
@@ -18,7 +18,7 @@ use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
-/// Maximum number of consecutive crash reports of one bulkhead. After that, one per second is reported.
+/// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
 const BURST: u32 = 10;
 
 /// Minimum interval between events about unreported crashes.
@@ -30,7 +30,7 @@ pub(super) struct Allowance {
     left: u32,
     /// Time up to which the bucket has been refilled.
     filled_to: Time,
-    /// Number of unreported crashes since the last event about them.
+    /// Number of unreported crashes since the last event about unreported crashes.
     skipped: u64,
     told_at: Option<Time>,
 }
@@ -51,7 +51,7 @@ impl Allowance {
         has_some
     }
 
-    /// Returns the number of unreported crashes, if an event about them is due.
+    /// Returns the number of unreported crashes, if an event is due.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
         if self.skipped == 0 || !is_due {
@@ -93,7 +93,7 @@ impl DataPlane {
         self.report(compartment, worker, (&post, Some(link)), death);
     }
 
-    /// Reports that a program was killed by a signal, while its worker continues.
+    /// Reports that a program was killed by a signal, while the worker continues.
     pub(super) fn report_program(
         &mut self,
         compartment: CompartmentIndex,
@@ -103,7 +103,7 @@ impl DataPlane {
         message: &str,
     ) {
         let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
-        // If the client already has its answer, the supervisor itself ended the program.
+        // If the client already has an answer, the supervisor itself ended the program.
         if !policy.holds(worker, job) || policy.cargo_mut(job).is_none() {
             return;
         }
@@ -127,7 +127,7 @@ impl DataPlane {
         self.report(compartment, worker, (&post, None), death);
     }
 
-    /// Sends a crash report. `link` is the worker's link if it was already removed from the table.
+    /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
     fn report(
         &mut self,
         compartment: CompartmentIndex,
@@ -183,7 +183,7 @@ impl DataPlane {
         self.reporter.notify(Notice::Crash { report: Box::new(report), place });
     }
 
-    /// Returns a permit for a report that waits to be stored, unless the bulkhead is over its rate limit. Half of the
+    /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
     /// permits are reserved for workers that had been ready.
     fn place_for_report(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
         let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);

@@ -55,7 +55,7 @@ impl DataPlane {
         sum
     }
 
-    /// Returns the processes of all workers, with their bulkheads.
+    /// Returns the processes of all workers, with the bulkhead of each.
     pub(super) fn worker_processes(&self) -> Vec<WorkerProcess> {
         let process = |link: &Link| {
             let owner = self.owner(link.compartment);

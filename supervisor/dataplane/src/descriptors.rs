@@ -1,10 +1,10 @@
 //! Descriptors that clients and workers send along with bytes. No protocol uses descriptors in this direction. The
-//! sender can make closing a descriptor take arbitrarily long, so the data plane never closes one.
+//! sender can make closing a descriptor take arbitrarily long, so the data plane never closes received descriptors.
 //!
-//! Linux 6.16 can refuse descriptors at the sender. On an older kernel the data plane receives them, with room for
-//! the maximum of one message, and passes them to threads that close them. These threads also close sockets with
+//! Linux 6.16 can refuse descriptors at the sender. On an older kernel the data plane receives descriptors, with room
+//! for the maximum per message, and passes them to closing threads. The closing threads also close sockets with
 //! unread data, which may contain descriptors. While too many descriptors wait to be closed, the data plane peeks
-//! before it reads, and receives none.
+//! before reading, and receives none.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,7 +22,7 @@ use rustix::net::{
 
 use bulkhead_linux::rights::refuse_descriptors;
 
-/// Descriptors that one message can have: the kernel's `SCM_MAX_FD`.
+/// Maximum number of descriptors per message: the kernel's `SCM_MAX_FD`.
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
 /// Maximum number of received descriptors held at once.
@@ -52,7 +52,7 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading from sockets and of closing them.
+/// Method of reading and closing sockets.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
@@ -89,7 +89,7 @@ impl Intake {
         }
     }
 
-    /// Shuts down and drains a socket on a closing thread. The owner drops the socket itself.
+    /// Shuts down a socket that its owner will drop. If there is unread data, a closing thread drains it.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()
@@ -120,7 +120,7 @@ enum Unwanted {
 }
 
 /// Channel to the closing threads. The channel is unbounded, but the number of descriptors is bounded by
-/// [`HELD_MAX`], and each socket still occupies the place of its client. The threads end with the channel.
+/// [`HELD_MAX`], and each socket still occupies the place of a client. The threads end with the channel.
 pub(crate) struct Closers {
     unwanted: Sender<Unwanted>,
     backlog: Arc<Backlog>,
@@ -163,8 +163,8 @@ impl Closers {
     }
 
     fn hand_over(&self, unwanted: Unwanted) {
-        // The threads outlive the channel, so sending does not fail. If it did, leaking would be better than closing
-        // here.
+        // The threads outlive the channel, so sending does not fail. If sending failed, leaking would be better than
+        // closing here.
         if let Err(unsent) = self.unwanted.send(unwanted) {
             std::mem::forget(unsent);
         }
@@ -173,7 +173,7 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // A waiting thread holds the lock, and releases it before it closes anything.
+        // A waiting thread holds the lock, and releases the lock before closing anything.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {
@@ -201,7 +201,7 @@ fn close_descriptors(descriptors: Vec<OwnedFd>) {
     }
 }
 
-/// Reads bytes and any descriptors that came with them.
+/// Reads bytes and any accompanying descriptors.
 fn receive_with_descriptors(
     socket: &UnixStream,
     buffer: &mut [u8],
@@ -225,7 +225,8 @@ fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix:
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut slices = [IoSliceMut::new(&mut *buffer)];
     let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
-    // A peek ends after the first message with descriptors, and sets `CTRUNC` because there is no room for them.
+    // A peek ends after the first message with descriptors, and sets `CTRUNC` because there is no room for
+    // descriptors.
     if seen.flags.contains(ReturnFlags::CTRUNC) {
         return Err(CAME_WITH_DESCRIPTORS);
     }
@@ -262,7 +263,7 @@ mod tests {
     fn descriptors_are_never_closed_where_bytes_are_read() {
         let (closers, coming) = closers();
         let mut buffer = [0; 100];
-        // The first messages are received with their descriptors, and the later ones stay in the socket.
+        // The first messages are received with descriptors, and the later messages stay in the socket.
         for round in 0..5 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             send(&theirs, b"frames", 0).unwrap();

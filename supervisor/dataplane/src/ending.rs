@@ -1,4 +1,4 @@
-//! The last iteration, which rejects the jobs that have arrived and not been handled yet.
+//! The last iteration, which rejects jobs that have arrived but were not handled yet.
 
 use bulkhead_plane::command::Command;
 use bulkhead_shared::RejectReason;

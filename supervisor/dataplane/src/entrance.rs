@@ -17,7 +17,7 @@ use super::{DataPlane, LISTENER};
 use crate::descriptors::Intake;
 
 pub(super) struct Entrance {
-    /// `None` in an embedded supervisor, whose clients are in its own process.
+    /// `None` in an embedded supervisor, whose clients are in the same process.
     pub(super) listener: Option<UnixListener>,
     pub(super) intake: Intake,
     pub(super) access: Access,
@@ -76,7 +76,7 @@ impl Entrance {
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections may be waiting while the time budget is used up. Returns an event if one is due.
+    /// Records that connections may be waiting while the time budget is used up. Returns an event if an event is due.
     pub(super) fn delay(&mut self, now: Time) -> Option<What> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
@@ -99,8 +99,8 @@ impl Entrance {
         may
     }
 
-    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the meantime,
-    /// it is reported at once. Errors are those of `epoll_ctl(2)`.
+    /// Registers the listener again, because no connection is waiting. A connection that has arrived in the meantime
+    /// is reported at once. Errors are those of `epoll_ctl(2)`.
     pub(super) fn hear_arrivals(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deaf
             && let Some(listener) = &self.listener

@@ -13,15 +13,15 @@ use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
-/// Minimum interval between events about one fallback.
+/// Minimum interval between events about a fallback.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// State of a job that can go to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead to which the client sent the job, and its compartment. The job is counted there.
+    /// Bulkhead and compartment to which the client sent the job. The job is counted there.
     pub(super) entry: (BulkheadIndex, CompartmentIndex),
     pub(super) chain: Arc<[Arc<str>]>,
-    /// Position in `chain` of the next bulkhead.
+    /// Position of the next bulkhead in `chain`.
     pub(super) next: usize,
     pub(super) received: Time,
     pub(super) limit: Duration,
@@ -36,7 +36,7 @@ pub(super) struct FallbackState {
 
 /// Result of a job in earlier bulkheads.
 pub(super) struct Before {
-    /// First answer. The client gets this answer if no fallback gives a better one.
+    /// First answer. The client gets this answer if no fallback gives a better answer.
     first: Outcome,
     attempts: u32,
     ran: Duration,
@@ -60,7 +60,7 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl DataPlane {
-    /// Passes a job to its next fallback. Returns the answer if the client should get it instead.
+    /// Passes a job to the next fallback. Returns the answer if the client should get the answer instead.
     pub(super) fn pass_on(
         &mut self,
         compartment: CompartmentIndex,
@@ -69,7 +69,7 @@ impl DataPlane {
     ) -> Option<Answer<Box<JobData>>> {
         let Some(mut fallback) = answer.cargo.fallback.take() else { return Some(answer) };
         let next = self.next_target(&fallback, &answer);
-        // Only a job that was rejected on arrival still has its payload in `incoming`.
+        // Only the payload of a job that was rejected on arrival is still in `incoming`.
         let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
         let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
             answer.cargo.fallback = Some(fallback);
@@ -115,8 +115,8 @@ impl DataPlane {
         None
     }
 
-    /// Charges the rate limit for a job that was rejected before it was charged. The bulkhead that the client
-    /// addressed is charged. Returns the necessary wait if the job is over the rate.
+    /// Charges the rate limit of the bulkhead that the client addressed, if the job was rejected before the charge.
+    /// Returns the necessary wait if the job is over the rate.
     fn charge_at_entry(
         &mut self,
         fallback: &FallbackState,
@@ -133,7 +133,7 @@ impl DataPlane {
         policy.charge_late(now, &answer.cargo.tenant, fallback.cost, &answer.verdict)
     }
 
-    /// Returns the next bulkhead for a job, its position in the chain, and the remaining time.
+    /// Returns the next bulkhead for a job: its position in the chain, its index, and the remaining time.
     fn next_target(
         &self,
         fallback: &FallbackState,
@@ -257,7 +257,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports that jobs go to another bulkhead. Repeated events are limited in rate, and contain the number of jobs.
+    /// Reports that jobs go to another bulkhead. Repeated events are rate-limited and contain the number of jobs.
     fn note_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
         let (entry, target) = (fallback.entry.0, fallback.chain[place].clone());
         let now = self.now;

@@ -1,5 +1,5 @@
 //! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for
-//! unresponsive workers or clients. Each pause is reported to operators.
+//! unresponsive workers or clients. Reports pauses to operators.
 
 use std::time::Duration;
 
@@ -84,7 +84,7 @@ mod tests {
         let end = ClientEnd::InProcess(end);
         let mut session = Session::new(end, (None, Grant::Everything), stage, (1, holder), (1, at(1)));
         session.mid_frame_since = Some(at(2));
-        // Noticed only after the pause had begun.
+        // This time lies within the pause, so it moves to the current time at most.
         session.unread_since = Some(at(50));
         session.excuse(Duration::from_secs(40), at(60));
         assert!(session.stage == Stage::AwaitingHello { since: at(41) });

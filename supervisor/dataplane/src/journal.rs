@@ -47,8 +47,8 @@ impl Journal {
         Box::new(JournalClaims(self.words.clone()))
     }
 
-    /// Returns the time since the worker's last beat. Returns `None` if the worker has never written one, or if the
-    /// time is in the future.
+    /// Returns the time since the worker's last beat. Returns `None` if there was no beat, or if the time is in the
+    /// future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(BEAT_AT / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

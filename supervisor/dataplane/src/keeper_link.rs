@@ -1,5 +1,5 @@
-//! Connection to the keeper: its timeout, its replacement, and the workers to order when there is a keeper again.
-//! `reports.rs` applies its reports.
+//! Connection to the keeper: timeout, replacement, and the workers to order when there is a keeper again.
+//! `reports.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -30,7 +30,7 @@ pub(super) struct KeeperLink {
     deaths: u32,
     /// Time of the oldest unanswered request.
     asked_at: Option<Time>,
-    /// Reports that were received while they could not be handled.
+    /// Reports that could not be handled on arrival.
     late_reports: VecDeque<Report>,
     /// Workers to order.
     wanted: VecDeque<Wanted>,
@@ -105,7 +105,7 @@ impl KeeperLink {
     /// Kills a worker, and requests an answer from the keeper.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
-            // An error means that the keeper is gone, which is also visible on its socket.
+            // An error means that the keeper is gone. The socket reports this as well.
             let _ = keeper.kill(spawn);
             self.ask(now);
         }
@@ -129,9 +129,9 @@ impl KeeperLink {
         self.asked_at = self.asked_at.map(|_| now);
     }
 
-    /// Kills a keeper that is stopped or stuck, because it would neither kill workers nor report deaths. The keeper's
-    /// end of the socket closes, and the rest follows as after a crash of the keeper. Returns true if the keeper was
-    /// killed.
+    /// Kills a keeper that is stopped or stuck, because such a keeper neither kills workers nor reports deaths. The
+    /// keeper's end of the socket closes, and the rest follows as after a crash of the keeper. Returns true if the
+    /// keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
         let is_silent = self.asked_at.is_some_and(|at| now.since(at) >= ANSWERS_WITHIN);
         if is_silent {
@@ -174,7 +174,7 @@ impl KeeperLink {
         self.keeper = Some(keeper);
     }
 
-    /// Ends the keeper and all workers, and waits for their end. If a keeper is being started, waits for that keeper
+    /// Ends the keeper with all workers, and waits for the end. If a keeper is being started, waits for that keeper
     /// first.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.end()

@@ -1,12 +1,12 @@
-//! Leases of memory files: the client and the worker of each lease, and its end.
+//! Leases of memory files: the client and the worker of each lease, and the end of a lease.
 //!
-//! A lease is for one client, one bulkhead and one tenant. The first worker that gets a job with the lease is also
-//! lent the files, and no other worker gets them after that. The lease ends when this worker is gone, or when the
-//! worker could still write to the files although its job is over. A file that is in use therefore never contains
-//! data of another client, tenant or worker. A job that goes to a different worker gets its payload as bytes.
+//! A lease is for a single client, bulkhead and tenant. The first worker that gets a job with the lease is also lent
+//! the files. From then on, no other worker gets the files. The lease ends when this worker is gone, or when the
+//! worker could still write to the files although the job is over. A file that is in use therefore never contains
+//! data of another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
 //!
-//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the lease. If
-//! the client does not return the lease in time, the lease is revoked.
+//! A lease ends with a recall. Jobs that the client sent before receiving the recall can still use the lease. If the
+//! client does not return the lease in time, the lease is revoked.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,10 +31,10 @@ use super::sessions::{Breach, Stage as SessionStage};
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint};
 
-/// Maximum number of leases of one client.
+/// Maximum number of leases per client.
 const LEASES_MAX: usize = 64;
 
-/// Maximum number of leases of one client whose files are being made.
+/// Maximum number of leases per client whose files are being made.
 const MAKING_MAX: usize = 4;
 
 /// Minimum size of a file, in bytes.
@@ -46,8 +46,8 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 /// Time limit for the return of a recalled lease.
 const RETURN_WITHIN: Duration = Duration::from_secs(5);
 
-/// Maximum number of revoked leases remembered per client. A client may still use them until it has processed the
-/// recall.
+/// Maximum number of revoked leases remembered per client. A client may still use such a lease until the client has
+/// processed the recall.
 const LOST_MAX: usize = LEASES_MAX;
 
 /// Message for a client that uses a revoked lease.
@@ -66,8 +66,8 @@ pub(super) struct Leases {
     live: u64,
     /// Clients to offer a lease when all answers of this iteration are sent.
     to_offer: Vec<SessionId>,
-    /// Files that a worker may still read, because it has not answered for the job although the client has its
-    /// outcome. The first field is the worker's spawn number.
+    /// Files that a worker may still read. The client has the outcome of the job, but the worker has not answered for
+    /// the job. The first field is the worker's spawn number.
     left: Vec<(u64, JobId, Arc<Files>)>,
 }
 
@@ -93,13 +93,13 @@ enum Stage {
     Making,
     /// The files exist. The client has not confirmed the previous offer yet.
     Made,
-    /// The files were sent to the client, which has not confirmed them.
+    /// The files were sent to the client, which has not confirmed the lease.
     Offered,
     Held,
     CalledBack(Time),
 }
 
-/// Worker that has the files, identified by its spawn number.
+/// Worker that has the files, identified by spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum User {
     None,
@@ -201,7 +201,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Returns true if this bulkhead or one of its fallbacks needs payload digests.
+    /// Returns true if this bulkhead or any fallback needs payload digests.
     fn needs_bytes(&self, bulkhead: BulkheadIndex) -> bool {
         let entry = &self.bulkheads[bulkhead];
         let targets = entry.fallback.iter().filter_map(|name| self.bulkheads.by_name.get(name));
@@ -209,7 +209,7 @@ impl DataPlane {
     }
 
     /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes
-    /// of each payload. Includes leases for bulkheads that use this one as a fallback.
+    /// of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
     pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
         let entry = &self.bulkheads[bulkhead];
         let mut needing = Vec::new();
@@ -344,7 +344,7 @@ impl DataPlane {
 
     /// Schedules an offer to a client for the end of this iteration.
     fn offer_next(&mut self, session: SessionId) {
-        // A client can send a thousand confirmations in one iteration.
+        // A client can send a thousand confirmations per iteration.
         if self.leases.to_offer.last() != Some(&session) {
             self.leases.to_offer.push(session);
         }
@@ -363,7 +363,7 @@ impl DataPlane {
         self.flush_dirty();
     }
 
-    /// Offers a client its next lease, if the client has confirmed the previous one.
+    /// Offers the next lease to a client that has confirmed the previous one.
     fn offer_one(&mut self, session: SessionId) {
         let of = || self.leases.of_session(session);
         let made = of().find(|(_, lease)| lease.stage == Stage::Made).map(|(number, _)| number);
@@ -386,7 +386,7 @@ impl DataPlane {
         if is_sent {
             (lease.stage, lease.used_at) = (Stage::Offered, self.now);
         } else {
-            // The client cannot receive files, or too many descriptors are in transit.
+            // The client cannot receive files, or too many descriptors are in transit. The next lease can be offered.
             self.decline(number);
             self.offer_next(session);
         }
@@ -431,11 +431,12 @@ impl DataPlane {
         }
     }
 
-    /// Ends a lease. A job that uses the files keeps them until its end. Returns the client and its request number.
+    /// Ends a lease. A job that uses the files keeps them until the job's end. Returns the client and the number of
+    /// the client's request.
     fn drop_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
         let lease = self.leases.by_number.remove(&number)?;
         self.take_from_worker(lease.user, number, lease.bytes);
-        // If the files are still being made, `files_made` subtracts their bytes later.
+        // If the files are still being made, `files_made` subtracts the bytes later.
         if let Some(files) = lease.files {
             self.let_go(files);
         }
@@ -464,7 +465,7 @@ impl DataPlane {
         }
     }
 
-    /// Recalls the leases that a dead worker used, because their files must not be lent to another worker.
+    /// Recalls the leases that a dead worker used, because the files must not be lent to another worker.
     pub(super) fn end_leases_at(&mut self, spawn: u64) {
         while let Some(at) = self.leases.left.iter().position(|(at, ..)| *at == spawn) {
             let (_, _, files) = self.leases.left.swap_remove(at);
@@ -513,14 +514,14 @@ impl DataPlane {
                 }
                 client.leases_lost.push_back(number);
             }
-            // The next lease of this client may have waited for the confirmation of this one.
+            // The next lease of this client may have waited for the confirmation of the previous lease.
             self.offer_next(session);
         }
         self.want_housekeeping();
     }
 
-    /// Refuses the further leases of a client that has not confirmed an offer in time, so that its requests do not
-    /// wait any longer.
+    /// Refuses the further leases of a client that has not confirmed an offer in time, so that the client does not
+    /// wait for them any longer.
     fn refuse_made(&mut self, offered: u64) {
         let Some(lease) = self.leases.by_number.get(&offered) else { return };
         if lease.stage != Stage::Offered {
@@ -601,7 +602,7 @@ impl DataPlane {
     }
 
     /// Returns a job's payload in the form for this worker: a reference if the worker has the file, otherwise bytes.
-    /// If no worker has the file, it is lent to this worker for its next job.
+    /// If no worker has the file, the file is lent to this worker for the next job.
     pub(super) fn give_leased(
         &mut self,
         index: LinkIndex,
@@ -633,7 +634,7 @@ impl DataPlane {
     }
 
     /// Returns true if the loan fits within `lent_max`. Lent files count as memory of the worker, and must not be the
-    /// reason why it exceeds its memory limit.
+    /// reason for exceeding the memory limit.
     fn may_be_lent(&self, index: LinkIndex, number: u64) -> bool {
         let link = &self.links[index];
         let more = self.leases.by_number.get(&number).map_or(0, |lease| 2 * lease.bytes);
@@ -684,8 +685,8 @@ impl DataPlane {
         }
     }
 
-    /// Ends a worker's access to the files of a job that the worker has answered or returned. It no longer reads the
-    /// payload or writes the result, even if the job is retried and ends elsewhere.
+    /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
+    /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
     pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job)
             && let Some(leased) = record.held.file.as_deref_mut()
@@ -693,14 +694,14 @@ impl DataPlane {
         {
             (leased.at, leased.given_to) = (None, None);
         }
-        // The client may have got its outcome earlier.
+        // The client may have been answered earlier.
         while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
             let (_, _, files) = self.leases.left.swap_remove(at);
             self.let_go(files);
         }
     }
 
-    /// Records that a job's result is in its result file. Returns an error message if the worker does not have this
+    /// Records that a job's result is in the result file. Returns an error message if the worker does not have this
     /// file.
     pub(super) fn result_in_file(
         &mut self,
@@ -725,7 +726,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Ends a job's use of its lease. Returns the location of the result if it is in the result file.
+    /// Ends a job's use of a lease. Returns the location of the result if the result is in the file.
     pub(super) fn end_use(&mut self, leased: Leased, job: Option<JobId>, verdict: &Verdict) -> Option<Named> {
         let Leased { lease: number, files, at, result, .. } = leased;
         let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));

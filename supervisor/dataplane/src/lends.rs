@@ -1,10 +1,10 @@
-//! Descriptors in transit: memory files in messages that their receivers have not read.
+//! Descriptors in transit: memory files in messages that the receivers have not read.
 //!
-//! A supervisor without privileges can only have as many descriptors in transit, to all receivers together, as it can
-//! have open files. One receiver that never reads could use up this limit, and the keeper could not be sent
-//! descriptors any more. Each receiver is therefore sent a few, and no more until the kernel reports that it has read
-//! everything. All receivers together get a part of the limit. Unread lends of a closed connection count until the
-//! peer has closed it too.
+//! A supervisor without privileges can have at most as many descriptors in transit, to all receivers together, as its
+//! limit of open files. A single receiver that never reads could use up this limit, and then no descriptor could be
+//! sent to the keeper. Each receiver is therefore sent a few descriptors, and no more until the kernel reports that
+//! everything has been read. All receivers together get a part of the limit. Unread lends of a closed connection
+//! count until the peer has closed it too.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,7 +13,7 @@ use bulkhead_linux::unread;
 /// Maximum number of unread lends per receiver.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of lends that one receiver may not have read yet.
+/// Number of lends that a receiver may not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct Unread(u8);
 
@@ -22,7 +22,7 @@ pub(super) struct Unread(u8);
 pub(super) struct Lends {
     unread: usize,
     most: usize,
-    /// Connections that are closed here and have unread data at the peer.
+    /// Connections that are closed here but still have unread data at the peer.
     closed: Vec<(OwnedFd, Unread)>,
 }
 
@@ -62,7 +62,7 @@ impl Lends {
         }
     }
 
-    /// Removes connections that their receivers have read completely or closed. Returns true if some are left.
+    /// Removes connections that the receivers have read completely or closed. Returns true if some are left.
     pub(super) fn look_after_closed(&mut self) -> bool {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {

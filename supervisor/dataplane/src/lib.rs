@@ -1,11 +1,12 @@
-//! The data plane: one thread that owns every socket, every bulkhead and every job.
+//! The data plane: a thread that owns every socket, every bulkhead and every job.
 //!
-//! Each iteration of the event loop takes new events (a frame, a death, a timer, a command), applies each to its
-//! bulkhead, performs the actions that policy returns, and writes each socket once at the end. The data plane decides
-//! nothing itself. It never blocks or sleeps, and never formats text or writes a log. Work that could block runs on
-//! another thread (`background.rs`). From `/proc` the data plane reads only `stat`, at about 7 µs each: for the
-//! ancestors of a process that connects for the first time, and for a worker that closed its link a second ago and is
-//! not reported dead.
+//! Each iteration of the event loop takes new events (a frame, a death, a timer, a command) and applies each event to
+//! a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the end. The
+//! data plane decides nothing itself. It never blocks or sleeps, and never formats text or writes a log. Work that
+//! could block runs on another thread (`background.rs`).
+//!
+//! From `/proc` the data plane reads only `stat`, at about 7 µs each. This happens for the ancestors of a process
+//! that connects for the first time, and for a worker that closed the link a second ago and is not reported dead.
 
 mod ahead;
 mod allowance;
@@ -108,7 +109,7 @@ use spans::Trace;
 /// Maximum number of socket events per iteration.
 const EVENTS_PER_TURN: usize = 1024;
 
-/// Interval between periodic checks, such as those for stalled peers. They run only while something needs them.
+/// Interval between periodic checks, such as checks for stalled peers. Checks run only while needed.
 const HOUSEKEEPING: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -122,7 +123,8 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 /// Message for a peer that has sent out-of-band data.
 const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
 
-/// The data plane's record of a job. Policy stores it boxed and moves it with every action, so keep it small.
+/// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
+/// records small.
 #[derive(Default)]
 pub(crate) struct JobData {
     session: SessionId,
@@ -145,7 +147,7 @@ pub(crate) struct JobData {
 }
 
 impl JobData {
-    /// Returns the payload if it is held in memory here.
+    /// Returns the payload if it is held in memory.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
@@ -159,18 +161,18 @@ impl JobData {
     }
 }
 
-/// A job's payload, as far as it is held.
+/// Payload of a job while it is held here.
 #[derive(Default)]
 struct Held {
-    /// Payload of a waiting job. If the job is repeatable and the payload is large, it stays until the job's end.
-    /// Counts towards the memory for waiting payloads.
+    /// Payload of a waiting job. A large payload of a repeatable job is kept until the job's end. Counts towards the
+    /// memory for waiting payloads.
     payload: Option<Vec<u8>>,
     /// Copy of a small payload while a worker has the job.
     copy: Option<Box<[u8]>>,
     /// Set if the payload is in a memory file.
     file: Option<Box<Leased>>,
     /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
-    /// it reads the job.
+    /// reading the job.
     is_repeatable: bool,
 }
 
@@ -184,8 +186,8 @@ impl Held {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// Returns the payload for a worker: the held one if there is any, otherwise `coming`. Keeps a repeatable
-    /// payload.
+    /// Returns the payload for a worker: the held payload if any, otherwise `coming`. Keeps the payload if it is
+    /// repeatable.
     fn give<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
@@ -239,7 +241,7 @@ pub struct DataPlane {
     /// Next deadline, as of the last `settle`.
     due: Option<Time>,
     events: Events,
-    /// True if there were more events than one iteration handles.
+    /// True if there were more events than the maximum per iteration.
     has_more_events: bool,
     pauses: held_up::Pauses,
     stopping: bool,
@@ -301,11 +303,11 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Components that exist before a [`DataPlane`] and that it is built from.
+/// Components that a [`DataPlane`] is built from.
 pub struct Parts {
     /// Configuration at the start.
     pub config: Arc<Config>,
-    /// Means of confinement that this machine supports.
+    /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
     /// The bound jobs socket. `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::Connect`].
@@ -318,7 +320,7 @@ pub struct Parts {
     pub spans: Option<SpanSender>,
     /// Counters shared with the control plane.
     pub pulse: Arc<SharedCounters>,
-    /// Path of the host for `exec` and `library`, if it is needed.
+    /// Path of the host for `exec` and `library`, if needed.
     pub host: Option<std::path::PathBuf>,
     /// Sorted names of the tenants that metrics report.
     pub labels: Arc<[String]>,
@@ -327,7 +329,7 @@ pub struct Parts {
 }
 
 impl DataPlane {
-    /// Creates a data plane that has not started anything, and the handle for sending commands to it.
+    /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
         let Parts { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
         let poll = Poll::new()?;
@@ -403,7 +405,7 @@ impl DataPlane {
         !self.is_over() && self.fate.lost().is_none()
     }
 
-    /// Completes the previous iteration and writes its output. Returns for how long the caller can sleep unless
+    /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
     /// [`DataPlane::arrivals`] becomes readable, or `None` if no timer is set.
     pub fn settle(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
@@ -478,7 +480,7 @@ impl DataPlane {
     }
 
     fn turn(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and the keeper come first, so that a crowd of clients cannot delay their signs of life.
+        // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
         self.resume_links();
         let again = std::mem::take(&mut self.links.again);
         again.into_iter().for_each(|link| self.link_readable(link));
@@ -537,8 +539,8 @@ impl DataPlane {
         }
     }
 
-    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived with it, and is
-    /// not reported again, so the connection must be read to the end.
+    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived at the same
+    /// time, and is not reported again. The connection must therefore be read to the end.
     fn peer_closed(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => {
@@ -561,7 +563,7 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection with out-of-band bytes. They break the order of all other bytes and are reported only once.
+    /// Ends a connection with out-of-band bytes, which break the order of all other bytes and are reported only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
@@ -592,7 +594,7 @@ impl DataPlane {
             || !self.links.again.is_empty()
             || !self.sessions.turns.is_empty()
             || self.orders.is_waiting();
-        // Reporting failed spawns can cause further ones, and workers can be waiting to be ordered.
+        // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
         if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
             return Some(Duration::ZERO);
         }
@@ -663,7 +665,7 @@ impl DataPlane {
         job
     }
 
-    /// Keeps the payload of a job that was accepted but not dispatched, unless it is in a memory file.
+    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.cargo_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -724,9 +726,9 @@ impl DataPlane {
         }
     }
 
-    /// Writes the output of this iteration, with one write per connection.
+    /// Writes the output of this iteration, with a single write per connection.
     fn flush_dirty(&mut self) {
-        // A client that is disconnected for its unread bytes leaves jobs to cancel, which produces more output.
+        // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
         while !self.dirty.is_empty() {
             let mut dirty = std::mem::take(&mut self.dirty);
             for endpoint in dirty.drain(..) {
@@ -747,7 +749,7 @@ impl DataPlane {
         self.stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Gives the last answers up to a second to be read, then ends the keeper.
+    /// Waits up to a second for clients to read their last answers, then ends the keeper.
     fn finish(mut self) {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
@@ -784,7 +786,7 @@ impl DataPlane {
     }
 }
 
-/// Returns a number that differs between runs. Only jitter depends on it.
+/// Returns a number that differs between runs, used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

@@ -18,13 +18,13 @@ pub(super) struct Links {
     pub(super) by_spawn: HashMap<u64, LinkIndex>,
     /// Number of workers and templates ordered so far.
     pub(super) spawned: u64,
-    /// Pool of user ids, if each worker has its own.
+    /// Pool of user ids, if each worker has a separate user id.
     ids: Option<Arc<Ids>>,
     /// Dead workers whose descendants are still being reaped.
     pub(super) sweeping: HashMap<u64, Sweeping>,
-    /// Links of dead workers. Their descriptors are closed after the clients have been answered.
+    /// Links of dead workers. The descriptors are closed after the clients have been answered.
     pub(super) gone: Vec<Link>,
-    /// Links with more input than one iteration reads.
+    /// Links with more input than the maximum per iteration.
     pub(super) again: Vec<LinkIndex>,
     /// Next time to read a paused link.
     pub(super) resume_at: Option<Time>,
@@ -50,7 +50,7 @@ impl Links {
         self.slab.get_mut(*self.by_spawn.get(&spawn)?)
     }
 
-    /// Takes a user id for a worker, if each worker has its own.
+    /// Takes a user id for a worker, if each worker has a separate user id.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
         self.ids.as_ref().map(|ids| ids.take()).transpose()
     }

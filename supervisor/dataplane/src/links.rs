@@ -1,4 +1,4 @@
-//! Links to workers: ordering workers from the keeper, and writing frames to them.
+//! Links to workers: ordering workers from the keeper, and writing frames to workers.
 
 use std::collections::VecDeque;
 use std::io;
@@ -32,7 +32,7 @@ use super::starvation::Watch;
 use super::unread::Reading;
 use super::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// Time limit for a worker to exit after it has closed its link. After that, it counts as broken.
+/// Time limit for a worker to exit after closing the link. A worker that stays longer counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
 pub(super) struct Link {
@@ -44,9 +44,9 @@ pub(super) struct Link {
     /// Program with which the worker was started.
     pub(super) program: Arc<Program>,
     pub(super) process: Process,
-    /// User id of the worker, if it has its own.
+    /// User id of the worker, if the worker has a separate user id.
     pub(super) id: Option<u32>,
-    /// Template that forked the worker, if one did.
+    /// Template that forked the worker, if any.
     pub(super) template: Option<u64>,
     pub(super) end: End,
     // The socket, in both directions.
@@ -57,9 +57,9 @@ pub(super) struct Link {
     pub(super) is_dirty: bool,
     /// Size of the outbox in bytes, as last counted.
     pub(super) counted_waiting: usize,
-    /// Tracks which bytes the worker has read. Used after its death.
+    /// Tracks which bytes the worker has read. Used after the worker's death.
     pub(super) reading: Reading,
-    /// Answers that the worker has not sent yet. Used after its death.
+    /// Answers that the worker has not sent yet. Used after the worker's death.
     pub(super) journal: Option<Journal>,
     /// State of lending memory files to the worker.
     pub(super) lending: Lending,
@@ -67,7 +67,7 @@ pub(super) struct Link {
     pub(super) lent_bytes: u64,
     /// Lends that the worker may not have read yet.
     pub(super) unread: Unread,
-    /// True if the worker writes its heartbeats into the journal instead of sending them.
+    /// True if the worker writes heartbeats into the journal instead of sending frames.
     pub(super) has_beats: bool,
     // Input from the worker.
     pub(super) stage: Stage,
@@ -83,13 +83,13 @@ enum Origin {
     Spawn,
     /// Forked from this template.
     Fork(u64),
-    /// To be forked from a template that is not ready yet.
+    /// The worker waits for a template that is not ready yet.
     Awaited,
 }
 
 /// State of a worker's process.
 pub(super) enum Process {
-    /// Ordered. `output` contains the reading ends of its output.
+    /// Ordered. `output` contains the reading ends of stdout and stderr.
     Ordered { output: Output },
     /// Running, or ended.
     Running(Box<Running>),
@@ -105,7 +105,7 @@ pub(super) struct Running {
     pub(super) observed: Observed,
     /// Set while a silent worker is watched.
     pub(super) watch: Option<Arc<Watch>>,
-    /// Set until the control plane has room for it.
+    /// Set until the control plane has room for the output.
     pub(super) output: Option<Output>,
     /// Forbidden system calls of programs that the worker has started: process and call number.
     pub(super) violations: VecDeque<(u32, u32)>,
@@ -133,11 +133,11 @@ impl Reads {
 
 /// Cause of a worker's end that policy did not decide.
 pub(super) enum End {
-    /// None is known.
+    /// No such cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     Overfull,
-    /// The process has ended. Reported to policy when none of its programs is left.
+    /// The process has ended. Reported to policy when none of the worker's programs is left.
     Dead { death: Death, usage: Usage },
 }
 
@@ -148,11 +148,11 @@ pub(super) enum Stage {
         strays: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker broke the protocol. Its further frames are ignored.
+    /// The worker broke the protocol. Further frames are ignored.
     ProtocolViolated,
 }
 
-/// A result that is too large and still arriving. The client has its outcome, but the job holds its permit until the
+/// A result that is too large and still arriving. The client has the outcome, but the job holds a permit until the
 /// worker has sent the whole result.
 pub(super) struct Oversized {
     pub(super) job: JobId,
@@ -217,8 +217,8 @@ impl DataPlane {
         Ok(self.template_for(compartment, worker, slot)?.map_or(Origin::Awaited, Origin::Fork))
     }
 
-    /// Defers the report of a failed spawn, so that it looks like a failure in the keeper. Reporting it from within
-    /// the action would recurse when the table of descriptors is full.
+    /// Defers the report of a failed spawn to the end of the iteration, like the report of a failure in the keeper.
+    /// Reporting it within the action would recurse while no descriptors are free.
     fn defer_spawn_failure(&mut self, compartment: CompartmentIndex, worker: WorkerId, message: String) {
         self.links.failed_spawns.push((compartment, worker, message));
     }
@@ -375,7 +375,7 @@ impl DataPlane {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    /// Dispatches a job whose payload is in a memory file. Such a job is never prefetched, because it is too large.
+    /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
     fn dispatch_leased(
         &mut self,
         compartment: CompartmentIndex,
@@ -422,7 +422,7 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return };
         link.is_dirty = false;
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end, which the next read reports.
+        // An error means that the worker has shut down its end. The next read reports this.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.rest(&mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
@@ -450,7 +450,7 @@ impl DataPlane {
 }
 
 impl Link {
-    /// Returns the process if it has been started.
+    /// Returns the process, once started.
     pub(super) fn running(&self) -> Option<&Running> {
         match &self.process {
             Process::Ordered { .. } => None,
@@ -510,7 +510,7 @@ impl Link {
         matches!(self.stage, Stage::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Returns true if the process has ended, even if the keeper has not reported it.
+    /// Returns true if the process has ended, even if the keeper has not reported the end.
     fn has_ended(&self) -> bool {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let is_readable = |pidfd: &OwnedFd| {

@@ -1,6 +1,6 @@
-//! Memory of waiting data: incomplete frames, waiting jobs with their names and records, and frames that workers have
-//! not read. Each part is charged to a holder (`shares.rs` has the tree). When the limit is exceeded, this file frees
-//! the memory that the tree selects.
+//! Memory of waiting data: incomplete frames, waiting jobs with names and records, and frames that workers have not
+//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this file frees the
+//! memory that the tree selects.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -14,10 +14,10 @@ use super::shares::{Giver, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
 use super::{DataPlane, Incoming, JobData};
 
-/// Minimum memory of an incomplete small frame for which its connection is closed.
+/// Minimum memory of an incomplete small frame for which the connection is closed.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Memory of a waiting job in tables, independent of its names: here, in policy and in the session.
+/// Fixed memory of a waiting job: its entries in tables here, in policy and in the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
@@ -31,7 +31,7 @@ const TENANT_BYTES: usize = 512;
 /// Maximum number of entries in a list of waiting jobs beyond twice the number of waiting jobs.
 const STALE_MAX: usize = 64;
 
-/// Memory charged for a job, and its holder.
+/// Memory charged for a job, with the holder.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -47,7 +47,7 @@ pub(super) struct Counted {
     pub(super) kind: Kind,
 }
 
-/// Waiting jobs of one connection in one bulkhead, newest last. Some entries may refer to jobs that no longer wait.
+/// Waiting jobs of a connection in a bulkhead, newest last. Some entries may refer to jobs that no longer wait.
 #[derive(Default)]
 struct Waiting {
     /// Compartment and job, indexed by the code of the priority.
@@ -82,7 +82,7 @@ impl Memory {
         self.shares.held() - self.spooled
     }
 
-    /// Replaces a counted size by a new one.
+    /// Replaces a counted size.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
             // Adds before subtracting, so that the holder is not forgotten in between.
@@ -124,7 +124,7 @@ impl Memory {
 }
 
 impl JobData {
-    /// Returns the memory held for the job while it waits, in bytes.
+    /// Returns the memory held for a waiting job, in bytes.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
@@ -139,7 +139,7 @@ impl JobData {
 }
 
 impl DataPlane {
-    /// Returns the holder of a job: its client, in the bulkhead that has the job.
+    /// Returns the holder of a job: the client, in the bulkhead that has the job.
     fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
         match self.sessions.holder(session) {
             Some(connection) => self.memory.shares.leaf(connection, bulkhead),
@@ -147,8 +147,7 @@ impl DataPlane {
         }
     }
 
-    /// Charges the client for the memory of a job, whose size `count` returns. Returns the holder and the job's
-    /// priority.
+    /// Charges a job's client for the memory that `count` returns. Returns the holder and the job's priority.
     fn charge(
         &mut self,
         (compartment, job): (CompartmentIndex, JobId),
@@ -195,14 +194,14 @@ impl DataPlane {
         self.charge((compartment, job), false, JobData::payload_bytes);
     }
 
-    /// Charges a prefetched job for the memory that it would hold while waiting here.
+    /// Charges a prefetched job for the memory that a waiting job would hold here.
     pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
         let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
         self.charge((compartment, job), false, |record| record.footprint() + copied(record));
     }
 
-    /// Returns true if a connection may hold `more` bytes. If other holders must free memory for it, they do so in
-    /// [`DataPlane::settle_memory`] when the bytes are held.
+    /// Returns true if a connection may hold `more` bytes. Other holders may then have to free memory, which happens
+    /// in [`DataPlane::settle_memory`] when the bytes are held.
     pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
         self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
@@ -220,8 +219,8 @@ impl DataPlane {
         self.reporter.pulse.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// Enforces the memory limit. Frees memory of the holders that are furthest over their share, in favour of the
-    /// connection in `wants`.
+    /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
+    /// `wants`.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
         if self.leases.bytes > 0 {

@@ -1,7 +1,7 @@
-//! Files of leases: making, lending and freeing them. [`bulkhead_shared::memory_files`] explains their use.
+//! Files of leases: making, lending and freeing files. [`bulkhead_shared::memory_files`] explains the purpose.
 //!
-//! The supervisor does not map the files. Each file is open twice: once for its writer and once for its reader. The
-//! file mode prevents any process from opening it again.
+//! The supervisor does not map the files. Each file is open twice: once for the writer and once for the reader. The
+//! file mode prevents any process from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};
@@ -15,10 +15,10 @@ use bulkhead_shared::memory_files::FILES;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// User id that no process has. It owns the files, if the supervisor has the privilege to change owners.
+/// User id that no process has. It becomes the owner of the files where the supervisor may change owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
-/// One memory file, opened for writing and for reading.
+/// A memory file, opened for writing and for reading.
 struct File {
     written: OwnedFd,
     read: Arc<OwnedFd>,
@@ -31,7 +31,8 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // Without the privilege the supervisor stays the owner, and a worker of its user can open the file again.
+        // Without the privilege the supervisor's user stays the owner, and a worker of this user can open the file
+        // again.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
@@ -73,13 +74,13 @@ impl Files {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
-    /// Returns the descriptor for reading the payload, for receivers that get it as bytes.
+    /// Returns the descriptor for reading the payload, to send the content as bytes.
     pub(super) fn payload(&self) -> Arc<OwnedFd> {
         self.payload.read.clone()
     }
 
-    /// Frees the memory, even if other processes still have it mapped. This takes time. A client that has copied a
-    /// result can tell by the file's mode if the memory was still there, see
+    /// Frees the memory, even memory that other processes still have mapped. This takes time. A client that has
+    /// copied a result can tell by the file's mode if the memory was still there, see
     /// [`bulkhead_shared::memory_files::is_whole`].
     pub(super) fn free(self) {
         let empty = |file: &File| {
@@ -96,7 +97,7 @@ impl Files {
 /// State of lending memory files to the worker of a link.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Lending {
-    /// The worker cannot take files, or sending them has failed.
+    /// The worker cannot take files, or sending files has failed.
     #[default]
     Never,
     Open,
@@ -104,7 +105,7 @@ pub(super) enum Lending {
     Unacknowledged,
 }
 
-/// Returns the frame that announces lent files.
+/// Returns a frame that announces lent files.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
@@ -114,8 +115,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends files with the frame that announces them. There can be as many files as a lease has. The socket must be
-/// empty, so that there usually is room. Returns the number of bytes sent.
+/// Sends files with a frame that announces them, at most as many files as a lease has. The socket must be empty, so
+/// that there usually is room. Returns the number of bytes sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),

@@ -1,5 +1,5 @@
-//! Converts notes of policy to events for operators. No text is formatted here: an event is a value, and another
-//! thread renders it.
+//! Converts notes of policy to events for operators. No text is formatted here, because an event is a value that
+//! another thread renders.
 
 use bulkhead_api::{CrashId, Severity, Text, What, millis};
 use bulkhead_plane::command::Event;
@@ -51,13 +51,13 @@ impl DataPlane {
         self.event(Severity::Critical, None, trouble);
     }
 
-    /// Reports an event of a compartment, or of the supervisor if there is none. The event contains the tenant if the
-    /// compartment serves only one.
+    /// Reports an event of a compartment, or of the supervisor if `compartment` is `None`. The event names the tenant
+    /// if the compartment serves a single tenant.
     pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
         self.event_reported(severity, compartment, what, None);
     }
 
-    /// Reports an event together with its crash report.
+    /// Reports an event with a crash report.
     fn event_reported(
         &mut self,
         severity: Severity,

@@ -1,6 +1,6 @@
-//! Notices: frames of a worker that answer no job, such as heartbeats, progress, status, and unknown frames. They are
-//! handled together after each read, and have a budget. A worker over its budget is read less often, so that its
-//! further frames wait in its own socket. A worker far over its budget counts as broken.
+//! Notices: frames of a worker that answer no job, such as heartbeats, progress, status, and unknown frames. Notices
+//! are handled together after each read, within a budget. A worker over budget is read less often, so that further
+//! frames wait in the worker's own socket. A worker far over budget counts as broken.
 
 use std::time::Duration;
 
@@ -15,17 +15,17 @@ const PER_SECOND: i64 = 1000;
 /// Additional notices per second for each concurrent job: twice the SDK's rate of progress notices for a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Additional notices for each job, such as RETURNED and the heartbeat after it.
+/// Additional notices for each job, such as RETURNED and the heartbeat that follows.
 const FOR_A_JOB: i64 = 2;
 
-/// Maximum time for which a worker over its budget is not read. A longer pause would make the worker seem to hang.
+/// Maximum time for which a worker over budget is not read. During a longer pause, the worker would seem to hang.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 /// Maximum number of notices beyond the budget and beyond what pauses compensate (see `docs/protocol.md`). A worker
-/// that sends more counts as broken. The count starts again when the worker has its whole budget.
+/// that sends more counts as broken. The count starts again when the budget is full.
 const BEYOND_MAX: i64 = 300_000;
 
-/// Notices of one link.
+/// Notices of a link.
 pub(super) struct Notices {
     /// Remaining budget, at most one second's worth. A pause compensates for a negative value.
     left: i64,
@@ -33,7 +33,7 @@ pub(super) struct Notices {
     beyond: i64,
     /// The link is not read before this time.
     paused_until: Option<Time>,
-    /// State of one read: true if a notice came, and the last status text.
+    /// State of a read: true if a notice came, and the last status text.
     is_heard: bool,
     said: Option<String>,
 }
@@ -63,13 +63,13 @@ impl Notices {
         self.left -= 1 + (bytes / 8192) as i64;
     }
 
-    /// Records a status text. An earlier one of the same read is ignored.
+    /// Records a status text, in place of an earlier text from this read.
     pub(super) fn say(&mut self, text: String) {
         self.said = Some(text);
     }
 
-    /// Refills the budget after a read, and starts a pause if it is exceeded. Returns an error if the worker counts
-    /// as broken.
+    /// Refills the budget after a read, and starts a pause if the budget is exceeded. Returns an error if the worker
+    /// counts as broken.
     fn settle(&mut self, now: Time, jobs: u32) -> Result<(), String> {
         let rate = PER_SECOND + PER_SECOND_AND_JOB * i64::from(jobs);
         let passed = i64::try_from(now.since(self.filled_at).as_micros()).unwrap_or(i64::MAX).min(1_000_000);
@@ -105,7 +105,7 @@ impl DataPlane {
         link.is_some_and(|link| link.notices.paused_until.is_some())
     }
 
-    /// Passes the notices of one read to policy. Returns an error message if the worker must be ended.
+    /// Passes the notices of a read to policy. Returns an error message if the worker must be ended.
     pub(super) fn hear_notices(&mut self, index: LinkIndex) -> Result<(), String> {
         let now = self.now;
         let link = &mut self.links[index];
@@ -126,7 +126,7 @@ impl DataPlane {
         settled
     }
 
-    /// Reads links again when their pause is over.
+    /// Reads links again when a pause is over.
     pub(super) fn resume_links(&mut self) {
         if self.links.resume_at.is_none_or(|at| self.now < at) {
             return;
@@ -191,7 +191,7 @@ mod tests {
         // As many notices as a socket holds if each is sent by itself.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
-        // Large notices count by their size.
+        // Large notices count by size.
         let mut notices = Notices::default();
         notices.spend(2000 * 8192);
         assert_eq!(notices.left, -1001);

@@ -1,4 +1,4 @@
-//! Sends the outcomes of jobs to their clients.
+//! Sends the outcomes of jobs to clients.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use super::sessions::{Stage, UNREAD_BYTES_PAUSE};
 use super::slab::{CompartmentIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint, Incoming, JobData};
 
-/// Capacity of a client's request table that is not freed.
+/// Capacity up to which a client's request table never shrinks.
 const REQUESTS_KEPT: usize = 1024;
 
-/// Returns the payload of an answer: the result, or the data that the handler sent with its failure.
+/// Returns the payload of an answer: the result, or the data that the handler sent with a failure.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),
@@ -36,7 +36,7 @@ pub(super) struct About {
     pub(super) run_limit: Option<Duration>,
     /// Id of the crash report.
     pub(super) report: Option<String>,
-    /// Location of the result, if it is in a memory file.
+    /// Location of a result in a memory file.
     pub(super) result: Option<Named>,
 }
 
@@ -159,7 +159,7 @@ impl DataPlane {
 
     pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
         let Some(entry) = self.sessions.of_mut(session) else { return };
-        // Progress is optional, so a client with a large backlog does not get it.
+        // Progress is optional, so clients with a large backlog get none.
         if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
             let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
             self.mark_dirty(Endpoint::Session(session.index));
@@ -167,7 +167,7 @@ impl DataPlane {
     }
 }
 
-/// Queues an outcome for a client, unless its session is closing.
+/// Queues an outcome for a client, unless the session is closing.
 fn push_outcome(
     sessions: &mut Sessions,
     pool: &mut BufferPool,

@@ -1,5 +1,5 @@
-//! Passes the reading ends of workers' output to the control plane. If there is no room, they stay with the link and
-//! are offered again. They must not be closed, because a worker that cannot write its output would die.
+//! Passes the reading ends of workers' output to the control plane. If there is no room, the reading ends stay open
+//! and are offered again, because a worker that cannot write output would die.
 
 use bulkhead_plane::notices::WorkerOutput;
 
@@ -9,7 +9,7 @@ use super::slab::LinkIndex;
 impl DataPlane {
     /// Passes a worker's output to the control plane, unless that was done already.
     pub(super) fn hand_output_over(&mut self, index: LinkIndex) {
-        // The worker may be gone when its output is offered again.
+        // The worker may be gone when the output is offered again.
         let Some(link) = self.links.get_mut(index) else { return };
         let compartment = link.compartment;
         let Some(running) = link.running_mut() else { return };

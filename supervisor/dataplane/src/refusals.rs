@@ -1,5 +1,6 @@
 //! Reports rejected clients to operators, for both sockets and for single jobs. The first rejection is reported at
-//! once, and later ones at intervals with their number. The number of events is bounded for any number of clients.
+//! once, and later rejections are counted and reported at intervals. The number of events is bounded for any number
+//! of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use bulkhead_shared::RejectReason;
 use super::DataPlane;
 use super::slab::BulkheadIndex;
 
-/// Minimum interval between events about one subject.
+/// Minimum interval between events about a subject.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// Maximum number of subjects before further users are reported together.
@@ -21,7 +22,7 @@ const TOLD_MAX: usize = 64;
 /// Subject of events about rejections. All rejections of a subject are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// All processes of a user, because a user can start any number of them.
+    /// A user with all processes, because a user can start any number of them.
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is not known.
     Worker(Option<BulkheadIndex>),
@@ -53,7 +54,7 @@ impl Refusals {
         if is_known || self.0.len() < TOLD_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns it if it must be reported now.
+    /// Records a rejection. Returns the rejection if an event must be sent now.
     fn add(
         &mut self,
         now: Time,
@@ -70,7 +71,7 @@ impl Refusals {
         Some((socket, refusal))
     }
 
-    /// Forgets a bulkhead, because its index will be reused.
+    /// Forgets a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
@@ -138,7 +139,7 @@ impl DataPlane {
             }
             Subject::User(_) | Subject::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
-                // All other clients disconnected before they were identified, as probes do.
+                // All other clients disconnected before being identified, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = What::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 self.event(severity, None, what);
@@ -167,7 +168,7 @@ mod tests {
             let subject = refusals.subject(&refusal, |_| None);
             told += usize::from(refusals.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
         }
-        // The subjects beyond the maximum share one entry.
+        // The subjects beyond the maximum share an entry.
         assert_eq!((told, refusals.0.len()), (TOLD_MAX + 1, TOLD_MAX + 1));
         assert!(refusals.due(Time::ZERO).is_empty());
         let later = Time::ZERO + TELL_AGAIN_AFTER;
@@ -177,7 +178,7 @@ mod tests {
         assert!(refusals.due(later).is_empty());
         assert!(refusals.due(later + TELL_AGAIN_AFTER).is_empty());
         assert!(refusals.0.is_empty());
-        // Workers keep their own entries when many users are rejected.
+        // Workers keep separate entries when many users are rejected.
         for uid in 0..100 {
             let refusal = refusal(uid, &[]);
             let subject = refusals.subject(&refusal, |_| None);

@@ -1,8 +1,8 @@
 //! Puts another version of the configuration into force while jobs run.
 //!
-//! Bulkheads and compartments keep their indices as long as anything is left of them. An index is reused only when
-//! there is no job, no worker, and no job in another bulkhead. References that can outlive a bulkhead (a fallback, an
-//! entry of `[[access]]`) use its name.
+//! A bulkhead or compartment keeps its index as long as anything is left of it. An index is reused only when there is
+//! no job, no worker, and no job in another bulkhead. References that can outlive a bulkhead (a fallback, an entry of
+//! `[[access]]`) use its name.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ impl DataPlane {
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
             let bulkhead = self.open(spec);
-            // Other bulkheads may have this one as a fallback.
+            // Other bulkheads may have this bulkhead as a fallback.
             self.end_leases_of_bytes_needed(bulkhead);
             if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
@@ -57,7 +57,7 @@ impl DataPlane {
 
     // Adding bulkheads.
 
-    /// Adds a bulkhead without starting its workers.
+    /// Adds a bulkhead. The workers are not started yet.
     pub(super) fn open(&mut self, spec: BulkheadSpec) -> BulkheadIndex {
         let limits = spec.max_active.is_none().then(|| spec.limits.clone());
         let name = spec.name.clone();
@@ -98,7 +98,7 @@ impl DataPlane {
         self.want_settling(bulkhead);
     }
 
-    /// Merges a configuration with live changes. A live change stays if its key is unchanged in the file and the
+    /// Merges a configuration with live changes. A live change stays if the key is unchanged in the file and the
     /// result is valid.
     fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> Merged {
         let Reconfigured { spec, limits_before, own_before, .. } = reconfigured;
@@ -126,7 +126,7 @@ impl DataPlane {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // There can be thousands of tenants, so either all of their changes stay or none.
+        // There can be thousands of tenants, so either all live changes of tenants stay or none.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -143,7 +143,7 @@ impl DataPlane {
 
     // Removing bulkheads.
 
-    /// Starts to remove a bulkhead. Clients cannot find it any more, so it gets no new jobs.
+    /// Starts to remove a bulkhead, which clients can no longer find.
     fn retire(&mut self, name: &str) {
         if let Some(bulkhead) = self.bulkheads.by_name.remove(name) {
             self.bulkheads[bulkhead].presence = Presence::Leaving;
@@ -175,7 +175,7 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // A compartment with jobs in other bulkheads still has to count their ends.
+            // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over
@@ -203,7 +203,7 @@ struct Merged {
     dropped: Vec<String>,
 }
 
-/// A key that can be changed live, and a function that copies its value.
+/// A key that can be changed live, and a function that copies the value.
 type Number = (&'static str, fn(&mut Limits, &Limits));
 
 const NUMBERS: &[Number] = &[

@@ -1,5 +1,5 @@
-//! Replays of jobs from crash reports. Each runs in a separate compartment with one fresh worker, and is not counted
-//! anywhere. The bulkhead must be configured, but its state does not matter.
+//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a fresh worker, and is not
+//! counted anywhere. The bulkhead must be configured, but the state of the bulkhead does not matter.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::bulkheads::Compartment;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Held, Incoming, JobData};
 
-/// Time limit for a worker to end after its job.
+/// Time limit for a worker to end after the job.
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
 
 pub(super) struct Replay {
@@ -94,7 +94,7 @@ impl DataPlane {
         }
     }
 
-    /// Records the death of a replayed job's program, while its worker continues.
+    /// Records the death of a replayed job's program, while the worker continues.
     pub(super) fn replay_program_died(&mut self, compartment: CompartmentIndex, cause: Option<Cause>) {
         if let Some(replay) = self.replay_in(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = cause;
@@ -117,12 +117,12 @@ impl DataPlane {
         self.buffers.keep_record(answer.cargo);
     }
 
-    /// Advances each replay as far as possible, because a step without further effect causes no event.
+    /// Advances each replay as far as possible, because a replay that ends at once causes no further event.
     pub(super) fn settle_replays(&mut self) {
         while (0..self.orders.replays.len()).any(|index| self.step_replay(index)) {}
     }
 
-    /// Advances one replay. Returns true if there was a step.
+    /// Advances a replay. Returns true if there was a step.
     fn step_replay(&mut self, index: usize) -> bool {
         let replay = &mut self.orders.replays[index];
         let compartment = replay.compartment;
@@ -183,7 +183,7 @@ impl Replay {
     }
 }
 
-/// Returns limits for one worker with one job. Timeouts are the bulkhead's own, and nothing can reject the job.
+/// Returns limits for a worker with a single job. Timeouts are unchanged, and nothing can reject the job.
 fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;

@@ -1,5 +1,5 @@
-//! Sends events, crash reports, workers' output and spans to the control plane. It formats nothing and never waits.
-//! Messages without room are counted.
+//! Sends events, crash reports, workers' output and spans to the control plane. Formats nothing and never waits.
+//! Dropped messages are counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,7 +26,8 @@ pub(super) struct Reporter {
     pub(super) crashes: u32,
     /// Permits for crash reports that wait to be stored.
     pub(super) places: Arc<Semaphore>,
-    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about it.
+    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
+    /// job.
     pub(super) last_crashed: Option<(JobId, Box<str>, Box<str>)>,
     /// Process and crash report of the death that is being applied. Events about the death refer to the report.
     pub(super) last_report: Option<(u32, CrashId)>,
@@ -65,7 +66,7 @@ impl Reporter {
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns a permit for a crash report, if one is free.
+    /// Returns a permit for a crash report, if available.
     pub(super) fn place(&self) -> Option<OwnedSemaphorePermit> {
         self.places.clone().try_acquire_owned().ok()
     }

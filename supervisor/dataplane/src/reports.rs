@@ -1,4 +1,4 @@
-//! Reports from the keeper: processes that start, violate their sandbox, and end, and the loss of the keeper itself.
+//! Reports from the keeper: processes that start, violate the sandbox, and end, and the loss of the keeper itself.
 //! Policy decides what happens to the jobs.
 
 use std::io;
@@ -21,7 +21,8 @@ use super::{DataPlane, Endpoint, Incoming};
 /// Maximum number of violations remembered per worker until the worker reports the end of the program.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of reports to read ahead in search of one, which is the maximum that the keeper can have queued.
+/// Maximum number of reports to read ahead in search of a violation, equal to the maximum that the keeper can have
+/// queued.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
 /// Maximum number of reads from a dead worker's link, enough for a full socket.
@@ -31,7 +32,7 @@ const READS_AFTER_DEATH_MAX: usize = 256;
 pub(super) struct Sweeping {
     compartment: CompartmentIndex,
     worker: WorkerId,
-    /// User id of the worker, if it has its own.
+    /// User id of the worker, if the worker has a separate user id.
     id: Option<u32>,
 }
 
@@ -41,7 +42,7 @@ impl DataPlane {
             return self.keeper_gone();
         }
         loop {
-            // Deferred reports are handled before newer ones.
+            // Deferred reports are handled before newer reports.
             self.hear_late_reports();
             match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.keeper_report(report),
@@ -90,7 +91,7 @@ impl DataPlane {
                 match self.host_of_programs(worker) {
                     Some(link) => {
                         link.end = End::Dead { death, usage };
-                        // The worker gets no more jobs until then, as if it had announced its end.
+                        // The worker gets no more jobs until then, as after announcing its end.
                         let (compartment, worker) = (link.compartment, link.worker);
                         self.apply(compartment, Event::Stopping { worker }, Incoming::None);
                     }
@@ -145,7 +146,7 @@ impl DataPlane {
     fn violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let compartment = link.compartment;
-        // The keeper reports the start of a process before its violations.
+        // The keeper reports the start of a process before any violation.
         let Some(Running { pid, violations, .. }) = link.running_mut() else { return };
         if violations.len() >= VIOLATIONS_MAX {
             violations.pop_front();
@@ -161,8 +162,8 @@ impl DataPlane {
     /// reported a violation.
     pub(super) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
-            // The keeper reports a violation before it kills the process. All other reports are deferred, because one
-            // may be the end of this worker, whose answer is being read.
+            // The keeper reports a violation before killing the process. All other reports are deferred, because one
+            // of them may be the death of this worker, whose answer is being read.
             for _ in 0..REPORTS_AHEAD_MAX {
                 let Ok(Some(report)) = self.keeper.serving().and_then(Keeper::receive) else { break };
                 match report {
@@ -203,8 +204,8 @@ impl DataPlane {
     fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
         let read = self.links[index].reading.end();
-        // Frames that the worker sent before its death still count. The end of file does not arrive while a
-        // descendant has the worker's end of the link.
+        // Frames from before the death still count. The end of file does not arrive while a descendant has the
+        // worker's end of the link.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
         let mut reads = 0;
         while reads < READS_AFTER_DEATH_MAX
@@ -221,7 +222,7 @@ impl DataPlane {
         self.end_leases_at(spawn);
         self.tell_unread(compartment, worker, read, begun);
         if death.is_some() {
-            // The user id must not be reused while descendants of the worker have it.
+            // The user id must not be reused while descendants of the worker have the id.
             self.links.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });
         }
         let id = link.id.take();
@@ -299,7 +300,7 @@ impl DataPlane {
         link.is_some_and(|link| self.compartments[link.compartment].policy.is_spare(link.worker))
     }
 
-    /// Puts a new keeper into service. It is then ordered the queued workers.
+    /// Puts a new keeper into service. The queued workers can then be ordered.
     fn keeper_is_back(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), super::KEEPER, interest)?;
@@ -341,7 +342,7 @@ impl DataPlane {
     }
 }
 
-/// Returns true if out-of-band bytes are pending. Those that came before the process was known have been ignored so
+/// Returns true if out-of-band bytes are pending. Bytes that came before the process was known have been ignored so
 /// far.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];

@@ -1,4 +1,4 @@
-//! All sessions by index, the order in which they are read, and totals.
+//! All sessions by index, the order of reading, and totals.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ pub(super) struct Sessions {
     pub(super) slab: Slab<SessionIndex, Session>,
     /// Number of sessions so far.
     pub(super) epochs: u64,
-    /// Number of clients, without those of the control plane.
+    /// Number of clients, without clients of the control plane.
     pub(super) clients: usize,
     /// Clients with input.
     pub(super) turns: Turns,
@@ -54,7 +54,7 @@ impl Sessions {
         (!self.patient.is_empty()).then(|| self.patience.resume_at())
     }
 
-    /// Returns the session with this id, if it still exists.
+    /// Returns the session with this id, if still open.
     #[inline]
     pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
         self.slab.get(id.index).filter(|session| session.epoch == id.epoch)
@@ -73,7 +73,7 @@ impl Sessions {
         }
     }
 
-    /// Records the job of a request, so that the client can cancel it.
+    /// Records the job of a request, so that the client can cancel the job.
     pub(super) fn remember_request(
         &mut self,
         id: SessionId,
@@ -92,9 +92,9 @@ impl Sessions {
     }
 
     /// Returns the idle connection to close for a new client of user `uid`. Only the user with the most connections
-    /// must give one up. Returns `None` if `uid` would then have more connections than that user, or if that user has
-    /// no idle connection. So a single user can have all connections, and gives some up when another user finds none
-    /// free.
+    /// must give up a connection. Returns `None` if `uid` would then have more connections than that user, or if that
+    /// user has no idle connection. So a single user can have all connections, and gives some up when another user
+    /// finds none free.
     pub(super) fn idle_for(&self, uid: u32) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits.
         let clients = || self.slab.iter().filter(|(_, session)| session.place.is_none());

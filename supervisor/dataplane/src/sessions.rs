@@ -28,7 +28,7 @@ use super::{DataPlane, Endpoint, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
 
 /// Maximum number of connections accepted per iteration. Connected clients have precedence, because identifying a new
-/// one takes time.
+/// client takes time.
 const ACCEPTS_PER_TURN: usize = 4;
 
 /// Time after which an iteration accepts no further connection.
@@ -37,10 +37,10 @@ const ACCEPT_TIME: Duration = Duration::from_micros(100);
 /// Timeout for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 
-/// Timeout for a whole frame, from its first byte.
+/// Timeout for a whole frame, from the first byte.
 const FRAME_WITHIN: Duration = Duration::from_secs(30);
 
-/// Timeout for a client with pending output to read some of it.
+/// Maximum time in which a client with pending output reads nothing.
 const READ_WITHIN: Duration = Duration::from_secs(30);
 
 /// Send backlog above which a client is not read, in bytes.
@@ -48,7 +48,7 @@ pub(super) const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 pub(super) struct Session {
     pub(super) end: ClientEnd,
-    /// Process that connected, if it is known.
+    /// Process that connected, if known.
     pub(super) peer: Option<Peer>,
     /// State in the fair queue.
     pub(super) standing: Standing,
@@ -57,7 +57,7 @@ pub(super) struct Session {
     pub(super) stage: Stage,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Jobs and their compartments, by request number.
+    /// Jobs with compartments, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
     /// Memory holder of the client's data.
     pub(super) holder: Holder,
@@ -207,7 +207,7 @@ impl DataPlane {
         self.sessions.clients += 1;
         self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
-        // All clients of unknown identity share one user.
+        // All clients of unknown identity share a user.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
         let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
         self.want_housekeeping();
@@ -222,7 +222,7 @@ impl DataPlane {
         }
     }
 
-    /// Serves an in-process client like a client of the jobs socket, except that its identity is known.
+    /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
     pub(super) fn welcome_embedded(&mut self, end: in_process::End) {
         let own = rustix::process::geteuid().as_raw();
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
@@ -248,8 +248,8 @@ impl DataPlane {
         self.open_session(end, (None, Grant::Everything), Stage::Open, Some(place), uid);
     }
 
-    /// Opens a session. A socket must be non-blocking. If the session cannot be served, it is already closed on
-    /// return.
+    /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
+    /// on return.
     fn open_session(
         &mut self,
         end: ClientEnd,
@@ -290,7 +290,7 @@ impl DataPlane {
             );
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
         }
-        // A worker that connects is reported as a worker, even if its user has no access anyway.
+        // A worker that connects is reported as a worker, even if the user has no access anyway.
         if grant.is_ok() || self.entrance.access.is_own(peer) {
             self.entrance.access.check_descent(socket, peer)?;
         }
@@ -302,7 +302,7 @@ impl DataPlane {
     }
 
     /// Updates the permissions of all clients after a change of `[[access]]`. A client without permissions stays
-    /// connected so that it gets the outcomes of its jobs. Its further requests are `forbidden`.
+    /// connected to receive the outcomes of earlier jobs. Further requests are `forbidden`.
     pub(super) fn grant_again(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.stage != Stage::Closing);
@@ -341,7 +341,7 @@ impl DataPlane {
             self.drop_leases_of(SessionId { index, epoch: session.epoch });
         }
         let Some(session) = self.sessions.slab.retire(index) else { return };
-        // An index that is free again must not be flushed for its former session.
+        // A free index must not be flushed for the former session.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
         self.memory.recount(session.counted_held, nothing);
@@ -378,7 +378,7 @@ impl DataPlane {
         self.memory.recount(was, counted);
     }
 
-    /// Gives up the incomplete frame of a connection. If the connection has no jobs, it is closed.
+    /// Gives up the incomplete frame of a connection. Closes a connection without jobs.
     pub(super) fn give_frame(&mut self, holder: Holder) {
         let found = self.sessions.iter().find(|(_, session)| session.holder == holder);
         let Some((index, session)) = found else { return };
@@ -394,7 +394,7 @@ impl DataPlane {
         self.count_frame(index);
     }
 
-    /// Gives up an incomplete large frame, if there is one, and rejects its job. The connection stays open.
+    /// Gives up an incomplete large frame, if any, and rejects the job. The connection stays open.
     pub(super) fn give_up_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {
@@ -447,8 +447,8 @@ impl DataPlane {
         }
     }
 
-    /// Disconnects a client whose unread output exceeds one result of maximum size by 16 MiB. If the unread output of
-    /// all clients exceeds the memory budget, disconnects the client with the most.
+    /// Disconnects a client whose unread output exceeds the maximum size of a result by more than 16 MiB. If the
+    /// unread output of all clients exceeds the memory budget, disconnects the client with the most.
     fn bound_undelivered(&mut self, index: SessionIndex) {
         let Some(session) = self.sessions.get(index) else { return };
         let own = session.counted_unread;

@@ -1,10 +1,10 @@
-//! Shares of the memory for waiting data: how much each holder has, and which holder must free some when another
+//! Shares of the memory for waiting data: how much each holder has, and which holder must free memory when another
 //! needs room.
 //!
-//! Holders form a tree: users, their connections, and the bulkheads in which these have jobs. A single holder can
-//! have all memory. When no memory is left, a holder below an equal share of its parent's memory gets some
-//! nevertheless. The holder furthest over its share then frees memory: incomplete frames first, then waiting jobs.
-//! This part only counts and chooses. It does not know sessions or jobs, and frees nothing itself.
+//! Holders form a tree: users, connections of a user, and bulkheads with jobs of a connection. A single holder can
+//! have all memory. When no memory is left, a holder below an equal share of the parent's memory gets some
+//! nevertheless. The holder furthest over an equal share then frees memory: incomplete frames first, then waiting
+//! jobs. This module only counts and chooses. It does not know sessions or jobs, and frees nothing itself.
 
 use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
@@ -26,7 +26,7 @@ pub(super) enum Owner {
     Workers,
 }
 
-/// Kind of held memory, which determines how it can be freed.
+/// Kind of held memory, which determines how the memory can be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// An incomplete frame that can be discarded.
@@ -40,9 +40,9 @@ pub(super) enum Kind {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Giver {
-    /// The incomplete frame of a connection, or of a connection for one bulkhead.
+    /// The incomplete frame of a connection, or of a connection for a bulkhead.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority, of a connection in one bulkhead.
+    /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
     Job(Holder),
 }
 
@@ -63,7 +63,7 @@ impl Bytes {
 #[derive(Default)]
 struct Node {
     parent: Holder,
-    /// Key of this node in its parent.
+    /// Key of this node in the parent's `children`.
     key: u64,
     held: Bytes,
     /// Children by key.
@@ -72,7 +72,7 @@ struct Node {
     active: usize,
     /// Children that hold memory, by size. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
-    /// True if the node must stay although it holds nothing.
+    /// True if the node must stay even when it is empty.
     is_open: bool,
 }
 
@@ -90,7 +90,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection of an owner. It stays until [`Shares::close`].
+    /// Adds a connection of an owner. The node stays until [`Shares::close`].
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -102,19 +102,19 @@ impl Shares {
         connection
     }
 
-    /// Closes a connection. It is forgotten when it holds no memory.
+    /// Closes a connection. The node is forgotten when all memory is released.
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
         match idle.is_empty() {
             true => self.forget(connection),
-            // The connection is forgotten together with its last child.
+            // The connection is forgotten together with the last child.
             false => idle.into_iter().for_each(|leaf| self.forget(leaf)),
         }
     }
 
-    /// Returns the holder for a connection in a bulkhead. It stays until the connection is closed and holds no
-    /// memory.
+    /// Returns the holder for a connection in a bulkhead. The node stays until the connection is closed and all
+    /// memory is released.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.child(connection, bulkhead.number() as u64)
     }
@@ -135,7 +135,7 @@ impl Shares {
         self.forget(holder);
     }
 
-    /// Returns true if a connection may hold `more` bytes for a bulkhead. Either there is room, or the holder at one
+    /// Returns true if a connection may hold `more` bytes for a bulkhead. Either there is room, or the holder at some
     /// level stays within an equal share, so that another holder must free memory.
     pub(super) fn may_have(
         &self,
@@ -192,7 +192,7 @@ impl Shares {
     }
 
     /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
-    /// `wants`. Returns `None` if the limit is not exceeded, or if all holders over their share have nothing that can
+    /// `wants`. Returns `None` if the limit is not exceeded, or if no holder over an equal share has memory that can
     /// be freed.
     pub(super) fn giver(
         &mut self,
@@ -213,7 +213,7 @@ impl Shares {
         self.giver_in(scope.unwrap_or(ROOT), most).or_else(|| self.giver_in(ROOT, most))
     }
 
-    /// Chooses the child that is furthest over its share. Its largest frame is freed first, and then a job.
+    /// Chooses the child that is furthest over an equal share. The largest frame is freed first, and then a job.
     fn giver_in(&self, parent: Holder, most: usize) -> Option<Giver> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.most_first(parent).take_while(|&child| self.bytes(child).all > share);
@@ -292,13 +292,13 @@ impl Shares {
         }
     }
 
-    /// Removes a holder that holds nothing, and its ancestors if they hold nothing either.
+    /// Removes an empty holder, and all ancestors that become empty.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {
             let node = &self.nodes[at.0 as usize];
             let (key, parent) = (node.key, node.parent);
-            // The node for a bulkhead is kept as long as its connection is open.
+            // The node for a bulkhead is kept as long as the connection is open.
             let is_kept = node.is_open || self.nodes[parent.0 as usize].is_open && parent != ROOT;
             if is_kept || node.held.all > 0 || !node.children.is_empty() {
                 return;

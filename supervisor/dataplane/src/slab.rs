@@ -1,5 +1,5 @@
-//! Tables for everything that the data plane numbers. Each table has its own index type, so that the index of one
-//! table cannot be used in another.
+//! Tables for everything that the data plane numbers. Each table has a separate index type, so that an index cannot
+//! be used in another table.
 
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -66,7 +66,7 @@ indices! {
     CompartmentIndex;
 }
 
-/// Identifies a session. The epoch tells apart sessions with equal indices.
+/// Identifies a session. The epoch distinguishes sessions that have used the same index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionId {
     pub(super) index: SessionIndex,
@@ -117,14 +117,14 @@ impl<I: SlabIndex, T> Slab<I, T> {
         self.places.get_mut(index.number())?.as_mut()
     }
 
-    /// Removes a value. Its index can be reused at once.
+    /// Removes a value. The index can be reused at once.
     pub(super) fn remove(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.free.push(index);
         Some(value)
     }
 
-    /// Removes a value. Its index is not reused before [`Slab::recycle`].
+    /// Removes a value. The index is not reused before [`Slab::recycle`].
     pub(super) fn retire(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.freed.push(index);
@@ -155,7 +155,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// For values that cannot be removed while their index is in use. Panics if the value is gone.
+/// For values that cannot be removed while an index is in use. Panics if the value is gone.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

@@ -1,5 +1,5 @@
 //! Snapshots in pieces. A bulkhead can have thousands of tenants, and visiting all of them would delay jobs for too
-//! long. Each part is counted once: when it is visited, or when it is forgotten before that.
+//! long. Each part is counted once, even if the part is forgotten before the visit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const PARTS_PER_TURN: usize = 256;
 /// A snapshot in progress.
 pub(super) struct SnapshotInPieces {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads to visit: the index and the name that belonged to it.
+    /// Bulkheads to visit, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     begun: Option<Begun>,
     done: Vec<Snapshot>,
@@ -92,7 +92,7 @@ impl DataPlane {
         Some(begun)
     }
 
-    /// Returns true if the bulkhead was not removed, and its index not reused.
+    /// Returns true if the bulkhead was not removed, and the index not reused.
     fn is_there(&self, begun: &Begun) -> bool {
         let entry = self.bulkheads.get(begun.bulkhead);
         entry.is_some_and(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &begun.name))
@@ -112,7 +112,7 @@ impl DataPlane {
         begun.left.is_empty()
     }
 
-    /// Adds a tenant's part that is being forgotten, unless it was visited already.
+    /// Adds a tenant's part that is being forgotten, unless already visited.
     pub(super) fn add_gone_to_snapshot(
         &mut self,
         bulkhead: BulkheadIndex,

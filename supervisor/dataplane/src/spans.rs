@@ -1,4 +1,4 @@
-//! Spans of jobs, as far as the data plane makes them. If tracing is on, each sampled job gets a span in its caller's
+//! Spans of jobs, as far as the data plane makes them. If tracing is on, each sampled job gets a span in the caller's
 //! trace. The worker gets the span's context, and another thread formats the finished span.
 
 use std::hash::{BuildHasher, RandomState};
@@ -22,7 +22,7 @@ use super::{DataPlane, JobData};
 pub(super) struct Trace {
     /// Context that the client sent.
     given: Traceparent,
-    /// The job's span, if it is recorded.
+    /// Span of the job, if recorded.
     span: Option<OpenSpan>,
 }
 
@@ -34,25 +34,25 @@ struct OpenSpan {
 }
 
 impl Trace {
-    /// Returns the trace id, which has 32 digits.
+    /// Returns the trace id, which has 32 hexadecimal digits.
     pub(super) fn id(&self) -> &str {
         self.given.trace_id()
     }
 
-    /// Returns the context for the worker: the job's own span if there is one, otherwise the client's context.
+    /// Returns the context for the worker: the job's own span if any, otherwise the client's context.
     pub(super) fn handed_on(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
 
 impl JobData {
-    /// Returns the context of the job's own span, if it has one.
+    /// Returns the context of the job's own span, if any.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
     }
 }
 
-/// Channel for spans, and generator of their ids.
+/// Channel for spans, and generator of span ids.
 pub(super) struct Spans {
     sender: SpanSender,
     ids: SpanIds,
@@ -106,8 +106,7 @@ impl DataPlane {
         self.send_span(bulkhead, record, outcome);
     }
 
-    /// Sends a span for a submission that is rejected before it becomes a job. Returns the context of the span, if
-    /// there is one.
+    /// Sends a span for a submission that is rejected before becoming a job. Returns the context of the span, if any.
     pub(super) fn span_of_refused(
         &mut self,
         submit: &Submit<'_>,
@@ -143,7 +142,7 @@ impl DataPlane {
     fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(spans) = &self.reporter.spans else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Reserves room first. If there is none, a span costs no more than the count.
+        // Reserves room first. Without room, a span costs no more than the count.
         let Ok(place) = spans.sender.try_reserve() else {
             self.reporter.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;

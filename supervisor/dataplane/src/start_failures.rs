@@ -1,5 +1,5 @@
-//! Deaths of workers that were never ready, counted by cause. A program that never starts causes one crash report
-//! with a count instead of a hundred. The separate rate limit leaves room for reports about jobs.
+//! Deaths of workers that were never ready, counted by cause. A program that never starts causes a crash report with
+//! a count instead of a hundred reports. The separate rate limit leaves room for reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 
@@ -8,7 +8,7 @@ use super::crashes::Allowance;
 /// Maximum number of causes per bulkhead. When there are more, the least recently seen cause is forgotten.
 const CAUSES_MAX: usize = 8;
 
-/// Start failures of one bulkhead.
+/// Start failures of a bulkhead.
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
     /// Rate limit of crash reports.
@@ -25,7 +25,7 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts another failure with a cause that was reported before. Returns the crash report and its new count.
+    /// Counts another failure with a cause that was reported before. Returns the crash report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.is_same(cause))?;
         let mut seen = self.seen.remove(place);

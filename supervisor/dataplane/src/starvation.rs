@@ -1,4 +1,4 @@
-//! Distinguishes a worker that hangs from one that gets no processor time. `/proc` tells how long each thread was
+//! Distinguishes a worker that hangs from a worker without processor time. `/proc` tells how long each thread was
 //! ready to run without running. Policy requests the check and decides. The background thread reads the files.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ const BEATS_AT_ONCE: usize = 128;
 /// Number of checks for silent workers per heartbeat interval.
 const LOOKS_PER_BEAT: u128 = 4;
 
-/// Scheduling statistics of a worker's threads since its silence was noticed.
+/// Scheduling statistics of a worker's threads since the silence was noticed.
 pub(super) struct Watch {
     pid: u32,
     begun: OnceLock<Figures>,
@@ -31,11 +31,11 @@ struct Figures {
     threads: HashMap<u32, Thread>,
 }
 
-/// Scheduling statistics of one thread.
+/// Scheduling statistics of a thread.
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// Time in which the thread was ready and did not run. The kernel adds a wait when it ends.
+    /// Time in which the thread was ready and did not run. The kernel adds a wait only at the end of the wait.
     waited_ns: u64,
     /// True if the thread runs or is ready to run.
     is_ready: bool,
@@ -53,7 +53,7 @@ impl DataPlane {
         running.watch = self.background.watch(&watch).then_some(watch);
     }
 
-    /// Reads the journal beats of this worker and its neighbours, so that the neighbours do not need separate
+    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
     /// iterations.
     fn look_up_beats(&mut self, index: LinkIndex) {
         if !self.links[index].has_beats {
@@ -82,7 +82,8 @@ impl DataPlane {
         }
         let running = index.and_then(|index| self.links[index].running_mut());
         match running.and_then(|running| running.watch.take()) {
-            // The worker is dead, and policy gets its death when none of its processes is left.
+            // The worker is dead. It counts as starved until policy gets the death, when none of its processes is
+            // left.
             _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),
             Some(watch) => self.background.look(compartment, worker, watch),
             // The worker could not be watched, because too many checks are pending on this machine.
@@ -152,7 +153,7 @@ impl Thread {
     }
 }
 
-/// Returns the statistics by thread id. Empty if this kernel has none.
+/// Returns the statistics by thread id. Empty if this kernel provides no statistics.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let figures = |entry: std::fs::DirEntry| {
@@ -202,7 +203,7 @@ mod tests {
             eprintln!("skipped: this kernel does not tell how long threads wait for a processor");
             return;
         }
-        // An hour in which no thread waited for half an hour. This thread runs during the check, so its state is
+        // An hour in which no thread waited for half an hour. This thread runs during the check, so the state is
         // overwritten.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;

@@ -93,7 +93,7 @@ impl DataPlane {
         }
     }
 
-    /// Counts a job that was rejected before it reached a compartment.
+    /// Counts a job that was rejected before reaching a compartment.
     pub(super) fn count_refused(
         &mut self,
         bulkhead: BulkheadIndex,
@@ -137,7 +137,7 @@ impl DataPlane {
             };
             self.apply_quietly(compartment, event);
         }
-        // One event covers all tenants.
+        // A single event covers all tenants.
         let what = match verb {
             Verb::Drain => What::Draining { drain_timeout_ms: None },
             Verb::Resume => What::Resumed {},
@@ -208,7 +208,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the individual limits of the compartment's tenant, if the compartment serves only one.
+    /// Returns the individual limits of the compartment's tenant, if the compartment serves a single tenant.
     fn own_numbers(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> TenantConfig {
         match (&self.bulkheads[bulkhead].layout, &self.compartments[compartment].tenant) {
             (Layout::Isolated(isolated), Some(tenant)) => {
@@ -417,7 +417,7 @@ fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
 }
 
-/// Checks that a worker runs its programs one after the other if nothing isolates them.
+/// Rejects concurrent programs in a worker if nothing isolates the programs.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.one_at_once() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Unfit(format!(
@@ -427,7 +427,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Checks that the adaptive limit does not exceed the number of permits.
+/// Rejects an adaptive limit above the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -459,7 +459,7 @@ pub(super) struct Fixed<'s> {
     pub(super) has_own_pressure: bool,
 }
 
-/// Rejects settings that only make sense with a queue if there is none.
+/// Rejects settings that need a queue if there is no queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Unfit(format!("{what}: {help}")));
     match limits.max_queue {

@@ -29,7 +29,7 @@ const REQUESTS_MAX: usize = 1 << 20;
 pub(super) struct Extras {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
-    /// Location of the payload, if it is in a memory file.
+    /// Location of a payload in a memory file.
     pub(super) leased: Option<Named>,
 }
 
@@ -140,7 +140,7 @@ impl DataPlane {
         self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
     }
 
-    /// Rejects a request number that is in use, because it would get two outcomes.
+    /// Rejects a request number that is in use, because a number must not get two outcomes.
     pub(super) fn check_number(&self, index: SessionIndex, number: u64) -> Result<(), Breach> {
         match self.sessions.get(index) {
             Some(session) if session.requests.contains_key(&number) => {
@@ -161,7 +161,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        // Consecutive jobs are usually for one bulkhead.
+        // Consecutive jobs are usually for the same bulkhead.
         let is_again = |index: &BulkheadIndex| {
             let entry = self.bulkheads.get(*index);
             entry.is_some_and(|entry| *entry.name == *submit.bulkhead && entry.presence == Presence::Here)
@@ -209,7 +209,7 @@ impl DataPlane {
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
-        // A part may be held already.
+        // Part of the frame may be held already.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
         if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
@@ -218,7 +218,7 @@ impl DataPlane {
         Ok((bulkhead, submit, extras))
     }
 
-    /// Rejects a submission that policy never gets.
+    /// Rejects a submission that has not reached policy.
     pub(super) fn reject_frame(
         &mut self,
         index: SessionIndex,

@@ -1,10 +1,10 @@
 //! Templates (`start.mode = "fork"`): processes that fork the workers of a compartment. Policy does not know about
-//! them. A worker that policy orders waits here until the template is ready. If the template ends first, the start of
-//! the worker fails.
+//! templates. A worker that policy orders waits here until the template is ready. If the template ends first, the
+//! start of the worker fails.
 //!
-//! A template is started when a worker is ordered and there is none. It is replaced when the program of workers
-//! changes, or when many of its workers have died by a signal, because someone may then have guessed the addresses
-//! that they share.
+//! A template is started when a worker is ordered and no template exists. The template is replaced when the program
+//! of workers changes, or when many of the forked workers have died by a signal. In the latter case, an attacker may
+//! have guessed the addresses that the workers share.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,8 +24,8 @@ use super::links::Output;
 use super::slab::CompartmentIndex;
 use super::{DataPlane, Incoming};
 
-/// Number of workers' deaths by a signal after which a template is replaced. Its workers share addresses and stack
-/// canaries.
+/// Number of workers that died by a signal after which their template is replaced. The workers share addresses and
+/// stack canaries.
 const SIGNALS_MAX: u32 = 20;
 
 #[derive(Default)]
@@ -33,7 +33,7 @@ pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
     /// Templates that fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// User ids of templates that have ended, until their descendants have ended as well.
+    /// User ids of templates that have ended, until the descendants have ended as well.
     leaving: HashMap<u64, u32>,
 }
 
@@ -41,19 +41,19 @@ struct Template {
     /// The compartment may be gone before the template, which then has no more workers to fork.
     compartment: CompartmentIndex,
     bulkhead: Arc<str>,
-    /// Maximum time until the template is ready, and maximum length of one extension.
+    /// Maximum time until the template is ready, and maximum length of an extension.
     ready: Duration,
     program: Arc<Program>,
     stage: Stage,
-    /// User id of the template, if it has its own.
+    /// User id of the template, if the template has a separate user id.
     id: Option<u32>,
     output: Option<Output>,
     pid: Option<u32>,
-    /// Workers that wait for the template, with their slots.
+    /// Workers that wait for the template, with slots.
     wanted: Vec<(WorkerId, u32)>,
     /// Last status message.
     words: Option<String>,
-    /// Number of its workers that died by a signal.
+    /// Number of forked workers that died by a signal.
     signals: u32,
 }
 
@@ -75,15 +75,15 @@ impl Templates {
         self.by_spawn.get_mut(&spawn).map(|template| (spawn, template))
     }
 
-    /// Removes a compartment's template from service. It forks no more workers.
+    /// Removes a compartment's template from service. The template forks no more workers.
     fn retire(&mut self, compartment: CompartmentIndex) -> Option<u64> {
         self.current.remove(&compartment)
     }
 }
 
 impl DataPlane {
-    /// Returns the template that can fork a worker now. If none is ready, starts one if necessary and lets the worker
-    /// wait.
+    /// Returns the template that can fork a worker now. If none is ready, starts a template if necessary and lets the
+    /// worker wait.
     pub(super) fn template_for(
         &mut self,
         compartment: CompartmentIndex,
@@ -100,7 +100,7 @@ impl DataPlane {
             template.wanted.push((worker, slot));
             return Ok(None);
         }
-        // Workers that wait for a template of the previous program wait for this one instead.
+        // Workers that wait for a template of the previous program wait for the new template instead.
         let mut wanted = self.end_template(compartment);
         wanted.push((worker, slot));
         self.links.spawned += 1;
@@ -139,8 +139,8 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// Ends the template of a compartment. The workers that it has forked continue. Returns the workers that were
-    /// waiting for it.
+    /// Ends the template of a compartment. Forked workers continue. Returns the workers that were waiting for the
+    /// template.
     pub(super) fn end_template(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.templates.retire(compartment) else { return Vec::new() };
         self.keeper.kill(spawn, self.now);
@@ -149,14 +149,14 @@ impl DataPlane {
         template.map(|template| std::mem::take(&mut template.wanted)).unwrap_or_default()
     }
 
-    /// Ends the template of a compartment, and orders its waiting workers again.
+    /// Ends the template of a compartment, and orders the waiting workers again.
     pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
         for (worker, slot) in self.end_template(compartment) {
             self.keeper.want(Wanted { compartment, worker, slot });
         }
     }
 
-    /// Removes a worker that waits for a template. Returns the reason for its failed start if it was waiting.
+    /// Removes a worker that waits for a template. Returns the reason for the failed start if the worker was waiting.
     pub(super) fn forget_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let of = |template: &&mut Template| template.compartment == compartment;
         let templates = self.templates.by_spawn.values_mut().filter(of);
@@ -212,13 +212,13 @@ impl DataPlane {
         true
     }
 
-    /// Handles the end of a template and all of its descendants.
+    /// Handles the end of a template and all descendants.
     pub(super) fn template_is_swept(&mut self, spawn: u64) {
         let id = self.templates.leaving.remove(&spawn);
         self.links.give_back(id);
     }
 
-    /// Ends a template if its temporary folder, without those of its workers, is too large.
+    /// Ends a template whose temporary folder, not counting those of its workers, is too large.
     pub(super) fn template_holds(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);

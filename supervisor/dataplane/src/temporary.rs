@@ -5,7 +5,7 @@ use super::links::End;
 
 impl DataPlane {
     /// Ends a worker whose temporary folder is too large. For a template, `apart` is the size without the folders of
-    /// its workers.
+    /// workers.
     pub(super) fn temporary(&mut self, spawn: u64, (bytes, apart): (u64, u64), of: Option<u64>) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return self.template_holds(spawn, apart) };
         if link.template != of {
@@ -20,7 +20,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns true if the worker was ended because its temporary folder was too large.
+    /// Returns true if the worker was ended because of a temporary folder that was too large.
     pub(super) fn is_overfull(&self, spawn: u64) -> bool {
         self.links.of_spawn(spawn).is_some_and(|link| matches!(link.end, End::Overfull))
     }

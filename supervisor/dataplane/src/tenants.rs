@@ -1,7 +1,7 @@
 //! Isolated tenants: which of them have workers, and which must release workers for another.
 //!
-//! A tenant's compartment is kept after its workers are gone, with its rate limit, breaker and restart history. A
-//! tenant therefore cannot reset these by a pause. The compartments that have rested the longest are forgotten first.
+//! A tenant's compartment is kept when no workers are left, with rate limit, breaker and restart history. A tenant
+//! therefore cannot reset these by a pause. The compartments that have rested the longest are forgotten first.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ impl DataPlane {
         &self.bulkheads[self.compartments[compartment].bulkhead]
     }
 
-    /// Returns the compartment for a tenant's jobs. Creates one if necessary.
+    /// Returns the compartment for a tenant's jobs. Creates the compartment if necessary.
     #[inline]
     pub(super) fn compartment_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         match &self.bulkheads[bulkhead].layout {
@@ -33,8 +33,8 @@ impl DataPlane {
         }
     }
 
-    /// Submits a job to a compartment. A compartment without workers gets some if it accepts the job and may have
-    /// workers. A rejected job therefore takes no workers from other tenants.
+    /// Submits a job to a compartment. A compartment without workers gets some if the job is accepted and the tenant
+    /// may have workers. A rejected job therefore takes no workers from other tenants.
     pub(super) fn enter(
         &mut self,
         compartment: CompartmentIndex,
@@ -67,7 +67,8 @@ impl DataPlane {
         }
     }
 
-    /// Creates a compartment for a tenant. If there are too many, it replaces the one that has rested the longest.
+    /// Creates a compartment for a tenant. If there are too many, the compartment that has rested the longest is
+    /// replaced.
     fn open_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let (now, name) = (self.now, Arc::<str>::from(tenant));
         let isolated = self.bulkheads[bulkhead].tenants();
@@ -75,7 +76,7 @@ impl DataPlane {
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let oldest = isolated.resting.iter().map(|&(_, place)| place);
         let compartments = &self.compartments;
-        // A compartment with jobs in other bulkheads still has to count their ends.
+        // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
         let has_no_claims = |place: &CompartmentIndex| compartments[*place].policy.counters().elsewhere == 0;
         let victim = if is_full { oldest.take(16).find(has_no_claims) } else { None };
         let seed = self.compartments.next_seed(now);
@@ -106,7 +107,7 @@ impl DataPlane {
         place
     }
 
-    /// Forgets a tenant, but keeps the counters of its compartment.
+    /// Forgets a tenant, but keeps the counters of the compartment.
     fn retire_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
         let isolated = self.bulkheads[bulkhead].tenants();
         isolated.tripped.remove(&place);
@@ -122,7 +123,7 @@ impl DataPlane {
         self.add_gone_to_snapshot(bulkhead, place, gone);
     }
 
-    /// Applies an event to one compartment when a single event for operators covers all tenants.
+    /// Applies an event to a compartment when a single event for operators covers all tenants.
     pub(super) fn apply_quietly(&mut self, place: CompartmentIndex, event: Event<Box<JobData>>) {
         self.reporter.is_quiet = self.compartments[place].tenant.is_some();
         self.apply(place, event, Incoming::None);
@@ -131,8 +132,8 @@ impl DataPlane {
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get some: there is room for another tenant, some tenant is idle,
-    /// or more tenants are ending their workers than are waiting for some.
+    /// Returns true if a tenant without workers can get some. There must be room for another tenant, or an idle
+    /// tenant, or more tenants that are ending workers than tenants that wait for workers.
     fn may_wake(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
         self.forget_waiters(bulkhead);
         let has_workers = self.compartments[compartment].standing == Standing::Leaving;
@@ -147,7 +148,7 @@ impl DataPlane {
         self.want_settling(bulkhead);
     }
 
-    /// Removes waiting tenants that have no jobs left, because their clients have gone.
+    /// Removes waiting tenants that have no jobs left, because the clients have gone.
     fn forget_waiters(&mut self, bulkhead: BulkheadIndex) {
         let compartments = &self.compartments;
         let isolated = self.bulkheads[bulkhead].tenants();

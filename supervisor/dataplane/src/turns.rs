@@ -20,39 +20,38 @@ const ALONE_BYTES: usize = 16 * 1024;
 /// few hundred small jobs.
 const TURN_COST_MAX: usize = 64 * 1024;
 
-/// Time after which an iteration reads no further client. Closing a client takes longer than reading from it.
+/// Time after which an iteration reads no further client. Closing a client takes longer than reading from a client.
 const TURN_TIME: Duration = Duration::from_micros(100);
 
-/// Cost of a frame in addition to its bytes.
+/// Fixed cost of a frame, added to the number of bytes.
 const FRAME_COST: usize = 256;
 
-/// Number of rejected frames after which a connection counts as one that can wait. An accepted job compensates for
+/// Number of rejected frames after which a connection can wait for others. An accepted job compensates for
 /// [`TAKEN_COUNTS`] rejections, so a connection can wait if more than four in five frames are rejected.
 const REFUSED_MAX: u32 = 256;
 const TAKEN_COUNTS: u32 = 4;
 
-/// User whose connections share one place in the order.
+/// User whose connections share a place in the order.
 type Uid = u32;
 
 /// State of a connection in the order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Standing {
     is_waiting: bool,
-    /// The user's round of the last read, and the number of bytes read in it.
+    /// The user's round of the last read, and the number of bytes read in that round.
     round: u64,
     bytes: usize,
-    /// True if the peer has closed its side. Only the bytes in the socket are left, and they can wait for other
-    /// connections.
+    /// True if the peer has closed its side. The bytes that are left in the socket can wait for other connections.
     pub(super) is_read_closed: bool,
     /// Weighted number of rejected frames, see [`REFUSED_MAX`].
     refused: u32,
 }
 
-/// Connections of one user that have input.
+/// Connections of a user with input.
 #[derive(Default)]
 struct User {
-    /// Connections from which little was read in this round. They come first, so that a connection with an occasional
-    /// job does not wait for connections that always have input.
+    /// Connections from which little was read in this round. These come first, so that a connection with an
+    /// occasional job does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
     /// Current round. Round numbers are never reused.
@@ -93,7 +92,7 @@ impl Turns {
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// Returns the next connection, which may have been closed, and its user's round.
+    /// Returns the next connection, which may have been closed, and the user's round.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
@@ -117,7 +116,7 @@ impl Turns {
 }
 
 impl Standing {
-    /// Counts a frame that was rejected before it became a job.
+    /// Counts a frame that was rejected before becoming a job.
     pub(super) fn refuse(&mut self) {
         self.refused = (self.refused + 1).min(2 * REFUSED_MAX);
     }
@@ -128,7 +127,7 @@ impl Standing {
         self.refused = self.refused.saturating_sub(TAKEN_COUNTS);
     }
 
-    /// Returns true if the connection can wait for others, because its peer has closed its side or most of its frames
+    /// Returns true if the connection can wait for others, because the peer has closed the connection or most frames
     /// are rejected.
     pub(super) fn can_wait(&self) -> bool {
         self.is_read_closed || self.refused >= REFUSED_MAX
@@ -148,7 +147,7 @@ impl Standing {
 }
 
 impl DataPlane {
-    /// Reads from waiting clients, as much as one iteration allows.
+    /// Reads from waiting clients, up to the maximum per iteration.
     pub(super) fn read_clients(&mut self) {
         if !self.sessions.turns.is_empty() {
             let (began, mut cost) = (Instant::now(), 0);
@@ -193,7 +192,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections that always have input, and their users.
+    /// Connections that always have input, with users.
     struct Crowd {
         turns: Turns,
         standings: Vec<Standing>,
@@ -212,7 +211,7 @@ mod tests {
             self.turns.wait(self.uids[index], SessionIndex::from_number(index), &mut self.standings[index]);
         }
 
-        /// Reads one connection, and queues it again if it has more input.
+        /// Reads a connection, and queues the connection again if there is more input.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();
@@ -250,8 +249,8 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // The other connections do not wait for this one either, because a connection comes first only until it has
-        // used its quantum in the round.
+        // The other connections do not wait for this one either, because a connection that has used its quantum no
+        // longer comes first in the round.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.wait(200);
@@ -275,7 +274,7 @@ mod tests {
             standing.can_wait()
         };
         assert_eq!([0, 4, 5].map(after), [false, false, true]);
-        // A few accepted jobs are enough to count as an ordinary client again.
+        // Some accepted jobs are enough for the connection to count as ordinary again.
         let mut standing = Standing::default();
         (0..1_000_000).for_each(|_| standing.refuse());
         (0..65).for_each(|_| standing.take_job());

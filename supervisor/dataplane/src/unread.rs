@@ -1,9 +1,9 @@
-//! Determines which jobs a dead worker cannot have begun because it has read nothing of their frames.
+//! Determines which jobs a dead worker cannot have begun, because the worker has read nothing of the frames.
 //!
-//! The supervisor keeps a duplicate of the worker's end of its link. When the worker is gone, the supervisor reads
-//! the remaining bytes from the duplicate. No descendant of the worker can read them any more, and their number tells
-//! how far the worker had read. While the duplicate is open, there is no end of file if a worker closes its end. The
-//! keeper reports its death, and otherwise its heartbeats are missed.
+//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor reads
+//! the remaining bytes from the duplicate. No descendant of the worker can read these bytes any more, and the number
+//! of bytes tells how far the worker had read. While the duplicate is open, there is no end of file if a worker
+//! closes its end. The keeper reports the worker's death, and otherwise heartbeats are missed.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,7 +19,7 @@ const TAKEN_BYTES: usize = 16 * 1024;
 
 /// Tracks how far a worker has read.
 pub(super) struct Reading {
-    /// Duplicate of the worker's end of its link, until the worker is gone.
+    /// Duplicate of the worker's end of the link, until the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
     written: u64,
@@ -27,14 +27,14 @@ pub(super) struct Reading {
     jobs: u64,
 }
 
-/// Position of a job on its worker's link.
+/// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Given {
     /// Number of bytes on the link before the job's frame.
     behind: u64,
     /// Sequence number of the job on the link.
     arrival: u64,
-    /// True if the worker has reported that it began the job.
+    /// True if the worker has reported the beginning of the job.
     pub(super) has_begun: bool,
 }
 
@@ -75,7 +75,7 @@ impl Reading {
 
 impl DataPlane {
     /// Reports to policy the jobs that a worker cannot have begun after reading `read` bytes. With a journal, also
-    /// reports the jobs that the worker did not begin according to its count of begun jobs.
+    /// reports the jobs beyond the number that the worker has begun.
     pub(super) fn tell_unread(
         &mut self,
         compartment: CompartmentIndex,

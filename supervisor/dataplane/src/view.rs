@@ -1,4 +1,4 @@
-//! Snapshots of bulkheads: one compartment, or the sum of all tenants' compartments.
+//! Snapshots of bulkheads: a single compartment, or the sum of all tenants' compartments.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -34,7 +34,7 @@ impl DataPlane {
         self.whole(bulkhead, sum)
     }
 
-    /// Completes the snapshot of a whole bulkhead from the sum of its parts.
+    /// Completes the snapshot of a whole bulkhead from the sum of the parts.
     pub(super) fn whole(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, bulkhead);
         snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
@@ -57,7 +57,7 @@ impl DataPlane {
         snapshot
     }
 
-    /// Returns the snapshot of one isolated tenant.
+    /// Returns the snapshot of an isolated tenant.
     pub(super) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
         let &bulkhead = self.bulkheads.by_name.get(name).ok_or(SteerError::NotFound)?;
         let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else {
@@ -78,7 +78,7 @@ impl DataPlane {
         Ok(Box::new(snapshot))
     }
 
-    /// Returns the state of a bulkhead's breaker, or the most severe state of its tenants' breakers.
+    /// Returns the state of a bulkhead's breaker. With isolated tenants, returns the most severe state.
     pub(super) fn breaker_of(&self, bulkhead: BulkheadIndex) -> BreakerState {
         let breaker = |place: CompartmentIndex| self.compartments[place].policy.breaker();
         match &self.bulkheads[bulkhead].layout {
@@ -271,7 +271,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// States of the parts. Tenants without workers are not added, because they need none.
+/// States of the parts. Callers skip tenants without workers, because these tenants need no workers.
 #[derive(Default)]
 pub(super) struct States {
     first: Option<BulkheadState>,
@@ -285,7 +285,7 @@ impl States {
         self.is_one_unwell |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
-    /// Returns one state for all parts.
+    /// Returns a single state for all parts.
     pub(super) fn in_one(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,

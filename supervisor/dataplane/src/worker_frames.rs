@@ -1,8 +1,8 @@
-//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. Its frames are
+//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames are
 //! checked, and a worker that breaks the protocol is killed.
 //!
-//! A link is removed when the keeper reports the worker's end, and never while it is being read, because such reports
-//! are deferred. The index of a link is therefore valid throughout a read.
+//! A link is removed when the keeper reports the worker's end, and never during a read, because such reports are
+//! deferred. The index of a link is therefore valid throughout a read.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 
-/// Maximum number of consecutive reads from one link.
+/// Maximum number of consecutive reads from a link.
 const READS_PER_TURN: usize = 8;
 
 /// Maximum size of a worker's status text, in bytes.
@@ -79,7 +79,7 @@ impl DataPlane {
             Ok(received)
         });
         if is_mid_frame && result.is_ok() {
-            // A large answer in transit is a sign of life, however long it takes.
+            // A large answer in transit is a sign of life, however long the transfer takes.
             self.apply(compartment, Event::Heard { worker }, Incoming::None);
         }
         match result {
@@ -126,7 +126,7 @@ impl DataPlane {
         }
         let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // The next frame begins only after the oversized one has ended.
+            // The next frame begins only after the oversized frame has ended.
             if std::mem::take(&mut is_oversized) {
                 self.end_oversized(index);
             }
@@ -153,7 +153,7 @@ impl DataPlane {
         Ok(received)
     }
 
-    /// Handles the beginning of a large frame. Returns true if its payload is wanted.
+    /// Handles the beginning of a large frame. Returns true if the payload is wanted.
     pub(super) fn worker_announces(
         &mut self,
         index: LinkIndex,
@@ -345,7 +345,7 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
-        // The journal is sent before the welcome, so that the worker has it from the start.
+        // The journal is sent before the welcome, so that the worker has the journal from the start.
         let wants = capability::RESIZE | capability::CLAIMS;
         if hello.capabilities & wants == wants {
             self.lend_journal(index, compartment);
@@ -481,13 +481,13 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long one, whose end
-/// would never arrive.
+/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame, whose
+/// end would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("it did not say hello: its first frame is of kind {}", header.kind));
     }
-    // A result that is too large is discarded, whatever its size.
+    // A result that is too large is discarded, whatever the size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!("it began a frame of kind {} with {} bytes", header.kind, header.length));
@@ -495,7 +495,7 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks metadata without a structure. It can have extensions, and a critical one must be understood.
+/// Checks metadata without a structure. There can be extensions, and a critical extension must be understood.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }

@@ -168,7 +168,7 @@ fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "one user alone may use all");
-    // Another user gets half and no more, whatever its number of connections.
+    // Another user gets half and no more, for any number of connections.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {
@@ -182,7 +182,7 @@ fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2 / 7 / 10 * 10, most));
-    // Another bulkhead of one connection gets an equal part too.
+    // Another bulkhead of the connection gets an equal part too.
     let mut got = 0;
     while take(&mut shares, (other, 1), 10, most) {
         got += 10;
