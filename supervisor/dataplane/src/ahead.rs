@@ -1,5 +1,5 @@
-//! Jobs sent ahead to a worker: the journal that preserves answers when the worker dies, and jobs that are taken back.
-//! The policy decides which jobs these are.
+//! Prefetched jobs: the journal that preserves a worker's answers when the worker dies, and the recall of jobs.
+//! Policy decides which jobs are prefetched.
 
 use std::os::fd::AsFd;
 
@@ -16,8 +16,8 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Lends a journal to a worker that has said hello. Without a journal, no job is sent ahead to the worker or taken
-    /// back.
+    /// Lends a journal to a worker that has sent its hello. Without a journal, the worker gets no prefetched jobs,
+    /// and none of its jobs are recalled.
     pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) {
         let link = &mut self.links[index];
         if link.program.runs_programs() || !link.outbox.is_empty() || self.compartments[compartment].is_replay
@@ -32,8 +32,9 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// A worker is gone, and all that it sent was heard: what it had answered and not sent counts as well.
-    /// Returns how many of the jobs that it was sent it says to have begun, where something may be ahead.
+    /// Applies the answers in the journal of a dead worker. Must run after everything in the worker's link has been
+    /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker began according to the
+    /// journal.
     pub(super) fn read_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
@@ -42,11 +43,11 @@ impl DataPlane {
             self.hear_journal(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
-        // One that never said so says nothing.
+        // Zero means that the worker has never written the count.
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// The frames of a journal, as if they had come by the link.
+    /// Handles the frames of a journal like frames from the link.
     fn hear_journal(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -58,7 +59,8 @@ impl DataPlane {
             while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
                 let is_welcomed = matches!(self.links[index].stage, Stage::Welcomed { .. });
                 let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-                // What it had sent is in there as well, if it died before it could say so.
+                // The journal can also contain answers that came over the link, if the worker died before removing
+                // them.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if is_welcomed && is_answer && is_owed {
                     let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
@@ -68,7 +70,7 @@ impl DataPlane {
         self.buffers.scratch = scratch;
     }
 
-    /// A worker gives back a job that was taken back as it was about to begin it.
+    /// Handles the return of a job that was recalled before the worker began to run the job.
     pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, arrival: u64) {
         let link = &mut self.links[index];
         link.notices.spend(0);
@@ -76,7 +78,8 @@ impl DataPlane {
         self.apply(compartment, Event::Returned { worker, job, arrival }, Incoming::None);
     }
 
-    /// A worker neither reads a job's payload nor writes its result.
+    /// Ends a worker's access to the memory files of a recalled job. The worker neither reads the payload nor writes
+    /// the result.
     pub(super) fn job_taken_back(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.link_of(compartment, worker) {
             self.leave_files((compartment, self.links[index].spawn), job);
@@ -84,10 +87,10 @@ impl DataPlane {
     }
 }
 
-/// What a job with so many bytes of its own takes on a link.
+/// Returns the size of a job on a link, given the `own` bytes of its payload and names.
 pub(super) fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 
-/// Header and metadata of a job without names.
+/// Size of header and metadata of a job without names.
 const FRAME_BYTES: usize = 128;

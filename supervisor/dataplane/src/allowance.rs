@@ -1,34 +1,35 @@
-//! Work that a crowd can make at no cost to itself, and that can wait: to let connections in, to let go of those that
-//! were closed, and to answer frames that are refused. It has a share of a processor's time and rests when that is
-//! used up. A data plane that always has such work would never sleep, and on a machine whose processors are all busy,
-//! workers and clients would wait for it as for any busy loop.
+//! Time budgets for work that clients can cause in large amounts at no cost, and that can wait: accepting
+//! connections, cleaning up after closed connections, and answering rejected frames. Each budget is a fixed share of
+//! a processor. Without a budget, the data plane would never sleep under such load. On a machine with no idle
+//! processor, this would slow down workers and clients.
 
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// What may be saved up, so that two dozen connections at once are let in without a rest. Other jobs wait for that long.
+/// Maximum budget that can accumulate, enough to accept two dozen connections at once. Other jobs can be delayed by
+/// this time.
 const SAVED_MAX_NS: i64 = 250_000;
 
-/// What one piece of work counts for at most. One that took longer was interrupted, as a rule.
+/// Maximum time charged for a piece of work. If a piece took longer, the thread was usually interrupted.
 const PIECE_MAX: Duration = Duration::from_millis(1);
 
-/// One kind of such work.
+/// Time budget for a kind of work.
 pub(super) struct Allowance {
-    /// One part in so many of the time that passes.
+    /// Reciprocal of the processor share.
     part: i64,
-    /// Nanoseconds that are left. Less than none are made up for by a rest.
+    /// Remaining time in nanoseconds. If negative, work must pause.
     left: i64,
     filled_at: Time,
 }
 
 impl Allowance {
-    /// One part in so many of a processor's time.
+    /// Creates a budget of `1 / part` of a processor's time.
     pub(super) const fn one_in(part: i64) -> Self {
         Self { part, left: SAVED_MAX_NS, filled_at: Time::ZERO }
     }
 
-    /// Whether the work may go on.
+    /// Refills the budget. Returns true if any time is left.
     pub(super) fn may_work(&mut self, now: Time) -> bool {
         let passed = i64::try_from(now.since(self.filled_at).as_nanos()).unwrap_or(i64::MAX);
         self.left = (self.left.saturating_add(passed / self.part)).min(SAVED_MAX_NS);
@@ -36,7 +37,7 @@ impl Allowance {
         self.left > 0
     }
 
-    /// The work since then is done.
+    /// Charges the time since `began`.
     pub(super) fn spend(&mut self, began: Instant) {
         self.spend_time(began.elapsed());
     }
@@ -45,7 +46,7 @@ impl Allowance {
         self.left -= took.min(PIECE_MAX).as_nanos() as i64;
     }
 
-    /// When the work may go on.
+    /// Returns the earliest time at which work can continue.
     pub(super) fn resume_at(&self) -> Time {
         let owed = (1 - self.left).max(0) * self.part;
         self.filled_at + Duration::from_nanos(owed.unsigned_abs())

@@ -1,6 +1,7 @@
-//! What blocks or reads files, on threads of its own: the data plane hands them a task, and hears what came of it in a
-//! later turn. One has the keeper and looks at processes; the other has memory files, and keeps nothing else waiting.
-//! The threads live as long as the data plane does: a keeper is told by the kernel when the thread that started it ends.
+//! Threads for blocking work and for reading files. The data plane sends tasks and handles the results in a later
+//! iteration. The `background` thread starts keepers and examines processes. The `memory-files` thread makes and
+//! frees memory files, so that slow file operations delay no other task. Both threads live as long as the data plane,
+//! because the kernel signals a keeper when the thread that started the keeper ends.
 
 use std::io;
 use std::sync::Arc;
@@ -16,31 +17,33 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Looks at workers that may wait. On a machine where more do, workers are silent since they do not run.
+/// Maximum number of pending tasks up to which starvation checks are added. Beyond this number the machine is
+/// overloaded, which explains silent workers.
 const LOOKS_WAITING_MAX: usize = 1024;
 
-/// To make memory files takes a processor: the thread that does it waits as long as it has worked, so many times.
+/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Making files keeps a
+/// processor busy.
 const FILES_PAUSE: u32 = 1;
 
 enum Task {
-    /// Ends what a keeper that is lost has left behind.
+    /// Ends all processes that a lost keeper has left behind.
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts another, after a pause, and hands it what the lost one had.
+    /// Starts the next keeper after a pause, from the lost keeper's `origin`.
     StartKeeper {
         pause: Duration,
         origin: KeeperOrigin,
     },
-    /// How long the threads of a worker have waited so far.
+    /// Records how long the threads of a worker have waited for a processor so far.
     Watch(Arc<Watch>),
-    /// Whether they have waited most of the time since.
+    /// Checks if a thread has waited for most of the time since `Watch`.
     Look {
         compartment: CompartmentIndex,
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Makes the files of a lease, which takes as long as to clear them.
+    /// Makes the files of a lease. This takes as long as clearing the memory of the files.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -48,7 +51,7 @@ enum Task {
     FreeFiles(Files),
 }
 
-/// What came of a task.
+/// Result of a task.
 pub(super) enum Done {
     KeeperSwept(io::Result<()>),
     Keeper(io::Result<Box<Keeper>>),
@@ -58,17 +61,17 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// The threads, as the data plane has them.
+/// Handle of the data plane to the background threads.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
     done: Receiver<Done>,
-    /// Tasks of which nothing was heard yet, but for those of memory files.
+    /// Number of unfinished tasks of the `background` thread.
     waiting: usize,
     fate: Fate,
 }
 
-/// The data plane ends, be it by a panic, and the threads with it: that is no loss to be told.
+/// Marks the end of the threads as expected, because they end with the data plane, even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.fate.expect_end();
@@ -76,7 +79,7 @@ impl Drop for Background {
 }
 
 impl Background {
-    /// Starts the threads, which wake the data plane by `waker` after each task.
+    /// Starts the threads, which wake the data plane with `waker` after each task.
     pub(super) fn start(fate: &Fate, waker: Arc<Waker>) -> io::Result<Self> {
         let (sender, done) = channel();
         let tasks = serve("background", 0, fate, (sender.clone(), waker.clone()))?;
@@ -87,18 +90,19 @@ impl Background {
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // A thread that has ended ends the supervisor, see `Fate`.
+        // Sending fails only if the thread has ended, which ends the whole supervisor (see `Fate`).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
-    /// Ends what is left of a keeper, and starts another: [`Done::KeeperSwept`] and [`Done::Keeper`] follow.
+    /// Ends all processes of a lost keeper and starts the next keeper. The results are [`Done::KeeperSwept`] and
+    /// [`Done::Keeper`].
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
         let origin = lost.origin();
         self.send(Task::SweepKeeper { lost });
         self.send(Task::StartKeeper { pause, origin });
     }
 
-    /// Begins to watch a worker. Returns whether it is watched.
+    /// Begins to watch a worker. Returns false if too many tasks are pending.
     pub(super) fn watch(&mut self, watch: &Arc<Watch>) -> bool {
         let has_room = self.waiting < LOOKS_WAITING_MAX;
         if has_room {
@@ -107,29 +111,29 @@ impl Background {
         has_room
     }
 
-    /// Compares; [`Done::Looked`] follows.
+    /// Checks if a watched worker is starved. The result is [`Done::Looked`].
     pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch>) {
         self.send(Task::Look { compartment, worker, watch });
     }
 
-    /// Makes the files of a lease; [`Done::FilesMade`] follows.
+    /// Makes the files of a lease. The result is [`Done::FilesMade`].
     pub(super) fn make_files(&mut self, lease: u64, bytes: u64) {
         self.send(Task::MakeFiles { lease, bytes });
     }
 
-    /// Gives their memory back.
+    /// Frees the memory of the files.
     pub(super) fn free_files(&mut self, files: Files) {
         self.send(Task::FreeFiles(files));
     }
 
-    /// What came of a task, if one is done.
+    /// Returns the next result, if any.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
         self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));
         Some(done)
     }
 
-    /// Waits for the keeper that was ordered last. For the end of the supervisor.
+    /// Waits for the keeper that is being started. Used when the supervisor ends.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
@@ -139,7 +143,7 @@ impl Background {
     }
 }
 
-/// A thread that does what it is sent, and then pauses as long as that took, so many times.
+/// Starts a thread that performs tasks, and that sleeps after each task for `pause` times the task's duration.
 fn serve(
     name: &'static str,
     pause: u32,
@@ -150,7 +154,7 @@ fn serve(
     fate.spawn(name, move || {
         for task in received {
             let begun_at = Instant::now();
-            // The data plane has ended; what it had ordered ends with it.
+            // The data plane has ended, so the remaining tasks are dropped.
             if done.send(perform(task)).is_err() {
                 return;
             }

@@ -1,6 +1,6 @@
-//! How clients of the application that this is in are heard: each rings when it has written to a connection that was
-//! read to its end, has closed it, or has read what there was no room behind. A system call is made for that only if
-//! the thread of the data plane sleeps, and none if its thread is the one that rings.
+//! Wake-ups from in-process clients. A client signals in three cases: after writing to a connection that the data
+//! plane had read completely, after closing a connection, and after reading from a connection that was full. A signal
+//! makes a system call only if the data plane sleeps on another thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -14,25 +14,26 @@ use super::{DataPlane, Endpoint};
 
 #[derive(Default)]
 struct Rung {
-    /// Who has.
+    /// Clients that have signalled.
     by: Vec<SessionId>,
-    /// Who is to be woken. None while the data plane is awake: it will look.
+    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `by` before
+    /// sleeping.
     sleeper: Option<Sleeper>,
 }
 
-/// What sleeps.
+/// A sleeping thread or task.
 enum Sleeper {
     Thread(Arc<mio::Waker>),
     Task(Waker),
 }
 
-/// The one bell of a data plane.
+/// Receiver of the clients' signals.
 pub(super) struct Bell {
     rung: Arc<Mutex<Rung>>,
     waker: Arc<mio::Waker>,
-    /// Whether there ever was a client that rings.
+    /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Those that rang, taken out.
+    /// Reused buffer for the contents of `Rung::by`.
     heard: Vec<SessionId>,
 }
 
@@ -40,7 +41,7 @@ fn lock(rung: &Mutex<Rung>) -> MutexGuard<'_, Rung> {
     rung.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What one client rings by.
+/// Waker of a client.
 struct Rope {
     session: SessionId,
     rung: Arc<Mutex<Rung>>,
@@ -60,7 +61,7 @@ impl Wake for Rope {
         drop(rung);
         match sleeper {
             Some(Sleeper::Thread(waker)) => {
-                // An error would be that of a data plane that has ended.
+                // Waking fails only if the data plane has ended.
                 let _ = waker.wake();
             }
             Some(Sleeper::Task(waker)) => waker.wake(),
@@ -74,13 +75,13 @@ impl Bell {
         Self { rung: Arc::default(), waker, is_used: false, heard: Vec::new() }
     }
 
-    /// Has this client ring from now on, also for what it has done already.
+    /// Registers the waker of a client. A client that has already written, or closed the connection, signals at once.
     pub(super) fn give_rope(&mut self, session: SessionId, end: &in_process::End) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(Rope { session, rung: self.rung.clone() })));
     }
 
-    /// Whether the thread may sleep: from then on a ring wakes it.
+    /// Returns true if the thread can sleep, and arranges that clients wake it.
     pub(super) fn may_sleep(&self) -> bool {
         if !self.is_used {
             return true;
@@ -92,7 +93,7 @@ impl Bell {
         rung.by.is_empty()
     }
 
-    /// Ready when a client has rung; until then a ring wakes this task.
+    /// Returns ready if a client has signalled. Otherwise registers the task to be woken.
     pub(super) fn poll_rung(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut rung = lock(&self.rung);
         if !rung.by.is_empty() {
@@ -102,13 +103,14 @@ impl Bell {
             return Poll::Pending;
         }
         let unwanted = rung.sleeper.replace(Sleeper::Task(context.waker().clone()));
-        // Without the lock: with the last waker of a task, clients of its own may go, which ring.
+        // Dropped without the lock, because the last waker of a task can own clients, which signal when they are
+        // dropped.
         drop(rung);
         drop(unwanted);
         Poll::Pending
     }
 
-    /// The data plane is awake.
+    /// Marks the data plane as awake.
     pub(super) fn rise(&self) {
         if self.is_used {
             let unwanted = lock(&self.rung).sleeper.take();
@@ -118,7 +120,7 @@ impl Bell {
 }
 
 impl DataPlane {
-    /// Clients that have rung are to be read, and written to.
+    /// Schedules reads and writes for the clients that have signalled.
     pub(super) fn hear_bell(&mut self) {
         if !self.bell.is_used {
             return;
@@ -166,7 +168,7 @@ mod tests {
         assert!(is_woken(&mut poll));
         assert!(!bell.may_sleep(), "there is something to hear");
         assert_eq!(std::mem::take(&mut lock(&bell.rung).by), [session]);
-        // It has left something unread, so that nothing more is to be said.
+        // The first byte is still unread, so the client does not signal again.
         there.write(b"b").unwrap();
         assert!(bell.may_sleep());
         bell.rise();

@@ -1,11 +1,11 @@
-//! Memory that is used again and again, so that a job costs no allocation that could be spared.
+//! Reused memory, which saves allocations for each job.
 
 use bulkhead_policy::Action;
 use bulkhead_shared::connection::{BufferPool, Scratch};
 
 use super::JobData;
 
-/// Records of past jobs whose memory is kept.
+/// Maximum number of job records kept for reuse.
 const RECORDS_KEPT_MAX: usize = 4096;
 
 #[derive(Default)]
@@ -14,12 +14,12 @@ pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,
     pub(super) actions: Vec<Action<Box<JobData>>>,
-    /// Of jobs that are over.
+    /// Records of finished jobs.
     records: Vec<Box<JobData>>,
 }
 
 impl Buffers {
-    /// A record in memory that was used before, if there is some.
+    /// Boxes a record, in reused memory if there is any.
     pub(super) fn record(&mut self, record: JobData) -> Box<JobData> {
         match self.records.pop() {
             Some(mut kept) => {

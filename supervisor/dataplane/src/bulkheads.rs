@@ -1,4 +1,4 @@
-//! Bulkheads by name, and the compartments they consist of: one that all tenants share, or one for each tenant.
+//! Bulkheads by name, and the compartments of each: a shared one, or one for each tenant.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use super::crashes::Allowance;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::start_failures::StartFailures;
 
-/// All bulkheads: by their places and by name.
+/// All bulkheads, by index and by name.
 pub(super) struct Bulkheads {
     slab: Slab<BulkheadIndex, BulkheadEntry>,
-    /// Those that take jobs.
+    /// Bulkheads that take jobs.
     pub(super) by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
-    /// Those that are not in the file any more, and of which something is left.
+    /// Bulkheads that were removed from the configuration and still have jobs or workers.
     pub(super) leaving: Vec<BulkheadIndex>,
-    /// Those whose tenants take turns at having workers, where something has changed.
+    /// Bulkheads with isolated tenants in which the assignment of workers must be updated.
     pub(super) unsettled: Vec<BulkheadIndex>,
-    /// The tenants that metrics name, sorted.
+    /// Sorted names of the tenants that metrics report.
     pub(super) labels: Arc<[String]>,
 }
 
@@ -42,87 +42,87 @@ impl Bulkheads {
 
 owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 
-/// One bulkhead as its users know it.
+/// Configuration and statistics of a bulkhead.
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     pub(super) presence: Presence,
-    /// What workers are started with from here on.
+    /// Program of workers started from now on.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Where its jobs go that it cannot take, in this order, as far as it is there.
+    /// Bulkheads that get the jobs that this bulkhead cannot take, in this order. Names of missing bulkheads are
+    /// skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// When it was last told that jobs go there, and how many have since.
+    /// For each fallback: time of the last event, and number of jobs sent there since.
     pub(super) fallback_told: HashMap<Arc<str>, (Option<Time>, u64)>,
-    /// Whether its jobs may be tried again.
+    /// True if jobs can be retried.
     pub(super) retries: bool,
-    /// Whether payloads that kill are to be recognised.
+    /// True if poison detection is on.
     pub(super) knows_poison: bool,
     pub(super) latency: Latency,
-    /// How its jobs ended lately.
+    /// Recent outcomes.
     pub(super) service: Window,
-    /// What its metrics count.
+    /// Counters for the metrics.
     pub(super) tally: Tally,
-    /// What could be counted at any scrape so far.
+    /// Metric series that were possible at some scrape so far.
     pub(super) possible: Possible,
-    /// Whether `pressure` is written for it, which needs a queue.
+    /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
     pub(super) has_own_pressure: bool,
-    /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
+    /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
     pub(super) memory_limit: Option<u64>,
-    /// Bytes of memory files that one worker may be lent.
+    /// Maximum total size of the memory files lent to a worker, in bytes.
     pub(super) lent_max: Option<u64>,
-    /// What it was asked for lately.
     pub(super) demand: Demand,
-    /// How many more of its crashes are reported now.
+    /// Rate limit of crash reports.
     pub(super) crash_allowance: Allowance,
-    /// Those of workers that were never ready.
+    /// Crashes of workers that were never ready.
     pub(super) start_failures: StartFailures,
-    /// What single tenants have of their own, if all share its workers.
+    /// Individual limits of tenants, if all tenants share the workers.
     pub(super) own: BTreeMap<String, TenantConfig>,
     pub(super) layout: Layout,
 }
 
-/// Whether a bulkhead takes jobs.
+/// Presence of a bulkhead in the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Presence {
-    /// It takes jobs.
+    /// Configured; takes jobs.
     Here,
-    /// It is not in the file any more, and finishes what it has.
+    /// Removed from the configuration; finishes the remaining jobs.
     Leaving,
 }
 
-/// What shares the workers of a bulkhead.
+/// Assignment of tenants to compartments.
 pub(super) enum Layout {
-    /// All tenants, in this compartment.
+    /// All tenants share a compartment.
     Shared(CompartmentIndex),
-    /// Not one: each tenant has a compartment.
+    /// Each tenant has a separate compartment.
     Isolated(Box<Isolated>),
 }
 
-/// The compartments of a bulkhead whose tenants are kept apart.
+/// Compartments of a bulkhead with isolated tenants.
 #[derive(Default)]
 pub(super) struct Isolated {
-    /// The numbers of a tenant that has none of its own.
+    /// Limits of tenants without individual limits.
     pub(super) limits: Limits,
     pub(super) own: BTreeMap<String, TenantConfig>,
     pub(super) by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     pub(super) max_active: usize,
-    /// Compartments with workers that have no job, by how long.
+    /// Compartments with workers and without jobs, ordered by the time of the last job.
     pub(super) idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, by how long.
+    /// Compartments without workers, ordered by the time of the last worker.
     pub(super) resting: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments with workers or jobs, or that wait for some: all others rest.
+    /// Compartments that have workers or jobs, or that wait for workers. All others rest.
     pub(super) awake: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
     pub(super) tripped: BTreeSet<CompartmentIndex>,
-    /// Compartments that wait until another has no workers any more.
+    /// Compartments that wait until another compartment has no workers left.
     pub(super) awaiting: VecDeque<CompartmentIndex>,
-    /// How many have workers, be they wanted or on their way out.
+    /// Number of compartments with workers, including workers that are ending.
     pub(super) running: usize,
-    /// How many of those have only workers on their way out.
+    /// Number of compartments in which all workers are ending.
     pub(super) leaving: usize,
-    /// What was counted in compartments that are another tenant's now.
+    /// Counters of forgotten tenants.
     pub(super) past: Counters,
     pub(super) past_restarts: u64,
     pub(super) is_draining: bool,
@@ -130,41 +130,40 @@ pub(super) struct Isolated {
     pub(super) is_unsettled: bool,
 }
 
-/// One policy with its workers.
+/// A policy state machine with workers.
 pub(super) struct Compartment {
-    /// Whose it is.
     pub(super) bulkhead: BulkheadIndex,
-    /// The only tenant that it serves, if that is so.
+    /// The tenant, if the compartment serves a single tenant.
     pub(super) tenant: Option<Arc<str>>,
-    /// Whether it is there for one job of a crash report, and for nothing else.
+    /// True if the compartment exists only to replay a job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// By a worker's place: its link.
+    /// Links, indexed by the worker's place.
     pub(super) links: Vec<Option<LinkIndex>>,
-    /// Whether something has happened since its timer was set.
+    /// True if an event was applied after the timer was set.
     pub(super) is_touched: bool,
-    /// Of its own jobs, if it serves one tenant only.
+    /// Latency of jobs, if the compartment serves a single tenant.
     pub(super) latency: Latency,
-    /// How it has stood since something happened last.
+    /// Load since the last event.
     pub(super) level: Level,
-    /// As last entered in the books of its bulkhead.
+    /// State as recorded in [`Isolated`].
     pub(super) standing: Standing,
-    /// The same of its breaker: whether it was not closed.
+    /// True if [`Isolated`] lists the compartment as tripped.
     pub(super) was_tripped: bool,
 }
 
-/// Where a tenant's compartment stands in the books of its bulkhead.
+/// State of a tenant's compartment, as recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// No workers, since then.
+    /// No workers since this time.
     Resting(Time),
-    /// No workers, and some are waited for.
+    /// No workers, and waits for some.
     Awaiting,
-    /// Workers, and no job since then.
+    /// Workers, but no jobs since this time.
     Idle(Time),
     /// Workers and jobs.
     Busy,
-    /// Workers that go.
+    /// All workers are ending.
     Leaving,
 }
 
@@ -190,7 +189,7 @@ impl Compartment {
         }
     }
 
-    /// Where it stands now, if it rested it would be since `now`.
+    /// Returns the current state. If the compartment has just started to rest, the state contains `now`.
     pub(super) fn standing_now(&self, now: Time) -> Standing {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => Standing::Idle(since),
@@ -206,7 +205,7 @@ impl Compartment {
 }
 
 impl BulkheadEntry {
-    /// A bulkhead with the compartment that all its tenants share, or none.
+    /// Creates a bulkhead with a shared compartment, or with a compartment for each tenant if `shared` is `None`.
     pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
@@ -245,7 +244,7 @@ impl BulkheadEntry {
         bulkhead
     }
 
-    /// Puts all in force that is not up to its compartments, nor for workers that are started.
+    /// Applies a configuration, except for the program of workers and the limits in compartments.
     pub(super) fn put(&mut self, spec: &BulkheadSpec, limits: Limits, own: BTreeMap<String, TenantConfig>) {
         self.max_payload = spec.max_payload;
         self.max_result = spec.max_result;
@@ -268,7 +267,7 @@ impl BulkheadEntry {
         self.own = own;
     }
 
-    /// The numbers that single tenants have of their own now.
+    /// Returns the individual limits of tenants.
     pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
@@ -276,7 +275,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Its tenants' compartments, if they are kept apart.
+    /// Returns the tenants' compartments, if tenants are isolated.
     pub(super) fn isolated(&mut self) -> Option<&mut Isolated> {
         match &mut self.layout {
             Layout::Shared(_) => None,
@@ -284,7 +283,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// The same of a bulkhead that is known to keep them apart: it has a compartment of a tenant.
+    /// Returns the tenants' compartments. Panics if tenants are not isolated, so the caller must have a compartment
+    /// of a tenant.
     pub(super) fn tenants(&mut self) -> &mut Isolated {
         match self.isolated() {
             Some(isolated) => isolated,
@@ -292,7 +292,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// What tells a payload from all others, if that is wanted here.
+    /// Returns the digest that identifies an operation with a payload, if poison detection is on.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.knows_poison.then(|| {
             let mut hasher = blake3::Hasher::new();
@@ -307,7 +307,7 @@ impl BulkheadEntry {
 }
 
 impl Isolated {
-    /// The numbers of a tenant.
+    /// Returns the limits of a tenant, including individual limits.
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {

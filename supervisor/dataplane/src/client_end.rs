@@ -1,4 +1,4 @@
-//! Our end of a client's connection: a socket, or memory of this process.
+//! The supervisor's end of a client connection: a socket, or memory shared with an in-process client.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,12 +18,12 @@ use super::{INTEREST, memory_files};
 
 pub(super) enum ClientEnd {
     Socket(UnixStream),
-    /// Of a client in the application that this is in.
+    /// Connection of a client in the supervisor's own process.
     InProcess(in_process::End),
 }
 
 impl ClientEnd {
-    /// Has its events told. Those of one in this process come by the bell.
+    /// Registers a socket for events. In-process clients signal through `Bell` instead.
     pub(super) fn register(&self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Self::Socket(socket) => registry.register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST),
@@ -31,7 +31,7 @@ impl ClientEnd {
         }
     }
 
-    /// Reads without waiting. Errors are those of [`Intake::receive`].
+    /// Reads without blocking. Errors are those of [`Intake::receive`].
     pub(super) fn receive(&self, intake: &Intake, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Socket(socket) => intake.receive(socket, buffer),
@@ -39,7 +39,7 @@ impl ClientEnd {
         }
     }
 
-    /// Whether nothing has come that was not read, and it is open.
+    /// Returns true if the connection is open and has no unread bytes.
     pub(super) fn is_quiet(&self) -> bool {
         match self {
             Self::Socket(socket) => {
@@ -50,7 +50,7 @@ impl ClientEnd {
         }
     }
 
-    /// Writes what there is room for; returns whether that is all.
+    /// Writes as much as there is room for. Returns true if nothing is left.
     pub(super) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),
@@ -58,24 +58,24 @@ impl ClientEnd {
         }
     }
 
-    /// Says that nothing more will be written. The client hears of it when it has read all; of an end in this process,
-    /// that is when it is dropped.
+    /// Shuts down the sending side of a socket. The client sees the end after reading everything. An in-process
+    /// connection ends when the value is dropped.
     pub(super) fn finish(&self) {
         if let Self::Socket(socket) = self {
             let _ = socket.shutdown(Shutdown::Write);
         }
     }
 
-    /// Whether a memory file may be lent to this client.
+    /// Returns true if memory files can be lent to this client now.
     pub(super) fn may_lend(&self, lends: &mut Lends, receiver: &mut Unread) -> bool {
         match self {
             Self::Socket(socket) => lends.may_lend(socket, receiver),
-            // No socket has them on its way.
+            // In-process descriptors do not pass through a socket and are never in transit.
             Self::InProcess(_) => true,
         }
     }
 
-    /// Lends the files, with the frame that says so. Nothing waits to be written.
+    /// Lends files with a frame that announces the files. The outbox must be empty.
     pub(super) fn lend(
         &self,
         said: (u8, u64),
@@ -98,14 +98,13 @@ impl ClientEnd {
         }
     }
 
-    /// It is to be closed. What was lent and is unread stays on its way.
+    /// Prepares the connection for closing. Unread lends still count as in transit.
     pub(super) fn let_go(&self, lends: &mut Lends, receiver: &mut Unread) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);
         }
     }
 
-    /// Closes it.
     pub(super) fn close(self, registry: &Registry, intake: &Intake) {
         match self {
             Self::Socket(socket) => {

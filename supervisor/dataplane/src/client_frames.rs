@@ -1,5 +1,5 @@
-//! What clients say: their frames, read and told apart. A session goes when it is flushed, or has been read: not while its
-//! frames are handled.
+//! Frames from clients: reading, decoding, dispatch to handlers. A session is removed after a read or during a flush,
+//! but not while frames of the session are handled.
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
@@ -24,7 +24,8 @@ fn no_hello() -> Breach {
     Breach(RejectReason::Invalid, message.into())
 }
 
-/// The error tells the peer what to do.
+/// Checks that the protocol versions of a peer include the supervisor's. The error message contains `help` for the
+/// peer.
 pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String> {
     let Hello { version_min, version_max, .. } = *hello;
     if (version_min..=version_max).contains(&PROTOCOL_VERSION) {
@@ -38,8 +39,8 @@ pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String>
 }
 
 impl DataPlane {
-    /// Reads once: frames of up to so many bytes together, or the rest of one that has begun. Returns how many
-    /// bytes came.
+    /// Reads once: frames of up to `most` bytes in total, or the rest of an incomplete frame. Returns the number of
+    /// bytes read.
     pub(super) fn session_readable(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
@@ -53,7 +54,7 @@ impl DataPlane {
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
-        // Taken out while its frames are handled, so that they can reach everything else.
+        // Taken out of the session so that the handlers of frames can access the whole data plane.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
@@ -211,7 +212,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// A large frame begins: whether its payload is wanted. If not, its sender is told here.
+    /// Handles the beginning of a large frame. Returns true if the payload is wanted. Otherwise the client has
+    /// already been answered.
     pub(super) fn client_announces(
         &mut self,
         index: SessionIndex,
@@ -224,7 +226,7 @@ impl DataPlane {
         }
         self.check_number(index, header.number).map_err(Some)?;
         match self.check_submit(index, header, metadata) {
-            // What would be turned away when it is there need not come.
+            // The job would be rejected on arrival, so the payload is not received.
             Ok(_) if self.stopping => {
                 self.reject_frame(
                     index,

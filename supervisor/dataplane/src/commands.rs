@@ -1,5 +1,5 @@
-//! The control plane's turn: a few commands, one piece of what it wants to see, and then jobs go on. A control plane that
-//! asks all the time is waited for by itself alone.
+//! Requests from the control plane. Each iteration performs only a few commands and a piece of a snapshot, so that
+//! many requests cannot starve jobs.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,22 +17,22 @@ use super::slab::BulkheadIndex;
 use super::snapshots::SnapshotInPieces;
 use super::view::States;
 
-/// What one turn of the loop obeys, by `Command::weight`.
+/// Maximum total weight of commands per iteration (`Command::weight`).
 const WEIGHT_PER_TURN: usize = 16;
 
-/// Those whose caller has gone cost nothing; yet a turn looks at no more than so many.
+/// Maximum number of commands taken per iteration. A command whose caller has gone has no weight.
 const ABANDONED_PER_TURN: usize = 1024;
 
-/// What the control plane wants.
+/// Pending requests of the control plane.
 pub(super) struct Orders {
     pub(super) commands: Receiver<Command>,
-    /// Whether there may be more of them.
+    /// True if the channel may contain more commands.
     pub(super) has_commands: bool,
-    /// How often a stop was asked for.
+    /// Number of stop requests.
     stops: Arc<AtomicU32>,
-    /// What is being shown, piece by piece.
+    /// Snapshots in progress.
     pub(super) snapshots: VecDeque<SnapshotInPieces>,
-    /// Jobs of crash reports that are run again.
+    /// Replays of jobs from crash reports.
     pub(super) replays: Vec<Replay>,
 }
 
@@ -41,14 +41,14 @@ impl Orders {
         Self { commands, has_commands: false, stops, snapshots: VecDeque::new(), replays: Vec::new() }
     }
 
-    /// Whether the control plane still wants something.
+    /// Returns true if requests are pending.
     pub(super) fn is_waiting(&self) -> bool {
         self.has_commands || !self.snapshots.is_empty()
     }
 }
 
 impl DataPlane {
-    /// Does a bounded part of what the control plane wants.
+    /// Performs a bounded part of the pending requests.
     pub(super) fn obey(&mut self) {
         for _ in 0..self.orders.stops.swap(0, Ordering::SeqCst).min(2) {
             self.stop();
@@ -70,7 +70,7 @@ impl DataPlane {
         }
     }
 
-    /// Each bulkhead in a word.
+    /// Returns a short description of each bulkhead's state.
     pub(super) fn states(&self) -> Vec<ShortState> {
         self.present().into_iter().map(|bulkhead| self.state_in_short(bulkhead)).collect()
     }
@@ -80,7 +80,7 @@ impl DataPlane {
         ShortState { detail, name: self.bulkheads[bulkhead].name.to_string(), state: state.into() }
     }
 
-    /// The state of a bulkhead in one word, and why it is not `ready`.
+    /// Returns the state of a bulkhead, and the reason if the state is not `ready`.
     pub(super) fn state_of(&self, bulkhead: BulkheadIndex) -> (BulkheadState, Option<String>) {
         let entry = &self.bulkheads[bulkhead];
         let mut states = States::default();

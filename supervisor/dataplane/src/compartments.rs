@@ -1,4 +1,4 @@
-//! All compartments: by their places, with their timers.
+//! All compartments by index, with timers.
 
 use bulkhead_policy::{Time, Timers};
 
@@ -9,11 +9,11 @@ use super::slab::{CompartmentIndex, Slab, SlabIndex, owns_slab};
 pub(super) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
-    /// Those whose timers may not be right any more.
+    /// Compartments whose timers may be outdated.
     touched: Vec<CompartmentIndex>,
-    /// Differs from run to run.
+    /// Seed that differs between runs.
     seed: u64,
-    /// How many numbers were drawn from it.
+    /// Number of seeds derived from `seed`.
     seeds: u64,
     /// Number of jobs so far in all compartments, including removed ones.
     jobs: u64,
@@ -26,20 +26,20 @@ impl Compartments {
         Self { seed, ..Self::default() }
     }
 
-    /// No two compartments draw the same numbers.
+    /// Returns a seed for a new compartment. No two compartments get equal seeds.
     pub(super) fn next_seed(&mut self, now: Time) -> u64 {
         self.seeds += 1;
         self.seed ^ self.seeds.rotate_left(32) ^ now.0
     }
 
-    /// The sequence number of the next job. No two jobs of a supervisor have the same.
+    /// Returns the sequence number of the next job, which is unique within a supervisor.
     #[inline]
     pub(super) fn next_job(&mut self) -> u64 {
         self.jobs += 1;
         self.jobs
     }
 
-    /// Something has happened in it.
+    /// Marks a compartment in which an event was applied.
     #[inline]
     pub(super) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -47,7 +47,7 @@ impl Compartments {
         }
     }
 
-    /// One of those where something has happened since they were last asked for. It may be gone.
+    /// Returns and unmarks a marked compartment, which may have been removed.
     pub(super) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {
@@ -56,7 +56,7 @@ impl Compartments {
         Some(index)
     }
 
-    /// Sets the timer by what its policy waits for.
+    /// Sets the timer to the policy's next deadline.
     pub(super) fn set_timer(&mut self, index: CompartmentIndex) {
         match self.slab.get(index).and_then(|compartment| compartment.policy.next_deadline()) {
             Some(at) => self.timers.set(index.number() as u32, at),
@@ -68,12 +68,12 @@ impl Compartments {
         self.timers.next()
     }
 
-    /// One whose time has come.
+    /// Returns a compartment whose timer has expired.
     pub(super) fn pop_due(&mut self, now: Time) -> Option<CompartmentIndex> {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }
 
-    /// Nothing of it is left. Its place may be another's at once.
+    /// Removes an empty compartment. The index can be reused at once.
     pub(super) fn vacate(&mut self, index: CompartmentIndex) {
         self.timers.clear(index.number() as u32);
         drop(self.slab.remove(index));

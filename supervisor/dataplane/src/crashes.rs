@@ -1,5 +1,5 @@
-//! Crash reports, as far as the data plane makes them: what was known of a worker the moment it died, with the
-//! payloads that are at hand. A death is rare and costs a process; in a storm of them most are only counted.
+//! Crash reports: the data plane records the state of a worker at the time of death, with the payloads that are still
+//! in memory. A crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
 
 use std::time::{Duration, SystemTime};
 
@@ -18,19 +18,19 @@ use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
-/// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
+/// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
 const BURST: u32 = 10;
 
-/// How often it is told that crashes were not reported.
+/// Minimum interval between events about unreported crashes.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// How many more crashes of a bulkhead are reported now.
+/// Rate limit of crash reports (token bucket).
 #[derive(Debug)]
 pub(super) struct Allowance {
     left: u32,
-    /// Up to when it has been filled up.
+    /// Time up to which the bucket has been refilled.
     filled_to: Time,
-    /// Crashes that were not reported, since that was last told.
+    /// Number of unreported crashes since the last event about unreported crashes.
     skipped: u64,
     told_at: Option<Time>,
 }
@@ -51,7 +51,7 @@ impl Allowance {
         has_some
     }
 
-    /// How many crashes were not reported, if that is to be told now.
+    /// Returns the number of unreported crashes, if an event is due.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
         if self.skipped == 0 || !is_due {
@@ -62,7 +62,7 @@ impl Allowance {
     }
 }
 
-/// Which worker died, and how.
+/// Circumstances of a death.
 struct Finding {
     victim: Victim,
     cause: Cause,
@@ -73,7 +73,7 @@ struct Finding {
 }
 
 impl DataPlane {
-    /// Reports the death of a worker that policy is about to be told of, unless it was a fine one.
+    /// Reports the death of a worker, unless the worker ended normally. Must run before policy gets the event.
     pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
         let (compartment, worker) = (link.compartment, link.worker);
         let (now, entry) = (self.now, &mut self.compartments[compartment]);
@@ -93,7 +93,7 @@ impl DataPlane {
         self.report(compartment, worker, (&post, Some(link)), death);
     }
 
-    /// Reports the death of a program by a signal. Its worker is well.
+    /// Reports that a program was killed by a signal, while the worker continues.
     pub(super) fn report_program(
         &mut self,
         compartment: CompartmentIndex,
@@ -103,7 +103,7 @@ impl DataPlane {
         message: &str,
     ) {
         let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
-        // Whose client was answered before, was ended by us.
+        // If the client already has an answer, the supervisor itself ended the program.
         if !policy.holds(worker, job) || policy.cargo_mut(job).is_none() {
             return;
         }
@@ -127,7 +127,7 @@ impl DataPlane {
         self.report(compartment, worker, (&post, None), death);
     }
 
-    /// With the link of the worker, if that is not among the others any more.
+    /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
     fn report(
         &mut self,
         compartment: CompartmentIndex,
@@ -183,8 +183,8 @@ impl DataPlane {
         self.reporter.notify(Notice::Crash { report: Box::new(report), place });
     }
 
-    /// A place among the reports that wait to be kept, unless too many of the bulkhead were reported lately. Half of
-    /// the places are not for workers that never started.
+    /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
+    /// permits are reserved for workers that had been ready.
     fn place_for_report(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
         let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
         let (allowance, spared) = match stage {
@@ -224,13 +224,14 @@ impl DataPlane {
     }
 }
 
-/// What a worker died of; `None` if that was fine: it was told to end, or ended when it had nothing to do.
+/// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
+/// was not killed, and exited with status 0.
 fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
 }
 
-/// A job in the hands of a dead worker, and its payload if there is `room` for it.
+/// Describes a job of a dead worker. Includes the payload if it fits into `room`.
 fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize) -> CrashJob {
     let record = record.map(|record| &**record);
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
@@ -267,7 +268,7 @@ mod tests {
     fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
         let mut allowance = Allowance::default();
         let (mut reported, mut told) = (0, 0);
-        // A hundred crashes a second, for a minute.
+        // A hundred crashes per second for a minute.
         for tick in 0..6000 {
             let now = Time::ZERO + Duration::from_millis(10 * tick);
             let is_reported = allowance.take(now);

@@ -1,4 +1,4 @@
-//! Keeping account of how many jobs each bulkhead has: once in a turn for those where something happened.
+//! Measures the demand for each bulkhead. Runs once per iteration for each compartment with events.
 
 use bulkhead_plane::command::WorkerProcess;
 use bulkhead_plane::demand::{Level, Observation, numbers_of};
@@ -10,7 +10,7 @@ use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
 impl DataPlane {
-    /// Counts how a compartment stood until now.
+    /// Records the load of a compartment up to now.
     pub(super) fn count_demand(&mut self, index: CompartmentIndex) {
         let Some(compartment) = self.compartments.get_mut(index) else { return };
         let level = Level::of(&compartment.policy, self.now);
@@ -31,7 +31,7 @@ impl DataPlane {
         self.bulkheads[bulkhead].demand.settle(self.now, numbers, counters);
     }
 
-    /// What was seen of a bulkhead lately; `None` if there is none of that name.
+    /// Returns the recent measurements of a bulkhead, or `None` if there is no bulkhead with this name.
     pub(super) fn observation(&mut self, name: &str) -> Option<Box<Observation>> {
         let &bulkhead = self.bulkheads.by_name.get(name)?;
         for compartment in self.compartments_of(bulkhead) {
@@ -43,7 +43,7 @@ impl DataPlane {
         Some(Box::new(Observation { adaptive: self.adaptive_of(bulkhead), ..observation }))
     }
 
-    /// What was counted since the start, tenants that are forgotten included.
+    /// Returns the counters since the start, including forgotten tenants.
     pub(super) fn counters_of(&self, bulkhead: BulkheadIndex) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
@@ -55,7 +55,7 @@ impl DataPlane {
         sum
     }
 
-    /// The processes of all workers, and whose they are.
+    /// Returns the processes of all workers, with the bulkhead of each.
     pub(super) fn worker_processes(&self) -> Vec<WorkerProcess> {
         let process = |link: &Link| {
             let owner = self.owner(link.compartment);

@@ -1,10 +1,10 @@
-//! Descriptors that clients and workers send along with their bytes. No protocol has them, and to close one can
-//! take as long as its sender likes, so that the data plane never does.
+//! Descriptors that clients and workers send along with bytes. No protocol uses descriptors in this direction. The
+//! sender can make closing a descriptor take arbitrarily long, so the data plane never closes received descriptors.
 //!
-//! Linux 6.16 refuses them to the sender. On an older kernel the data plane takes them, with room for as many as
-//! one message can have, and hands them to threads that close them: also the sockets that are closed with
-//! something unread, since that may have descriptors. While those threads have too many on their hands, the data
-//! plane looks before it reads, and takes none.
+//! Linux 6.16 can refuse descriptors at the sender. On an older kernel the data plane receives descriptors, with room
+//! for the maximum per message, and passes them to closing threads. The closing threads also close sockets with
+//! unread data, which may contain descriptors. While too many descriptors wait to be closed, the data plane peeks
+//! before reading, and receives none.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,27 +22,27 @@ use rustix::net::{
 
 use bulkhead_linux::rights::refuse_descriptors;
 
-/// Descriptors that one message can have: the kernel's `SCM_MAX_FD`.
+/// Maximum number of descriptors per message: the kernel's `SCM_MAX_FD`.
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
-/// Descriptors of others that are held at once.
+/// Maximum number of received descriptors held at once.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Threads that close: as many closes can hang before others wait for them.
+/// Number of closing threads. Other descriptors wait only if closing blocks on all threads.
 const CLOSERS: usize = 4;
 
-/// What [`Intake::receive`] answers for bytes that came with descriptors.
+/// Error of [`Intake::receive`] for bytes that came with descriptors.
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
-/// What the sender is told.
+/// Message for the sender.
 pub(crate) const NOT_TAKEN: &str = "it sent descriptors, which are not taken here";
 
-/// The slots for descriptors that are kept free for those of others.
+/// Returns the number of descriptor slots to keep free for received descriptors.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
 
-/// Whether this kernel refuses descriptors to their sender.
+/// Returns true if this kernel can refuse descriptors at the sender.
 fn kernel_refuses() -> bool {
     static REFUSES: OnceLock<bool> = OnceLock::new();
     *REFUSES.get_or_init(|| {
@@ -52,21 +52,21 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// How the data plane reads from sockets, and closes them.
+/// Method of reading and closing sockets.
 pub(crate) enum Intake {
-    /// The kernel lets no descriptors in.
+    /// The kernel refuses descriptors.
     Refusing,
-    /// They come in.
+    /// Descriptors arrive and have to be closed.
     Closing(Closers),
 }
 
 impl Intake {
-    /// As this kernel allows.
+    /// Chooses the method for this kernel.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }
 
-    /// Makes our end of a pair fit for [`Self::receive`]; what a listener hands out is already.
+    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Accepted sockets need no preparation.
     pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
         match self {
             Self::Refusing => Ok(refuse_descriptors(socket)?),
@@ -74,7 +74,7 @@ impl Intake {
         }
     }
 
-    /// Reads without waiting. Errors are those of `recv(2)`, and [`CAME_WITH_DESCRIPTORS`].
+    /// Reads without blocking. Errors are those of `recv(2)`, and [`CAME_WITH_DESCRIPTORS`].
     pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
@@ -89,7 +89,7 @@ impl Intake {
         }
     }
 
-    /// The same for a socket that its owner will drop.
+    /// Shuts down a socket that its owner will drop. If there is unread data, a closing thread drains it.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()
@@ -98,7 +98,7 @@ impl Intake {
         }
     }
 
-    /// Sockets that are still being closed.
+    /// Returns the number of sockets that are still being closed.
     pub(crate) fn closing(&self) -> usize {
         match self {
             Self::Refusing => 0,
@@ -107,7 +107,7 @@ impl Intake {
     }
 }
 
-/// What is on its way to be closed.
+/// Numbers of descriptors and sockets that wait to be closed.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -119,8 +119,8 @@ enum Unwanted {
     Socket(UnixStream),
 }
 
-/// The way to the threads that close. It is as long as it has to be: descriptors are bounded by [`HELD_MAX`], and
-/// sockets keep the places of the clients that they belonged to. The threads end with it.
+/// Channel to the closing threads. The channel is unbounded, but the number of descriptors is bounded by
+/// [`HELD_MAX`], and each socket still occupies the place of a client. The threads end with the channel.
 pub(crate) struct Closers {
     unwanted: Sender<Unwanted>,
     backlog: Arc<Backlog>,
@@ -153,7 +153,7 @@ impl Closers {
     }
 
     fn close(&self, socket: UnixStream) {
-        // Nothing comes after this, so that one without anything unread has no descriptors.
+        // Nothing arrives after the shutdown, so a socket without unread bytes contains no descriptors.
         let is_shut = socket.shutdown(Shutdown::Both).is_ok();
         if is_shut && rustix::io::ioctl_fionread(&socket) == Ok(0) {
             return;
@@ -163,7 +163,8 @@ impl Closers {
     }
 
     fn hand_over(&self, unwanted: Unwanted) {
-        // The threads end only after this.
+        // The threads outlive the channel, so sending does not fail. If sending failed, leaking would be better than
+        // closing here.
         if let Err(unsent) = self.unwanted.send(unwanted) {
             std::mem::forget(unsent);
         }
@@ -172,7 +173,7 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // A thread that waits has the lock, and gives it back before it closes anything.
+        // A waiting thread holds the lock, and releases the lock before closing anything.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {
@@ -195,12 +196,12 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // The usual reason to linger. What is no socket says so.
+        // `SO_LINGER` is the usual reason for a slow close. The call fails for descriptors that are not sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }
 
-/// Reads, and takes what descriptors there are.
+/// Reads bytes and any accompanying descriptors.
 fn receive_with_descriptors(
     socket: &UnixStream,
     buffer: &mut [u8],
@@ -219,12 +220,13 @@ fn receive_with_descriptors(
     Ok((received.bytes, descriptors))
 }
 
-/// Reads only bytes that have no descriptors.
+/// Reads only bytes that came without descriptors.
 fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut slices = [IoSliceMut::new(&mut *buffer)];
     let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
-    // A look ends behind the first message that has some, and says that there was no room for them.
+    // A peek ends after the first message with descriptors, and sets `CTRUNC` because there is no room for
+    // descriptors.
     if seen.flags.contains(ReturnFlags::CTRUNC) {
         return Err(CAME_WITH_DESCRIPTORS);
     }
@@ -251,7 +253,7 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// As on an older kernel, without threads.
+    /// Creates closers as on an older kernel, but without threads.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)
@@ -261,7 +263,7 @@ mod tests {
     fn descriptors_are_never_closed_where_bytes_are_read() {
         let (closers, coming) = closers();
         let mut buffer = [0; 100];
-        // Some messages are taken with their descriptors, and the next ones are left where they are.
+        // The first messages are received with descriptors, and the later messages stay in the socket.
         for round in 0..5 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             send(&theirs, b"frames", 0).unwrap();

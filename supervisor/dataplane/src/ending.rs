@@ -1,4 +1,4 @@
-//! The last turn: what has come in by now, and was not heard of yet, is told that it is not begun any more.
+//! The last iteration, which rejects jobs that have arrived but were not handled yet.
 
 use bulkhead_plane::command::Command;
 use bulkhead_shared::RejectReason;
@@ -6,7 +6,7 @@ use bulkhead_shared::RejectReason;
 use super::DataPlane;
 
 impl DataPlane {
-    /// Every bulkhead has stopped, so that whatever is a job by now is rejected.
+    /// Reads from all clients once more. Every bulkhead has stopped, so each job is rejected.
     pub(super) fn hear_the_last(&mut self) {
         while let Ok(command) = self.orders.commands.try_recv() {
             if let Command::Client { .. } | Command::Connect { .. } = command {
@@ -15,7 +15,7 @@ impl DataPlane {
         }
         for index in self.sessions.indices() {
             self.session_readable(index, usize::MAX);
-            // One that sends without end has its answers so far, and is closed with the others.
+            // A client that keeps sending has its answers so far, and is disconnected with the others.
             self.give_up_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
     }

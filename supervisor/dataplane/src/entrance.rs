@@ -1,4 +1,4 @@
-//! Where clients come in: the jobs socket's listener, which can become another one, and which clients may pass.
+//! Admission of clients: the listener of the jobs socket, which can be replaced, and the access rules.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -17,29 +17,30 @@ use super::{DataPlane, LISTENER};
 use crate::descriptors::Intake;
 
 pub(super) struct Entrance {
-    /// `None`: clients are those of the application that this is in.
+    /// `None` in an embedded supervisor, whose clients are in the same process.
     pub(super) listener: Option<UnixListener>,
     pub(super) intake: Intake,
     pub(super) access: Access,
     pub(super) refusals: Refusals,
-    /// Whether connections may wait to be accepted.
+    /// True if connections may be waiting to be accepted.
     pub(super) accept_pending: bool,
-    /// While the allowance is used up, connections that come are not announced: each would wake the data plane.
+    /// True if the listener is deregistered. While the time budget is used up, each new connection would otherwise
+    /// wake the data plane.
     is_deaf: bool,
-    /// The time that goes into it.
+    /// Time budget for accepting connections.
     pub(super) allowance: Allowance,
-    /// Since when the connections that waited have never all been accepted.
+    /// Start of the current delay. There have been waiting connections ever since.
     delayed_since: Option<Time>,
-    /// How many have been accepted since then.
+    /// Number of connections accepted since `delayed_since`.
     accepted: u64,
     delay_told_at: Option<Time>,
 }
 
-/// A delay that is told of, and how often.
+/// Minimum delay that causes an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// For those who come in: one part in so many of a processor's time.
+/// Reciprocal of the processor share for accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 impl Entrance {
@@ -60,7 +61,7 @@ impl Entrance {
         })
     }
 
-    /// When connections are to be accepted, if any wait.
+    /// Returns the earliest time to accept connections, if any may be waiting.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.accept_pending.then(|| self.allowance.resume_at())
     }
@@ -69,13 +70,13 @@ impl Entrance {
         self.accepted += 1;
     }
 
-    /// No connection waits, or none can be had.
+    /// Records that no connection is waiting, or that none can be accepted.
     pub(super) fn all_accepted(&mut self) {
         self.accept_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// The time for accepting is used up while connections may wait. Returns what is to be told of that.
+    /// Records that connections may be waiting while the time budget is used up. Returns an event if an event is due.
     pub(super) fn delay(&mut self, now: Time) -> Option<What> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
@@ -87,7 +88,7 @@ impl Entrance {
         Some(What::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Whether there is time to accept another; until there is, connections that come are not announced.
+    /// Returns true if there is time to accept a connection. Otherwise deregisters the listener.
     pub(super) fn may_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let may = self.allowance.may_work(now);
         if !may && !self.is_deaf {
@@ -98,8 +99,8 @@ impl Entrance {
         may
     }
 
-    /// No connection waits: the next one is announced, and one that came meanwhile at once. Errors are those of
-    /// `epoll_ctl(2)`.
+    /// Registers the listener again, because no connection is waiting. A connection that has arrived in the meantime
+    /// is reported at once. Errors are those of `epoll_ctl(2)`.
     pub(super) fn hear_arrivals(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deaf
             && let Some(listener) = &self.listener
@@ -111,14 +112,14 @@ impl Entrance {
     }
 }
 
-/// Has the loop told of clients that come to this listener.
+/// Registers a listener with the event loop.
 fn register(poll: &Poll, listener: &UnixListener) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)
 }
 
 impl DataPlane {
-    /// Takes clients from this listener from now on. The file of the one before is gone, so that none comes there.
+    /// Replaces the listener. The file of the previous socket is gone, so no client can connect there.
     pub(super) fn listen(&mut self, listener: UnixListener) {
         if let Err(error) = register(&self.poll, &listener) {
             return self.note_trouble("the jobs socket cannot be listened to", &error.to_string());
@@ -166,7 +167,7 @@ mod tests {
             assert!(entrance.may_accept(&poll, later));
             entrance.listener.as_ref().unwrap().accept().unwrap();
         }
-        // It comes between the last look and the next announcement.
+        // This connection arrives between the last accept and the registration.
         crowd.push(UnixStream::connect_addr(&address).unwrap());
         entrance.hear_arrivals(&poll).unwrap();
         assert!(is_announced(&mut poll));

@@ -1,5 +1,6 @@
-//! Jobs that one bulkhead cannot take, or crashed, and another may: each is tried once, in the order of the
-//! file, with the time that is left. If none will have the job, its client hears the first reason.
+//! Fallbacks: a job that a bulkhead cannot take, or that crashed there, goes to other bulkheads. Each is tried once,
+//! in the order of the configuration, within the remaining time. If none takes the job, the client gets the first
+//! answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,37 +13,37 @@ use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
-/// That jobs go to one and the same other bulkhead is told no more often than this.
+/// Minimum interval between events about a fallback.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// What is remembered of a job that may go from one bulkhead to the next.
+/// State of a job that can go to a fallback.
 pub(super) struct FallbackState {
-    /// Where it was sent by its client, and is counted: the bulkhead, and the compartment of it.
+    /// Bulkhead and compartment to which the client sent the job. The job is counted there.
     pub(super) entry: (BulkheadIndex, CompartmentIndex),
     pub(super) chain: Arc<[Arc<str>]>,
-    /// The next of the chain.
+    /// Position of the next bulkhead in `chain`.
     pub(super) next: usize,
     pub(super) received: Time,
     pub(super) limit: Duration,
-    /// What its client asked for.
+    /// Run limit that the client requested.
     pub(super) run_limit: Option<Duration>,
     pub(super) priority: Priority,
     pub(super) idempotent: bool,
     pub(super) cost: u32,
-    /// What came of it before the present bulkhead; nothing, if this is the first.
+    /// Result of earlier bulkheads. `None` in the first bulkhead.
     pub(super) before: Option<Before>,
 }
 
-/// What came of a job in the bulkheads before.
+/// Result of a job in earlier bulkheads.
 pub(super) struct Before {
-    /// The first answer, which is the client's if there is no better one.
+    /// First answer. The client gets this answer if no fallback gives a better answer.
     first: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
 
-/// Whether another bulkhead may do better.
+/// Returns true if another bulkhead may have more success.
 fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     match verdict {
         Verdict::Rejected { reason, .. } => matches!(
@@ -59,7 +60,7 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl DataPlane {
-    /// Passes a job with a fallback on if it may go elsewhere; otherwise hands the answer back for its client.
+    /// Passes a job to the next fallback. Returns the answer if the client should get the answer instead.
     pub(super) fn pass_on(
         &mut self,
         compartment: CompartmentIndex,
@@ -68,7 +69,7 @@ impl DataPlane {
     ) -> Option<Answer<Box<JobData>>> {
         let Some(mut fallback) = answer.cargo.fallback.take() else { return Some(answer) };
         let next = self.next_target(&fallback, &answer);
-        // Only a job that was refused as it came has its payload in hand.
+        // Only the payload of a job that was rejected on arrival is still in `incoming`.
         let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
         let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
             answer.cargo.fallback = Some(fallback);
@@ -114,8 +115,8 @@ impl DataPlane {
         None
     }
 
-    /// A job that was refused as it came, before it was charged, is charged now, where it entered. Returns how
-    /// long it has to wait if it is over the rate.
+    /// Charges the rate limit of the bulkhead that the client addressed, if the job was rejected before the charge.
+    /// Returns the necessary wait if the job is over the rate.
     fn charge_at_entry(
         &mut self,
         fallback: &FallbackState,
@@ -132,7 +133,7 @@ impl DataPlane {
         policy.charge_late(now, &answer.cargo.tenant, fallback.cost, &answer.verdict)
     }
 
-    /// The next bulkhead that a job can go to, after its place in the chain, and the time that is left for it.
+    /// Returns the next bulkhead for a job: its position in the chain, its index, and the remaining time.
     fn next_target(
         &self,
         fallback: &FallbackState,
@@ -144,7 +145,7 @@ impl DataPlane {
         let left = fallback.limit.checked_sub(self.now.since(fallback.received))?;
         let size = answer.cargo.payload_bytes as u64;
         let (place, target) = (fallback.next..fallback.chain.len()).find_map(|place| {
-            // It may not be there any more.
+            // The bulkhead may have been removed.
             let &target = self.bulkheads.by_name.get(&fallback.chain[place])?;
             (self.bulkheads[target].max_payload >= size).then_some((place, target))
         })?;
@@ -154,7 +155,7 @@ impl DataPlane {
     fn payload_of<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut cargo.charge);
         if cargo.held.file.is_some() {
-            // It goes with the job.
+            // The file stays with the job.
             cargo.held.payload = None;
             return Incoming::Owned(Vec::new());
         }
@@ -206,7 +207,7 @@ impl DataPlane {
         }
     }
 
-    /// What a client hears in the end: of a job that has been elsewhere before, all of it.
+    /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
     pub(super) fn outcome_in_all(
         &mut self,
         compartment: CompartmentIndex,
@@ -256,7 +257,7 @@ impl DataPlane {
         }
     }
 
-    /// Tells that a bulkhead's jobs go to another: once, and now and then how many have.
+    /// Reports that jobs go to another bulkhead. Repeated events are rate-limited and contain the number of jobs.
     fn note_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
         let (entry, target) = (fallback.entry.0, fallback.chain[place].clone());
         let now = self.now;

@@ -1,5 +1,5 @@
-//! Pauses of the supervisor itself: it was stopped, got no processor, or the machine was suspended. They say nothing
-//! about workers, and operators are told.
+//! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for
+//! unresponsive workers or clients. Reports pauses to operators.
 
 use std::time::Duration;
 
@@ -9,25 +9,26 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{DataPlane, Incoming};
 
-/// A turn that comes so much later than it was due means that the supervisor itself was held up.
+/// Minimum delay of an iteration that counts as a pause of the supervisor.
 const HELD_UP: Duration = Duration::from_millis(500);
 
-/// Of those that come sooner after each other, one is told.
+/// Minimum interval between events about pauses.
 const TOLD_EVERY: Duration = Duration::from_secs(1);
 
-/// What is known of pauses.
+/// State of the pause detection.
 #[derive(Default)]
 pub(super) struct Pauses {
-    /// How far the clock that goes on while the machine is suspended was ahead of ours, in nanoseconds.
+    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the data plane's clock, in
+    /// nanoseconds.
     ahead_ns: Option<u64>,
     told_at: Option<Time>,
-    /// True if the previous turn came too late.
+    /// True if the previous iteration came too late.
     is_over: bool,
 }
 
 impl Pauses {
-    /// For how long the machine was suspended since the last call. Our own clock stood still meanwhile, and with
-    /// it every deadline.
+    /// Returns how long the machine was suspended since the last call. The data plane's clock, and with it every
+    /// deadline, stood still during that time.
     fn suspended(&mut self, now: Time) -> Duration {
         let clock = clock_gettime(ClockId::Boottime);
         let since_boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
@@ -38,8 +39,8 @@ impl Pauses {
 }
 
 impl DataPlane {
-    /// Detects at the begin of a turn that was due at `due` whether the turn comes too late. Returns true if timers
-    /// have to wait for the next turn, because answers that came during the pause may be unread and go first.
+    /// Checks for a pause at the beginning of an iteration that was due at `due`. Returns true if timers must wait
+    /// for the next iteration, because answers that arrived during the pause may be unread and take precedence.
     pub(super) fn mind_pause(&mut self, due: Option<Time>) -> bool {
         let suspended = self.pauses.suspended(self.now);
         let late = due.map_or(Duration::ZERO, |at| self.now.since(at));
@@ -83,7 +84,7 @@ mod tests {
         let end = ClientEnd::InProcess(end);
         let mut session = Session::new(end, (None, Grant::Everything), stage, (1, holder), (1, at(1)));
         session.mid_frame_since = Some(at(2));
-        // It was noticed after the pause had begun.
+        // This time lies within the pause, so it moves to the current time at most.
         session.unread_since = Some(at(50));
         session.excuse(Duration::from_secs(40), at(60));
         assert!(session.stage == Stage::AwaitingHello { since: at(41) });

@@ -1,7 +1,7 @@
-//! The journal lent to a worker for answers that are not sent yet: see [`bulkhead_shared::journal`].
+//! Journals: memory lent to workers for answers that are not sent yet (see [`bulkhead_shared::journal`]).
 //!
-//! Only the numbers at the beginning of a journal are mapped here. The frames are copied after the worker's exit, and
-//! are trusted no more than the same bytes on the worker's link.
+//! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker's exit,
+//! and are trusted no more than bytes from the worker's link.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,13 +14,13 @@ use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, J
 
 use super::memory_files::sealed_file;
 
-/// A journal that was lent.
+/// A journal lent to a worker.
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
 }
 
-/// The policy's access to the numbers in a worker's journal.
+/// The policy's access to the counters in a worker's journal.
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 
@@ -47,7 +47,8 @@ impl Journal {
         Box::new(JournalClaims(self.words.clone()))
     }
 
-    /// How long ago its worker was alive, by its own word; `None` if it never said so, or tells of a time to come.
+    /// Returns the time since the worker's last beat. Returns `None` if there was no beat, or if the time is in the
+    /// future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(BEAT_AT / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -55,7 +56,7 @@ impl Journal {
         now.checked_sub(Duration::from_nanos(beat))
     }
 
-    /// What is in it, as far as that makes sense: how many jobs were begun, and frames.
+    /// Returns the number of jobs begun, and the frames. The contents are not trusted, so lengths are limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
         let mut head = [0; FRAMES_AT];
         let filled = self.fill(&mut head, 0);
@@ -71,7 +72,7 @@ impl Journal {
         (begun, frames)
     }
 
-    /// Reads from this byte on; returns how many bytes there were.
+    /// Reads into `bytes` from offset `from`. Returns the number of bytes read.
     fn fill(&self, bytes: &mut [u8], from: usize) -> usize {
         let mut filled = 0;
         while filled < bytes.len() {

@@ -1,5 +1,5 @@
-//! The keeper as the data plane has it: whether it answers, whether it is being replaced, and which workers wait to be
-//! ordered until it is. What it reports is applied in `reports.rs`.
+//! Connection to the keeper: timeout, replacement, and the workers to order when there is a keeper again.
+//! `reports.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,30 +12,31 @@ use bulkhead_policy::{Time, WorkerId};
 use super::background::Background;
 use super::slab::CompartmentIndex;
 
-/// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
+/// Timeout for answers of the keeper, which usually answers within milliseconds.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
-/// A keeper that lived so long is not one that dies at once.
+/// Minimum lifetime of a keeper. An earlier death counts as an early death.
 const PROVEN_AFTER: Duration = Duration::from_secs(10);
 
-/// The pause before the fourth keeper in a row; it doubles up to sixteen times itself.
+/// Pause before the fourth keeper in a row. The pause doubles with each further early death, up to sixteen times this
+/// value.
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while it is being replaced: the one before is lost, and with it all workers.
+    /// `None` while the keeper is being replaced. The previous keeper is then lost, with all workers.
     keeper: Option<Box<Keeper>>,
     since: Time,
-    /// How often in a row it died soon after its start.
+    /// Number of consecutive early deaths.
     deaths: u32,
-    /// Since when an answer is due.
+    /// Time of the oldest unanswered request.
     asked_at: Option<Time>,
-    /// What it said while something else was being done.
+    /// Reports that could not be handled on arrival.
     late_reports: VecDeque<Report>,
-    /// Workers that are to be ordered.
+    /// Workers to order.
     wanted: VecDeque<Wanted>,
 }
 
-/// A worker that is ordered as soon as there is a keeper, and time.
+/// A worker to order when there is a keeper and the iteration has time.
 pub(super) struct Wanted {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -54,7 +55,7 @@ impl KeeperLink {
         }
     }
 
-    /// The one that there is. While it is being replaced, an order to it fails.
+    /// Returns the keeper. Fails while the keeper is being replaced.
     pub(super) fn serving(&mut self) -> io::Result<&mut Keeper> {
         self.keeper.as_deref_mut().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
     }
@@ -63,7 +64,7 @@ impl KeeperLink {
         self.keeper.is_none()
     }
 
-    /// Its process; `None` while it is being replaced.
+    /// Returns the keeper's pid, or `None` while the keeper is being replaced.
     pub(super) fn pid(&self) -> Option<u32> {
         self.keeper.as_ref().map(|keeper| keeper.pid())
     }
@@ -74,65 +75,68 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps ended orphans; see [`Keeper::reap_orphans`]. While the keeper is being replaced, that reaps all.
+    /// Reaps ended orphans, see [`Keeper::reap_orphans`]. While the keeper is being replaced, the replacement reaps
+    /// all orphans.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
 
-    /// Has a worker wait until it is ordered.
+    /// Queues a worker to be ordered.
     pub(super) fn want(&mut self, wanted: Wanted) {
         self.wanted.push_back(wanted);
     }
 
-    /// A worker that can be ordered now.
+    /// Returns the next worker that can be ordered now.
     pub(super) fn next_wanted(&mut self) -> Option<Wanted> {
         if self.is_replaced() { None } else { self.wanted.pop_front() }
     }
 
-    /// Whether there is a worker that can be ordered now.
+    /// Returns true if a worker can be ordered now.
     pub(super) fn has_wanted(&self) -> bool {
         !self.wanted.is_empty() && !self.is_replaced()
     }
 
-    /// A worker that waits to be ordered is not wanted any more. Returns whether it waited.
+    /// Removes a worker from the queue. Returns true if the worker was queued.
     pub(super) fn forget_wanted(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
         let found = self.wanted.iter().position(|it| it.compartment == compartment && it.worker == worker);
         found.map(|at| self.wanted.remove(at)).is_some()
     }
 
-    /// Has a worker killed, and wants to hear that it was.
+    /// Kills a worker, and requests an answer from the keeper.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
-            // An error means that the keeper is gone, which its socket says as well.
+            // An error means that the keeper is gone. The socket reports this as well.
             let _ = keeper.kill(spawn);
             self.ask(now);
         }
     }
 
-    /// Wants to hear from the keeper, after an order that matters. Its answer is due from then on.
+    /// Requests an answer from the keeper after an important order. The timeout starts now, unless another answer is
+    /// already due.
     pub(super) fn ask(&mut self, now: Time) {
         if self.asked_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
             self.asked_at = Some(now);
         }
     }
 
-    /// Whether an answer is due.
+    /// Returns true if an answer is due.
     pub(super) fn is_asked(&self) -> bool {
         self.asked_at.is_some()
     }
 
-    /// This process did not run for a while: that the keeper was not heard says nothing.
+    /// Restarts the timeout after a pause of the supervisor, which could not receive an answer during the pause.
     pub(super) fn excuse(&mut self, now: Time) {
         self.asked_at = self.asked_at.map(|_| now);
     }
 
-    /// Kills a keeper that is stopped, or stuck: it would leave workers unkilled and deaths unnoticed for ever. Its end
-    /// of the socket closes, and the rest is as if it had died by itself. Returns whether it was killed.
+    /// Kills a keeper that is stopped or stuck, because such a keeper neither kills workers nor reports deaths. The
+    /// keeper's end of the socket closes, and the rest follows as after a crash of the keeper. Returns true if the
+    /// keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
         let is_silent = self.asked_at.is_some_and(|at| now.since(at) >= ANSWERS_WITHIN);
         if is_silent {
             self.asked_at = None;
-            // It can only have ended meanwhile.
+            // Fails only if the keeper has just ended.
             let _ = self.serving().and_then(Keeper::kill_keeper);
         }
         is_silent
@@ -140,7 +144,7 @@ impl KeeperLink {
 
     // Reports.
 
-    /// A report was heard: it answers.
+    /// Records that the keeper has sent a report, which counts as an answer.
     pub(super) fn heard(&mut self) {
         self.asked_at = None;
     }
@@ -153,9 +157,9 @@ impl KeeperLink {
         self.late_reports.pop_front()
     }
 
-    // Its loss.
+    // Replacement.
 
-    /// It is lost: has another one started, after a pause if it dies again and again.
+    /// Starts the replacement of a lost keeper. If keepers have died repeatedly, a pause comes first.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < PROVEN_AFTER;
         self.deaths = if is_again { self.deaths + 1 } else { 0 };
@@ -164,19 +168,20 @@ impl KeeperLink {
         background.replace_keeper(lost, pause_after(self.deaths));
     }
 
-    /// There is another one: the workers that were wanted meanwhile can be ordered.
+    /// Puts a new keeper into service. The queued workers can then be ordered.
     pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) {
         self.since = now;
         self.keeper = Some(keeper);
     }
 
-    /// Ends it, with all workers. Waits for that, and for one that is just being started.
+    /// Ends the keeper with all workers, and waits for the end. If a keeper is being started, waits for that keeper
+    /// first.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.end()
     }
 }
 
-/// The pause before the next keeper, after so many in a row that died soon.
+/// Returns the pause before the next keeper after `deaths` consecutive early deaths.
 fn pause_after(deaths: u32) -> Duration {
     match deaths.checked_sub(3) {
         Some(doublings) => PAUSE * (1 << doublings.min(4)),

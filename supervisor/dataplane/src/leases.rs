@@ -1,12 +1,12 @@
-//! Leases of memory files: which client has which, for which worker, and when they end.
+//! Leases of memory files: the client and the worker of each lease, and the end of a lease.
 //!
-//! A lease is for one client, one bulkhead and one tenant. The first worker that has a job of it is lent the files as
-//! well, and from then on it is that worker's: when that one is gone, or could still write to them though its job is
-//! over, the lease ends. So nothing of another client, tenant or worker ever gets into a file that somebody has. What
-//! has to go elsewhere goes as bytes.
+//! A lease is for a single client, bulkhead and tenant. The first worker that gets a job with the lease is also lent
+//! the files. From then on, no other worker gets the files. The lease ends when this worker is gone, or when the
+//! worker could still write to the files although the job is over. A file that is in use therefore never contains
+//! data of another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
 //!
-//! A lease that ends is called back, and is good for what its client has sent before it heard of that; a client that
-//! does not give it back in time has lost it.
+//! A lease ends with a recall. Jobs that the client sent before receiving the recall can still use the lease. If the
+//! client does not return the lease in time, the lease is revoked.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,97 +31,97 @@ use super::sessions::{Breach, Stage as SessionStage};
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint};
 
-/// Leases that one client can have.
+/// Maximum number of leases per client.
 const LEASES_MAX: usize = 64;
 
-/// Leases of one client whose files are being made.
+/// Maximum number of leases per client whose files are being made.
 const MAKING_MAX: usize = 4;
 
-/// The least bytes of a file.
+/// Minimum size of a file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
-/// How long a lease may be of no use before it is called back.
+/// Idle time after which a lease is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a client may take to give it back.
+/// Time limit for the return of a recalled lease.
 const RETURN_WITHIN: Duration = Duration::from_secs(5);
 
-/// Leases that a client did not give back in time, of which it may not have heard: as many as it can have at once.
+/// Maximum number of revoked leases remembered per client. A client may still use such a lease until the client has
+/// processed the recall.
 const LOST_MAX: usize = LEASES_MAX;
 
-/// What a client is told that uses one of those.
+/// Message for a client that uses a revoked lease.
 const LOST: &str = "this lease was called back, and not returned in time; send the job again";
 
-/// All leases.
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
-    /// Files that this process may have open.
+    /// Limit of open files of this process.
     open_files: u64,
     pub(super) lends: Lends,
-    /// The number of the last one.
+    /// Number of the latest lease.
     last: u64,
-    /// Bytes of all files, also of those that are over for their clients and not for a job.
+    /// Total size of all live files, in bytes. Includes files of ended leases that are still in use by a job.
     pub(super) bytes: u64,
-    /// How many leases these are.
+    /// Number of leases counted in `bytes`.
     live: u64,
-    /// Clients that may be offered one, once all that was answered is sent.
+    /// Clients to offer a lease when all answers of this iteration are sent.
     to_offer: Vec<SessionId>,
-    /// Files of jobs whose clients were told while a worker had them, by the keeper's name for it, and which it has not
-    /// answered for: it may still read them.
+    /// Files that a worker may still read. The client has the outcome of the job, but the worker has not answered for
+    /// the job. The first field is the worker's spawn number.
     left: Vec<(u64, JobId, Arc<Files>)>,
 }
 
 struct Lease {
     session: SessionId,
-    /// The client's own number for it, by which it asked.
+    /// Request number of the client.
     asked_as: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
     bytes: u64,
-    /// There once they are made.
+    /// `None` until the files are made.
     files: Option<Arc<Files>>,
     stage: Stage,
     is_busy: bool,
     user: User,
-    /// When it was of use last.
+    /// Time of the last use.
     used_at: Time,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Its files are being made.
+    /// The files are being made.
     Making,
-    /// They are there, and its client has not heard of another lease yet.
+    /// The files exist. The client has not confirmed the previous offer yet.
     Made,
-    /// They were sent to its client, which has not said that it has them.
+    /// The files were sent to the client, which has not confirmed the lease.
     Offered,
     Held,
     CalledBack(Time),
 }
 
-/// The worker that has the files, by the keeper's name for it.
+/// Worker that has the files, identified by spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum User {
     None,
-    /// It has not said that it has them.
+    /// The worker has not confirmed the loan.
     Offered(u64),
     Has(u64),
-    /// None is to have them any more.
+    /// The files must not be lent to another worker.
     Barred,
 }
 
-/// A job's payload in a file.
+/// A job's payload in a memory file.
 pub(super) struct Leased {
     lease: u64,
     files: Arc<Files>,
     pub(super) bytes: usize,
-    /// The worker that has it, in whatever form.
+    /// Worker that has the payload, in the file or as bytes.
     at: Option<u64>,
-    /// The worker that was given it by its name.
+    /// Worker that got a reference to the file instead of bytes.
     given_to: Option<u64>,
-    /// Bytes of the result, if it is in the other file.
+    /// Size of the result in bytes, if the result is in the result file.
     result: Option<u64>,
-    /// Whether it may be tried again, so that it counts as kept while a worker has it.
+    /// True if the job can be retried. The payload then counts as held while a worker has the job.
     pub(super) is_kept: bool,
 }
 
@@ -144,7 +144,7 @@ impl Leases {
         self.by_number.len()
     }
 
-    /// Whether there are files that a client or a worker may have.
+    /// Returns true if a client or a worker may have files.
     pub(super) fn are_there(&self) -> bool {
         self.live > 0
     }
@@ -162,7 +162,7 @@ impl Leases {
 impl DataPlane {
     // Clients.
 
-    /// A frame of a client's about leases.
+    /// Handles a client's frame about leases.
     pub(super) fn lease_frame(
         &mut self,
         index: SessionIndex,
@@ -189,7 +189,7 @@ impl DataPlane {
             }
             return Ok(());
         };
-        // Of those that were not sent it cannot know.
+        // The client cannot know a lease that was not sent yet.
         if matches!(lease.stage, Stage::Making | Stage::Made) {
             self.sessions[index].standing.refuse();
         } else if header.kind == kind::LEASE_RETURNED {
@@ -201,14 +201,15 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Whether payloads are recognised by their bytes here, or where this bulkhead falls back to.
+    /// Returns true if this bulkhead or any fallback needs payload digests.
     fn needs_bytes(&self, bulkhead: BulkheadIndex) -> bool {
         let entry = &self.bulkheads[bulkhead];
         let targets = entry.fallback.iter().filter_map(|name| self.bulkheads.by_name.get(name));
         entry.knows_poison || targets.into_iter().any(|target| self.bulkheads[*target].knows_poison)
     }
 
-    /// Of a bulkhead that is new, or configured anew: what kills is recognised by its bytes, also where it comes from others.
+    /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes
+    /// of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
     pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
         let entry = &self.bulkheads[bulkhead];
         let mut needing = Vec::new();
@@ -223,7 +224,7 @@ impl DataPlane {
         needing.iter().for_each(|name| self.end_leases_for(name));
     }
 
-    /// Begins to make a lease. Returns whether there will be one.
+    /// Starts to make a lease. Returns false if the request must be refused.
     fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseWanted<'_>) -> bool {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
@@ -234,7 +235,7 @@ impl DataPlane {
             return false;
         }
         let entry = &self.bulkheads[bulkhead];
-        // What kills is recognised by its bytes.
+        // Poison detection needs the bytes of each payload.
         let is_welcome = !self.needs_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.stopping;
         let is_making = |(_, lease): &(u64, &Lease)| lease.stage == Stage::Making;
         let has_room = self.leases.of_session(id).count() < LEASES_MAX
@@ -269,8 +270,8 @@ impl DataPlane {
         true
     }
 
-    /// Whether so much more may be had by memory files. If not, leases that are of no use are called back for the next
-    /// one that asks.
+    /// Returns true if memory files can take `more` bytes. Otherwise recalls idle leases to make room for a later
+    /// request.
     fn make_room_for_files(&mut self, more: u64) -> bool {
         let (most, waiting) = (self.limits.pooled_bytes_max, self.memory.shares.held() as u64);
         let most = most.min((self.limits.buffered_bytes_max as u64).saturating_sub(waiting));
@@ -284,7 +285,7 @@ impl DataPlane {
         over == 0 && !is_full
     }
 
-    /// Calls back those that are idle, the longest first, until they are worth so many bytes.
+    /// Recalls idle leases of at least `bytes` in total. The lease that has been idle the longest is recalled first.
     fn call_back_idle(&mut self, bytes: u64) {
         let mut idle: Vec<_> = self
             .leases
@@ -304,13 +305,13 @@ impl DataPlane {
         }
     }
 
-    /// What waits and memory files together take no more than what may wait: files that are idle go first.
+    /// Recalls idle leases if waiting data and memory files together exceed the memory budget.
     pub(super) fn settle_files(&mut self, held: usize) {
         let room = (self.limits.buffered_bytes_max as u64).saturating_sub(held as u64);
         if self.leases.bytes <= room.min(self.limits.pooled_bytes_max) {
             return;
         }
-        // What a waiting job has in its file counts with the job. Those that were called back count as given.
+        // The file of a waiting job is charged with the job. Recalled leases count as returned.
         let sum = |is: fn(&Lease) -> bool| -> u64 {
             self.leases.by_number.values().filter(|lease| is(lease)).map(|lease| 2 * lease.bytes).sum()
         };
@@ -321,7 +322,7 @@ impl DataPlane {
         self.call_back_idle(over.saturating_sub(given));
     }
 
-    /// The files of a lease are there, or cannot be had.
+    /// Handles the result of making the files of a lease.
     pub(super) fn files_made(&mut self, number: u64, bytes: u64, made: rustix::io::Result<Files>) {
         let lease = self.leases.by_number.get_mut(&number);
         match (made, lease) {
@@ -341,34 +342,34 @@ impl DataPlane {
         }
     }
 
-    /// Has a client offered the next lease at the end of this turn.
+    /// Schedules an offer to a client for the end of this iteration.
     fn offer_next(&mut self, session: SessionId) {
-        // A client can say a thousand times in one turn that it has what it has.
+        // A client can send a thousand confirmations per iteration.
         if self.leases.to_offer.last() != Some(&session) {
             self.leases.to_offer.push(session);
         }
     }
 
-    /// Offers leases to clients that may be. Not while their frames are read: a connection that turns out to be broken
-    /// when it is written to goes at once.
+    /// Offers pending leases. Must not run while frames of a client are being read, because a failed write closes the
+    /// session.
     pub(super) fn offer_leases(&mut self) {
-        // Each that is refused lets the next one be offered, of as many as a client may have.
+        // Each declined lease schedules another offer, at most as often as the client has leases.
         while !self.leases.to_offer.is_empty() {
             for session in std::mem::take(&mut self.leases.to_offer) {
                 self.offer_one(session);
             }
         }
-        // What was refused.
+        // Sends the refusals.
         self.flush_dirty();
     }
 
-    /// Sends a client the next lease that is there for it, if it has received the one before.
+    /// Offers the next lease to a client that has confirmed the previous one.
     fn offer_one(&mut self, session: SessionId) {
         let of = || self.leases.of_session(session);
         let made = of().find(|(_, lease)| lease.stage == Stage::Made).map(|(number, _)| number);
         let is_behind = of().any(|(_, lease)| lease.stage == Stage::Offered);
         let Some(number) = made.filter(|_| !is_behind) else { return };
-        // A reload may have come between.
+        // A reload may have changed the bulkhead since the request.
         let name = self.leases.by_number.get(&number).map(|lease| &lease.bulkhead);
         let bulkhead = name.and_then(|name| self.bulkheads.by_name.get(name).copied());
         let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_bytes(bulkhead));
@@ -385,13 +386,13 @@ impl DataPlane {
         if is_sent {
             (lease.stage, lease.used_at) = (Stage::Offered, self.now);
         } else {
-            // It gets none by this way, or we may not have more on their way. The next one may be offered.
+            // The client cannot receive files, or too many descriptors are in transit. The next lease can be offered.
             self.decline(number);
             self.offer_next(session);
         }
     }
 
-    /// A lease is not offered after all.
+    /// Ends a lease that is not offered after all, and refuses the client's request.
     fn decline(&mut self, number: u64) {
         if let Some((session, asked_as)) = self.drop_lease(number) {
             self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
@@ -406,7 +407,7 @@ impl DataPlane {
         }
     }
 
-    /// Asks a client for a lease. No worker gets it any more.
+    /// Recalls a lease from its client. The files are not lent to another worker afterwards.
     fn call_back(&mut self, number: u64) {
         let lease = self.leases.by_number.get_mut(&number);
         let is_out = |lease: &&mut Lease| matches!(lease.stage, Stage::Held | Stage::Offered);
@@ -430,12 +431,12 @@ impl DataPlane {
         }
     }
 
-    /// A lease is over. A job that needs its files has them until its end. Returns whose it was, and by which number it
-    /// was asked for.
+    /// Ends a lease. A job that uses the files keeps them until the job's end. Returns the client and the number of
+    /// the client's request.
     fn drop_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
         let lease = self.leases.by_number.remove(&number)?;
         self.take_from_worker(lease.user, number, lease.bytes);
-        // The bytes of files that are still made go when these are there.
+        // If the files are still being made, `files_made` subtracts the bytes later.
         if let Some(files) = lease.files {
             self.let_go(files);
         }
@@ -450,7 +451,7 @@ impl DataPlane {
         }
     }
 
-    /// A client is gone, and its leases with it.
+    /// Ends all leases of a client that is gone.
     pub(super) fn drop_leases_of(&mut self, session: SessionId) {
         if let Some(client) = self.sessions.of_mut(session) {
             client.end.let_go(&mut self.leases.lends, &mut client.unread);
@@ -464,7 +465,7 @@ impl DataPlane {
         }
     }
 
-    /// A worker is gone: what it had is no other's.
+    /// Recalls the leases that a dead worker used, because the files must not be lent to another worker.
     pub(super) fn end_leases_at(&mut self, spawn: u64) {
         while let Some(at) = self.leases.left.iter().position(|(at, ..)| *at == spawn) {
             let (_, _, files) = self.leases.left.swap_remove(at);
@@ -477,7 +478,7 @@ impl DataPlane {
         }
     }
 
-    /// Payloads of a bulkhead are to be known by their bytes from here on.
+    /// Recalls all leases for a bulkhead. Called when the bulkhead starts to need payload digests.
     pub(super) fn end_leases_for(&mut self, bulkhead: &str) {
         let is_its = |lease: &Lease| *lease.bulkhead == *bulkhead;
         self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
@@ -513,13 +514,14 @@ impl DataPlane {
                 }
                 client.leases_lost.push_back(number);
             }
-            // One that was made for it waited for an answer to this one.
+            // The next lease of this client may have waited for the confirmation of the previous lease.
             self.offer_next(session);
         }
         self.want_housekeeping();
     }
 
-    /// A client has not said in time that it has what it was offered: it is not kept waiting for more.
+    /// Refuses the further leases of a client that has not confirmed an offer in time, so that the client does not
+    /// wait for them any longer.
     fn refuse_made(&mut self, offered: u64) {
         let Some(lease) = self.leases.by_number.get(&offered) else { return };
         if lease.stage != Stage::Offered {
@@ -532,7 +534,8 @@ impl DataPlane {
 
     // Jobs.
 
-    /// What is wrong with a job whose payload is said to be in a file; or how many bytes it has.
+    /// Checks a job whose payload is in a memory file. Returns the checked reference, or the reason for rejecting the
+    /// job.
     pub(super) fn check_leased(
         &self,
         session: SessionId,
@@ -543,7 +546,7 @@ impl DataPlane {
         let named = named.ok_or_else(|| invalid("the name of a lease is not 16 bytes"))?;
         let lease = match self.leases.by_number.get(&named.lease) {
             Some(lease) if lease.session == session => lease,
-            // One that was stopped for a while may not have heard of it.
+            // A client that was stopped for a while may not have received the recall.
             _ if self
                 .sessions
                 .of(session)
@@ -573,7 +576,7 @@ impl DataPlane {
         Ok(named)
     }
 
-    /// A job begins to use its lease, which was checked.
+    /// Marks a lease as used by a job. The reference must have been checked.
     pub(super) fn use_lease(&mut self, named: Named) -> Option<Box<Leased>> {
         let lease = self.leases.by_number.get_mut(&named.lease)?;
         let files = lease.files.clone()?;
@@ -590,7 +593,7 @@ impl DataPlane {
         }))
     }
 
-    /// The worker that has the files of a lease.
+    /// Returns the worker that has the files of a lease.
     pub(super) fn user_of(&self, number: u64) -> Option<WorkerId> {
         let (User::Offered(spawn) | User::Has(spawn)) = self.leases.by_number.get(&number)?.user else {
             return None;
@@ -598,8 +601,8 @@ impl DataPlane {
         Some(self.links.of_spawn(spawn)?.worker)
     }
 
-    /// How a worker is given a job whose payload is in a file: by its name, if it has the file, or else as bytes. What
-    /// it is lent now is for the next one.
+    /// Returns a job's payload in the form for this worker: a reference if the worker has the file, otherwise bytes.
+    /// If no worker has the file, the file is lent to this worker for the next job.
     pub(super) fn give_leased(
         &mut self,
         index: LinkIndex,
@@ -630,7 +633,8 @@ impl DataPlane {
         }
     }
 
-    /// What is in its files counts as the worker's memory, and is not to be what ends it.
+    /// Returns true if the loan fits within `lent_max`. Lent files count as memory of the worker, and must not be the
+    /// reason for exceeding the memory limit.
     fn may_be_lent(&self, index: LinkIndex, number: u64) -> bool {
         let link = &self.links[index];
         let more = self.leases.by_number.get(&number).map_or(0, |lease| 2 * lease.bytes);
@@ -666,7 +670,7 @@ impl DataPlane {
         }
     }
 
-    /// A worker says that it has what it was lent.
+    /// Handles a worker's confirmation of a loan.
     pub(super) fn files_taken(&mut self, index: LinkIndex, number: u64) {
         let link = &mut self.links[index];
         if link.lending != Lending::Unacknowledged {
@@ -681,8 +685,8 @@ impl DataPlane {
         }
     }
 
-    /// A worker has answered for a job, or given it back: it reads its payload no more, nor writes its result, also if
-    /// the job is tried again and ends elsewhere.
+    /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
+    /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
     pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job)
             && let Some(leased) = record.held.file.as_deref_mut()
@@ -690,14 +694,15 @@ impl DataPlane {
         {
             (leased.at, leased.given_to) = (None, None);
         }
-        // Its client may have been told before.
+        // The client may have been answered earlier.
         while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
             let (_, _, files) = self.leases.left.swap_remove(at);
             self.let_go(files);
         }
     }
 
-    /// A worker says that a job's result is in its file; what is wrong with that, if something is.
+    /// Records that a job's result is in the result file. Returns an error message if the worker does not have this
+    /// file.
     pub(super) fn result_in_file(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -709,7 +714,7 @@ impl DataPlane {
         if !policy.holds(worker, job) {
             return Ok(());
         }
-        // One that was cancelled may have no record any more.
+        // A cancelled job may have no record any more.
         let Some(record) = policy.cargo_mut(job) else { return Ok(()) };
         let leased = record.held.file.as_deref_mut();
         let is_its = |leased: &&mut Leased| {
@@ -721,14 +726,14 @@ impl DataPlane {
         Ok(())
     }
 
-    /// A job that used a lease is over. Returns where its result is, if in its file.
+    /// Ends a job's use of a lease. Returns the location of the result if the result is in the file.
     pub(super) fn end_use(&mut self, leased: Leased, job: Option<JobId>, verdict: &Verdict) -> Option<Named> {
         let Leased { lease: number, files, at, result, .. } = leased;
         let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
         if let Some(lease) = self.leases.by_number.get_mut(&number) {
             lease.is_busy = false;
             lease.used_at = self.now;
-            // The worker may still be at it, and write its result when the next job has begun.
+            // The worker may still run the job, and could write a result after the next job has begun.
             if at.is_some() && !is_answered {
                 self.call_back(number);
             }

@@ -1,37 +1,38 @@
-//! Descriptors on their way: those of memory files that were lent, in messages that their receivers have not read.
+//! Descriptors in transit: memory files in messages that the receivers have not read.
 //!
-//! A supervisor without privileges may have only as many on their way, to all together, as it may have open files: one
-//! that never reads could use them up, and the keeper would get no more. So each receiver is sent a few, and then none
-//! until the kernel says that it has read all; and all together have a part of what there may be. What a connection
-//! left unread counts until the other side has closed it as well.
+//! A supervisor without privileges can have at most as many descriptors in transit, to all receivers together, as its
+//! limit of open files. A single receiver that never reads could use up this limit, and then no descriptor could be
+//! sent to the keeper. Each receiver is therefore sent a few descriptors, and no more until the kernel reports that
+//! everything has been read. All receivers together get a part of the limit. Unread lends of a closed connection
+//! count until the peer has closed it too.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use bulkhead_linux::unread;
 
-/// Lends that one receiver may leave unread.
+/// Maximum number of unread lends per receiver.
 const UNREAD_MAX: u8 = 4;
 
-/// Lends of one receiver that may not have been read yet.
+/// Number of lends that a receiver may not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct Unread(u8);
 
-/// All lends that may not have been read yet.
+/// Lends that the receivers may not have read yet.
 #[derive(Debug)]
 pub(super) struct Lends {
     unread: usize,
     most: usize,
-    /// Connections that are closed here, and were not read to their end.
+    /// Connections that are closed here but still have unread data at the peer.
     closed: Vec<(OwnedFd, Unread)>,
 }
 
 impl Lends {
-    /// With so many unread at most.
+    /// Limits the number of unread lends to `most`.
     pub(super) fn new(most: usize) -> Self {
         Self { unread: 0, most, closed: Vec::new() }
     }
 
-    /// Whether one more may be sent.
+    /// Returns true if another lend can be sent.
     pub(super) fn may_lend(&mut self, socket: impl AsFd, receiver: &mut Unread) -> bool {
         if receiver.0 > 0 && is_read(socket) {
             self.unread -= usize::from(std::mem::take(receiver).0);
@@ -39,13 +40,13 @@ impl Lends {
         receiver.0 < UNREAD_MAX && self.unread < self.most
     }
 
-    /// One was sent.
+    /// Counts a lend that was sent.
     pub(super) fn lent(&mut self, receiver: &mut Unread) {
         receiver.0 += 1;
         self.unread += 1;
     }
 
-    /// A connection is to be closed here. What its receiver has not read stays on its way.
+    /// Prepares a connection for closing. Lends that the receiver has not read still count as in transit.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut Unread) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {
@@ -53,7 +54,7 @@ impl Lends {
         }
         match socket.as_fd().try_clone_to_owned() {
             Ok(kept) if !is_read(&kept) => {
-                // The receiver hears of the end as if it were closed.
+                // The receiver sees the end as if the socket were closed.
                 let _ = rustix::net::shutdown(&kept, rustix::net::Shutdown::Both);
                 self.closed.push((kept, left));
             }
@@ -61,7 +62,7 @@ impl Lends {
         }
     }
 
-    /// Forgets connections that were read since, or closed by their receivers. Returns whether some are left.
+    /// Removes connections that the receivers have read completely or closed. Returns true if some are left.
     pub(super) fn look_after_closed(&mut self) -> bool {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {

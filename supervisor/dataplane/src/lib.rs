@@ -1,10 +1,12 @@
-//! The data plane: one thread that owns every socket, every bulkhead and every job.
+//! The data plane: a thread that owns every socket, every bulkhead and every job.
 //!
-//! It selects what happened (a frame, a death, a timer, a command), applies it to the bulkhead
-//! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
-//! It decides nothing itself, never blocks or sleeps, and never renders, formats or writes a log; what would is done on
-//! a thread beside it (`background.rs`). Of `/proc` it reads `stat` alone, some 7 µs each: for the ancestors of a process
-//! that connects for the first time, and for a worker that has closed its link a second ago and not been reported dead.
+//! Each iteration of the event loop takes new events (a frame, a death, a timer, a command) and applies each event to
+//! a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the end. The
+//! data plane decides nothing itself. It never blocks or sleeps, and never formats text or writes a log. Work that
+//! could block runs on another thread (`background.rs`).
+//!
+//! From `/proc` the data plane reads only `stat`, at about 7 µs each. This happens for the ancestors of a process
+//! that connects for the first time, and for a worker that closed the link a second ago and is not reported dead.
 
 mod ahead;
 mod allowance;
@@ -104,10 +106,10 @@ use session_table::Sessions;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::Trace;
 
-/// Sockets that one turn of the loop looks at.
+/// Maximum number of socket events per iteration.
 const EVENTS_PER_TURN: usize = 1024;
 
-/// How often slow peers are looked at, while there are any.
+/// Interval between periodic checks, such as checks for stalled peers. Checks run only while needed.
 const HOUSEKEEPING: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -115,14 +117,14 @@ const WAKER: Token = Token(1);
 const KEEPER: Token = Token(2);
 const FIRST_CONNECTION: usize = 4;
 
-/// What is heard of a connection: also that something came out of band, which ends it.
+/// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
-/// What its peer is told.
+/// Message for a peer that has sent out-of-band data.
 const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
 
-/// What the data plane knows of a job beyond what policy decides on. Policy carries it along in a box: it moves with
-/// every decision, so that it had better be small.
+/// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
+/// records small.
 #[derive(Default)]
 pub(crate) struct JobData {
     session: SessionId,
@@ -132,20 +134,20 @@ pub(crate) struct JobData {
     trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
-    /// The label of its tenant in the metrics.
+    /// Label of the tenant in the metrics.
     label: u32,
     held: Held,
-    /// Where it stands on the link of the worker that has it.
+    /// Position on the link of the job's worker.
     given: unread::Given,
     charge: Charge,
     /// Exit status of the program that ran the job.
     status: Option<i32>,
-    /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
+    /// State of a job that can go, or has gone, to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
 
 impl JobData {
-    /// The payload, if it is held here.
+    /// Returns the payload if it is held in memory.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
@@ -154,23 +156,23 @@ impl JobData {
         }
     }
 
-    /// The trace that the job is part of.
     fn trace_id(&self) -> Option<&str> {
         self.trace.as_deref().map(Trace::id)
     }
 }
 
-/// What is kept of a job's payload.
+/// Payload of a job while it is held here.
 #[derive(Default)]
 struct Held {
-    /// While the job waits; one that is large and may be wanted again, until the job's end. It counts towards
-    /// the memory for waiting payloads.
+    /// Payload of a waiting job. A large payload of a repeatable job is kept until the job's end. Counts towards the
+    /// memory for waiting payloads.
     payload: Option<Vec<u8>>,
-    /// A small one while a worker has the job.
+    /// Copy of a small payload while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// If it is in a file.
+    /// Set if the payload is in a memory file.
     file: Option<Box<Leased>>,
-    /// Whether another worker may want it. A small one always may: workers die before they read their job.
+    /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
+    /// reading the job.
     is_repeatable: bool,
 }
 
@@ -179,12 +181,13 @@ impl Held {
         self.payload.is_none() && self.copy.is_none() && self.file.is_none()
     }
 
-    /// Bytes that count towards the memory for what waits.
+    /// Returns the number of bytes that count towards the memory for waiting data.
     fn bytes(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// The payload for a worker: what is held, or else what comes in just now.
+    /// Returns the payload for a worker: the held payload if any, otherwise `coming`. Keeps the payload if it is
+    /// repeatable.
     fn give<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
@@ -211,7 +214,7 @@ impl Held {
     }
 }
 
-/// The data plane: the loop, and the parts that it hands each event to.
+/// The data plane: the event loop, and the parts that handle the events.
 pub struct DataPlane {
     poll: Poll,
     bell: Bell,
@@ -227,18 +230,18 @@ pub struct DataPlane {
     sessions: Sessions,
     links: Links,
     templates: templates::Templates,
-    /// Of what waits, be it for a permit, for its own end, or for a worker to read.
+    /// Memory of waiting data: jobs in queues, kept payloads, and frames that workers have not read.
     memory: Memory,
     leases: Leases,
     buffers: Buffers,
-    /// Connections that something is to be written to.
+    /// Connections with pending writes.
     dirty: Vec<Endpoint>,
     limits: DataPlaneLimits,
     housekeeping_at: Option<Time>,
-    /// When something is due, as of the last look.
+    /// Next deadline, as of the last `settle`.
     due: Option<Time>,
     events: Events,
-    /// Whether there were more events than one turn takes.
+    /// True if there were more events than the maximum per iteration.
     has_more_events: bool,
     pauses: held_up::Pauses,
     stopping: bool,
@@ -246,7 +249,7 @@ pub struct DataPlane {
     fate: Fate,
 }
 
-/// One end of a connection that the loop serves.
+/// A connection that the event loop serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
     Session(SessionIndex),
@@ -271,7 +274,7 @@ impl Endpoint {
     }
 }
 
-/// The payload that came with the event being applied.
+/// Payload that came with the current event.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -300,32 +303,33 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Everything a [`DataPlane`] is made of that exists before it.
+/// Components that a [`DataPlane`] is built from.
 pub struct Parts {
-    /// The configuration.
+    /// Configuration at the start.
     pub config: Arc<Config>,
-    /// What there is to confine workers by.
+    /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket; none in an application, whose clients come by [`bulkhead_plane::command::Command::Connect`].
+    /// The bound jobs socket. `None` in an embedded supervisor, whose clients connect with
+    /// [`bulkhead_plane::command::Command::Connect`].
     pub listener: Option<UnixListener>,
     /// The running keeper.
     pub keeper: Keeper,
-    /// Where notices go.
+    /// Channels for notices to the control plane.
     pub notices: Speaker,
-    /// Where the spans of sampled jobs go, if they are taken.
+    /// Channel for spans of sampled jobs, if tracing is on.
     pub spans: Option<SpanSender>,
-    /// Counts for the control plane.
+    /// Counters shared with the control plane.
     pub pulse: Arc<SharedCounters>,
-    /// The host for `exec` and `library`, if one is needed.
+    /// Path of the host for `exec` and `library`, if needed.
     pub host: Option<std::path::PathBuf>,
-    /// The tenants that metrics name, sorted.
+    /// Sorted names of the tenants that metrics report.
     pub labels: Arc<[String]>,
-    /// Threads that must not end.
+    /// Supervision of the essential threads.
     pub fate: Fate,
 }
 
 impl DataPlane {
-    /// A data plane that has not started anything yet, and the handle for commands to it.
+    /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
         let Parts { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
         let poll = Poll::new()?;
@@ -385,24 +389,24 @@ impl DataPlane {
         self.end()
     }
 
-    /// Orders the first workers. The rest of what [`DataPlane::run`] does is then, for a thread that has other work too, to
-    /// settle and take turns, as long as it goes on.
+    /// Orders the first workers. A thread with other work can use this in place of [`DataPlane::run`], and then call
+    /// [`DataPlane::settle`] and [`DataPlane::take_turn`] in turns while [`DataPlane::goes_on`] returns true.
     pub fn start(&mut self) {
         self.fate.begin();
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
-        // Those without workers have nothing to say of themselves.
+        // Compartments without workers cause no event, so check here as well.
         self.check_started();
     }
 
-    /// Whether it has not come to its end.
+    /// Returns true until everything is stopped or an essential thread has ended.
     pub fn goes_on(&self) -> bool {
         !self.is_over() && self.fate.lost().is_none()
     }
 
-    /// Does what the last turn left to be done, and writes what it produced. Returns for how long there is nothing to do
-    /// unless something comes, which [`DataPlane::arrivals`] tells.
+    /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
+    /// [`DataPlane::arrivals`] becomes readable, or `None` if no timer is set.
     pub fn settle(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
         self.report_looks();
@@ -422,13 +426,13 @@ impl DataPlane {
         self.patience(self.due)
     }
 
-    /// A descriptor that is readable when something has come.
+    /// Returns a descriptor that is readable when an event has arrived.
     pub fn arrivals(&self) -> io::Result<OwnedFd> {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits as long as that for something to come, and applies it. Errors are those of `epoll_wait(2)`, and of a keeper
-    /// that can neither be reached nor started again.
+    /// Waits up to `patience` for events and applies them. Errors are those of `epoll_wait(2)`, and of a keeper that
+    /// can neither be reached nor replaced.
     pub fn take_turn(&mut self, patience: Option<Duration>) -> io::Result<()> {
         let may_wait = patience != Some(Duration::ZERO) && self.bell.may_sleep();
         let patience = if may_wait { patience } else { Some(Duration::ZERO) };
@@ -449,14 +453,14 @@ impl DataPlane {
         heard
     }
 
-    /// Ready when a client of this process wants to be heard, for which [`DataPlane::hear_clients`] is enough; until then
-    /// that wakes this task.
+    /// Returns ready when an in-process client has signalled; [`DataPlane::hear_clients`] is then sufficient.
+    /// Otherwise registers the task to be woken.
     pub fn poll_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
         self.bell.poll_rung(context)
     }
 
-    /// As [`DataPlane::take_turn`] without waiting, for what clients of this process have sent. What has come otherwise is
-    /// left for the next turn.
+    /// Handles the input of in-process clients without waiting. Works like [`DataPlane::take_turn`], but leaves all
+    /// socket events for the next iteration.
     pub fn hear_clients(&mut self) -> io::Result<()> {
         self.bell.rise();
         self.read_clock();
@@ -464,7 +468,7 @@ impl DataPlane {
         self.turn(&Events::with_capacity(0), was_paused)
     }
 
-    /// Ends the keeper, and all workers with it. An error tells what else has ended before.
+    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before.
     pub fn end(self) -> io::Result<()> {
         match self.fate.lost() {
             Some(name) => Err(self.give_up(name)),
@@ -476,7 +480,7 @@ impl DataPlane {
     }
 
     fn turn(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
+        // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
         self.resume_links();
         let again = std::mem::take(&mut self.links.again);
         again.into_iter().for_each(|link| self.link_readable(link));
@@ -501,7 +505,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Clients, connections that want to be one, and whether the control plane has something to say.
+    /// Handles clients, new connections, commands, and results of the background threads.
     fn hear_others(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
@@ -535,8 +539,8 @@ impl DataPlane {
         }
     }
 
-    /// The peer has closed its side. Its end may stand behind bytes that came together with it, and is not
-    /// announced again: such a connection is read to the end.
+    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived at the same
+    /// time, and is not reported again. The connection must therefore be read to the end.
     fn peer_closed(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => {
@@ -559,11 +563,11 @@ impl DataPlane {
         }
     }
 
-    /// Bytes out of band break the order of all others, and are not announced again.
+    /// Ends a connection with out-of-band bytes, which break the order of all other bytes and are reported only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // Of a worker whose process is not known yet, they are looked for when it is.
+            // If the process of a worker is not known yet, `process_runs` checks for out-of-band bytes later.
             Endpoint::Link(index) if self.links.get(index).is_some_and(|link| link.running().is_some()) => {
                 self.break_link(index, OUT_OF_BAND.to_owned());
             }
@@ -590,16 +594,17 @@ impl DataPlane {
             || !self.links.again.is_empty()
             || !self.sessions.turns.is_empty()
             || self.orders.is_waiting();
-        // Failed spawns that came up when those before them were told, and workers that are to be ordered.
+        // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
         if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
             return Some(Duration::ZERO);
         }
-        // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
+        // epoll counts in milliseconds. The time is rounded up so that the loop does not wake just before the
+        // deadline.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
 
-    /// Once for all that happened in a turn.
+    /// Updates the timers of all compartments with events, once per iteration.
     fn set_timers(&mut self) {
         while let Some(index) = self.compartments.next_touched() {
             self.count_demand(index);
@@ -631,9 +636,9 @@ impl DataPlane {
         }
     }
 
-    // Applying and performing.
+    // Events and actions.
 
-    /// Tells a bulkhead what happened and does what it wants done.
+    /// Applies an event to a compartment and performs the resulting actions.
     fn apply(
         &mut self,
         index: CompartmentIndex,
@@ -641,9 +646,9 @@ impl DataPlane {
         mut incoming: Incoming<'_>,
     ) -> Option<JobId> {
         let now = self.now;
-        // What is told late may be about a compartment of which nothing is left.
+        // A late event can refer to a compartment that was removed.
         let compartment = self.compartments.get_mut(index)?;
-        // An action can apply another event, which has actions of its own.
+        // Taken out because an action can apply another event, which needs a list too.
         let mut actions = std::mem::take(&mut self.buffers.actions);
         let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
@@ -660,7 +665,7 @@ impl DataPlane {
         job
     }
 
-    /// A job that was taken but not dispatched keeps its payload here, unless it stands in a file.
+    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.cargo_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -721,9 +726,9 @@ impl DataPlane {
         }
     }
 
-    /// Writes what this turn has produced: one write for each connection.
+    /// Writes the output of this iteration, with a single write per connection.
     fn flush_dirty(&mut self) {
-        // A client that is dropped for what it did not read leaves jobs to be cancelled, and so more to send.
+        // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
         while !self.dirty.is_empty() {
             let mut dirty = std::mem::take(&mut self.dirty);
             for endpoint in dirty.drain(..) {
@@ -738,13 +743,13 @@ impl DataPlane {
         }
     }
 
-    // The end.
+    // Shutdown.
 
     fn is_over(&self) -> bool {
         self.stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Gives the last answers a moment to leave, and ends the keeper.
+    /// Waits up to a second for clients to read their last answers, then ends the keeper.
     fn finish(mut self) {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
@@ -766,7 +771,7 @@ impl DataPlane {
         self.end_keeper();
     }
 
-    /// A thread of the supervisor has ended. No worker is to outlive that.
+    /// Ends the keeper and all workers after an essential thread has ended.
     fn give_up(self, name: &str) -> io::Error {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
@@ -781,7 +786,7 @@ impl DataPlane {
     }
 }
 
-/// A number that differs from run to run; only jitter depends on it.
+/// Returns a number that differs between runs, used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

@@ -1,4 +1,4 @@
-//! All links to workers: by their places and by the keeper's names, and what of them is put off to the end of a turn.
+//! All links to workers, by index and by spawn number, and work that is deferred to the end of an iteration.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,23 +14,23 @@ use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
-    /// By the keeper's name for the worker.
+    /// Links by the worker's spawn number.
     pub(super) by_spawn: HashMap<u64, LinkIndex>,
-    /// How many workers were ordered.
+    /// Number of workers and templates ordered so far.
     pub(super) spawned: u64,
-    /// The user ids of workers, where each has its own.
+    /// Pool of user ids, if each worker has a separate user id.
     ids: Option<Arc<Ids>>,
-    /// Workers that are gone, and what they left behind is not.
+    /// Dead workers whose descendants are still being reaped.
     pub(super) sweeping: HashMap<u64, Sweeping>,
-    /// Of workers that are gone: what they had open is closed when their clients have been told.
+    /// Links of dead workers. The descriptors are closed after the clients have been answered.
     pub(super) gone: Vec<Link>,
-    /// Those that had more to read than one turn takes.
+    /// Links with more input than the maximum per iteration.
     pub(super) again: Vec<LinkIndex>,
-    /// When a link that is read less often is read again.
+    /// Next time to read a paused link.
     pub(super) resume_at: Option<Time>,
-    /// Workers that could not even be ordered; policy is told at the end of the turn.
+    /// Workers that could not be ordered. Reported to policy at the end of the iteration.
     pub(super) failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// What is known of silent workers without a look; policy is told at the end of the turn.
+    /// Results about silent workers that needed no check. Reported to policy at the end of the iteration.
     pub(super) looked: Vec<(CompartmentIndex, WorkerId, bool)>,
 }
 
@@ -41,7 +41,7 @@ impl Links {
         Self { ids, ..Self::default() }
     }
 
-    /// The link of a worker that the keeper knows by this name.
+    /// Returns the link of the worker with this spawn number.
     pub(super) fn of_spawn(&self, spawn: u64) -> Option<&Link> {
         self.slab.get(*self.by_spawn.get(&spawn)?)
     }
@@ -50,26 +50,26 @@ impl Links {
         self.slab.get_mut(*self.by_spawn.get(&spawn)?)
     }
 
-    /// A user id for a worker, where each has its own.
+    /// Takes a user id for a worker, if each worker has a separate user id.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
         self.ids.as_ref().map(|ids| ids.take()).transpose()
     }
 
-    /// Takes back the id of a worker of which nothing is left.
+    /// Returns the user id of a worker to the pool. None of the worker's processes must be left.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.give_back(id);
         }
     }
 
-    /// More is to be read of a link in the next turn.
+    /// Schedules another read of a link in the next iteration.
     pub(super) fn read_again(&mut self, index: LinkIndex) {
         if !self.again.contains(&index) {
             self.again.push(index);
         }
     }
 
-    /// A link is read less often, and not before this.
+    /// Schedules the next read of a paused link.
     pub(super) fn resume_by(&mut self, at: Time) {
         self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
     }

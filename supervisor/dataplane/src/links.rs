@@ -1,4 +1,4 @@
-//! The workers' connections: ordering workers from the keeper, and what is written to them.
+//! Links to workers: ordering workers from the keeper, and writing frames to workers.
 
 use std::collections::VecDeque;
 use std::io;
@@ -32,66 +32,66 @@ use super::starvation::Watch;
 use super::unread::Reading;
 use super::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// A worker that has closed its link has so long to exit before it counts as broken.
+/// Time limit for a worker to exit after closing the link. A worker that stays longer counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
 pub(super) struct Link {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
     pub(super) slot: u32,
-    /// The keeper's name for the worker.
+    /// Spawn number of the worker.
     pub(super) spawn: u64,
-    /// What it was started with.
+    /// Program with which the worker was started.
     pub(super) program: Arc<Program>,
     pub(super) process: Process,
-    /// Its user id, if that is its own.
+    /// User id of the worker, if the worker has a separate user id.
     pub(super) id: Option<u32>,
-    /// What has forked it, if it was forked.
+    /// Template that forked the worker, if any.
     pub(super) template: Option<u64>,
     pub(super) end: End,
-    // The socket, both ways.
+    // The socket, in both directions.
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) reads: Reads,
     pub(super) outbox: Outbox,
     pub(super) is_dirty: bool,
-    /// Bytes in the outbox, as counted last.
+    /// Size of the outbox in bytes, as last counted.
     pub(super) counted_waiting: usize,
-    /// What it has read of the link, for the time after it.
+    /// Tracks which bytes the worker has read. Used after the worker's death.
     pub(super) reading: Reading,
-    /// What it has answered and not sent, for the time after it.
+    /// Answers that the worker has not sent yet. Used after the worker's death.
     pub(super) journal: Option<Journal>,
-    /// Whether it can be lent memory files.
+    /// State of lending memory files to the worker.
     pub(super) lending: Lending,
-    /// Bytes of those that it has.
+    /// Total size of the files lent to the worker, in bytes.
     pub(super) lent_bytes: u64,
-    /// Those that it may not have read yet.
+    /// Lends that the worker may not have read yet.
     pub(super) unread: Unread,
-    /// Whether it writes into its journal when it was alive, and does not say so.
+    /// True if the worker writes heartbeats into the journal instead of sending frames.
     pub(super) has_beats: bool,
-    // What it says.
+    // Input from the worker.
     pub(super) stage: Stage,
     pub(super) notices: Notices,
     pub(super) status: Option<String>,
 }
 
-/// Workers that are ordered in one turn.
+/// Maximum number of workers ordered per iteration.
 const ORDERS_PER_TURN: usize = 4;
 
-/// How a worker comes to be.
+/// Way in which a worker is created.
 enum Origin {
     Spawn,
-    /// From this template.
+    /// Forked from this template.
     Fork(u64),
-    /// From a template that is not ready yet.
+    /// The worker waits for a template that is not ready yet.
     Awaited,
 }
 
-/// What is known of a worker's process.
+/// State of a worker's process.
 pub(super) enum Process {
-    /// It is ordered. Its output has these reading ends.
+    /// Ordered. `output` contains the reading ends of stdout and stderr.
     Ordered { output: Output },
-    /// It runs, or ran.
+    /// Running, or ended.
     Running(Box<Running>),
 }
 
@@ -101,29 +101,29 @@ pub(super) type Output = (OwnedFd, OwnedFd);
 pub(super) struct Running {
     pub(super) pid: u32,
     pub(super) pidfd: OwnedFd,
-    /// How far it is confined.
+    /// Confinement as read back from the kernel.
     pub(super) observed: Observed,
-    /// Since it is silent.
+    /// Set while a silent worker is watched.
     pub(super) watch: Option<Arc<Watch>>,
-    /// Until there is room for it at the control plane.
+    /// Set until the control plane has room for the output.
     pub(super) output: Option<Output>,
-    /// Forbidden system calls of programs that it has started: by which process, and which call.
+    /// Forbidden system calls of programs that the worker has started: process and call number.
     pub(super) violations: VecDeque<(u32, u32)>,
 }
 
-/// How far a link can still be read.
+/// State of the reading side of a link.
 pub(super) enum Reads {
     Open,
-    /// The worker has closed its end: nothing more comes than what waits in the socket.
+    /// The worker has closed its end. Only the bytes in the socket are left to read.
     Closing,
-    /// All was read.
+    /// Everything has been read.
     Closed {
         at: Time,
     },
 }
 
 impl Reads {
-    /// The worker has closed its end.
+    /// Records that the worker has closed its end.
     pub(super) fn close(&mut self) {
         if matches!(self, Self::Open) {
             *self = Self::Closing;
@@ -131,38 +131,38 @@ impl Reads {
     }
 }
 
-/// How a worker comes to its end, beyond what policy decides.
+/// Cause of a worker's end that policy did not decide.
 pub(super) enum End {
-    /// It does not, as far as is known.
+    /// No such cause is known.
     None,
-    /// It is ended since it has too much in its temporary folder.
+    /// The worker is being killed because its temporary folder is too large.
     Overfull,
-    /// Its process ended in this way, which is told when nothing is left of its programs.
+    /// The process has ended. Reported to policy when none of the worker's programs is left.
     Dead { death: Death, usage: Usage },
 }
 
 pub(super) enum Stage {
     AwaitingHello,
     Welcomed {
-        /// Replies for jobs it does not have.
+        /// Number of replies for jobs that the worker does not have.
         strays: u32,
         oversized: Option<Oversized>,
     },
-    /// It broke the protocol; nothing it says counts any more.
+    /// The worker broke the protocol. Further frames are ignored.
     ProtocolViolated,
 }
 
-/// A result that is too large and still coming: its client was told, and its job has its permit until the worker has
-/// sent it all.
+/// A result that is too large and still arriving. The client has the outcome, but the job holds a permit until the
+/// worker has sent the whole result.
 pub(super) struct Oversized {
     pub(super) job: JobId,
     pub(super) failure: HandlerFailure,
 }
 
 impl DataPlane {
-    // Coming.
+    // Ordering workers.
 
-    /// Orders what is wanted, a few in each turn: it takes its time, and what was answered goes first.
+    /// Orders queued workers, a few per iteration. Ordering takes time, and answers have precedence.
     pub(super) fn order_wanted(&mut self) {
         for _ in 0..ORDERS_PER_TURN {
             let Some(Wanted { compartment, worker, slot }) = self.keeper.next_wanted() else { return };
@@ -199,7 +199,7 @@ impl DataPlane {
         }
     }
 
-    /// How a worker comes to be.
+    /// Chooses how to create a worker.
     fn origin_of(
         &mut self,
         compartment: CompartmentIndex,
@@ -207,7 +207,7 @@ impl DataPlane {
         slot: u32,
     ) -> io::Result<Origin> {
         let program = &self.owner(compartment).program;
-        // A replay is to have nothing in common with other workers.
+        // A replay must not share anything with other workers.
         if !program.is_forked() || self.compartments[compartment].is_replay {
             return Ok(Origin::Spawn);
         }
@@ -217,8 +217,8 @@ impl DataPlane {
         Ok(self.template_for(compartment, worker, slot)?.map_or(Origin::Awaited, Origin::Fork))
     }
 
-    /// A spawn that failed here is reported like one that failed in the keeper: not from within the
-    /// action, which would turn a full table of descriptors into a recursion.
+    /// Defers the report of a failed spawn to the end of the iteration, like the report of a failure in the keeper.
+    /// Reporting it within the action would recurse while no descriptors are free.
     fn defer_spawn_failure(&mut self, compartment: CompartmentIndex, worker: WorkerId, message: String) {
         self.links.failed_spawns.push((compartment, worker, message));
     }
@@ -271,7 +271,7 @@ impl DataPlane {
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // Last: what has been ordered has the id, whatever becomes of it here.
+        // Ordered last, because an ordered worker owns the user id whatever fails afterwards.
         let ordered = self.keeper.serving().and_then(|keeper| match template {
             None => keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write),
             Some(template) => keeper.fork((spawn, template), theirs, stdout_write, stderr_write),
@@ -326,7 +326,7 @@ impl DataPlane {
         }
     }
 
-    // Frames out.
+    // Outgoing frames.
 
     pub(super) fn dispatch(
         &mut self,
@@ -338,7 +338,7 @@ impl DataPlane {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
-            // From here on it would count otherwise than policy.
+            // Ignoring this would make the link's count of jobs differ from the policy's.
             debug_assert!(false, "{job} was answered before it was sent");
             return self.break_link(index, "a job for it was answered before it was sent".to_owned());
         };
@@ -356,7 +356,7 @@ impl DataPlane {
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
         let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
-        // The names were checked when the job came in, so that the metadata fits.
+        // The names were checked at submission, so the metadata fits.
         let pushed = link.outbox.push_pooled(
             kind::JOB,
             job.0,
@@ -375,7 +375,7 @@ impl DataPlane {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    /// The same for a job whose payload is in a file. It is never ahead, since it is too large for that.
+    /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
     fn dispatch_leased(
         &mut self,
         compartment: CompartmentIndex,
@@ -406,7 +406,7 @@ impl DataPlane {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    /// Sends what has no payload.
+    /// Sends a frame without a payload to a worker.
     pub(super) fn send(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -422,7 +422,7 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return };
         link.is_dirty = false;
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut its end down; reading will tell.
+        // An error means that the worker has shut down its end. The next read reports this.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.rest(&mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
@@ -441,7 +441,7 @@ impl DataPlane {
                 let message = "it closed its link and lives on".to_owned();
                 self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
             } else {
-                // The report of its death may be late; a keeper that does not report at all is replaced.
+                // The report of the death may be late. A keeper that does not report at all is replaced.
                 self.ask_keeper();
                 self.want_housekeeping();
             }
@@ -450,7 +450,7 @@ impl DataPlane {
 }
 
 impl Link {
-    /// The process, once it runs.
+    /// Returns the process, once started.
     pub(super) fn running(&self) -> Option<&Running> {
         match &self.process {
             Process::Ordered { .. } => None,
@@ -465,7 +465,7 @@ impl Link {
         }
     }
 
-    /// What confines it, as read back from the kernel.
+    /// Returns the worker's confinement as read back from the kernel.
     pub(super) fn confinement(&self) -> Option<Confinement> {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
@@ -474,9 +474,9 @@ impl Link {
         self.running().map(|running| running.pid)
     }
 
-    /// Its process runs.
+    /// Records that the process runs.
     pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
-        // Its output goes with it.
+        // The output moves from the order to the running process.
         let ordered = std::mem::replace(
             &mut self.process,
             Process::Running(Box::new(Running {
@@ -493,37 +493,37 @@ impl Link {
         }
     }
 
-    /// It said something of a job that it does not have.
+    /// Counts a frame about a job that the worker does not have.
     pub(super) fn stray(&mut self) {
         if let Stage::Welcomed { strays, .. } = &mut self.stage {
             *strays = strays.saturating_add(1);
         }
     }
 
-    /// Whether all was read that it ever sent.
+    /// Returns true if everything that the worker sent has been read.
     pub(super) fn is_closed(&self) -> bool {
         matches!(self.reads, Reads::Closed { .. })
     }
 
-    /// Whether a result that is too large is coming.
+    /// Returns true if a result that is too large is arriving.
     pub(super) fn is_oversized(&self) -> bool {
         matches!(self.stage, Stage::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Whether the process has ended, be that reported or not.
+    /// Returns true if the process has ended, even if the keeper has not reported the end.
     fn has_ended(&self) -> bool {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let is_readable = |pidfd: &OwnedFd| {
             let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
             rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
         };
-        // In a pid namespace the descriptor names the first process, whose end follows.
+        // In a pid namespace the pidfd refers to the first process, which ends later.
         self.running().is_some_and(|running| is_readable(&running.pidfd) || is_zombie(running.pid))
     }
 }
 
 fn is_zombie(pid: u32) -> bool {
     let stat = bulkhead_linux::process_tree::read_small(&format!("/proc/{pid}/stat"));
-    // After the name in parentheses comes the state.
+    // The state follows the name in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

@@ -1,5 +1,6 @@
-//! The memory of what waits: half-received frames, waiting jobs with their names and records, and what is on its
-//! way to workers. Each is charged to the one it is held for (`shares.rs` has the tree), and here is what gives.
+//! Memory of waiting data: incomplete frames, waiting jobs with names and records, and frames that workers have not
+//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this file frees the
+//! memory that the tree selects.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -13,24 +14,24 @@ use super::shares::{Giver, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
 use super::{DataPlane, Incoming, JobData};
 
-/// A small frame that is half received is given up only if it holds more than that: less is no worth a connection.
+/// Minimum memory of an incomplete small frame for which the connection is closed.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// What a waiting job takes in tables, whatever it is called: here, in the policy and in its session.
+/// Fixed memory of a waiting job: its entries in tables here, in policy and in the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// By a session's table of requests, which is half empty, and by the list of what can be given up.
+/// Memory of a request in a session's table, which may be half empty, and in the list of waiting jobs.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// The name of a tenant is kept once more while it has jobs, with its numbers and its place in the turns.
+/// Memory for a tenant with jobs: another copy of the name, the numbers, and the place in the fair queue.
 const TENANT_BYTES: usize = 512;
 
-/// Entries of a list of waiting jobs that may be about jobs that wait no more.
+/// Maximum number of entries in a list of waiting jobs beyond twice the number of waiting jobs.
 const STALE_MAX: usize = 64;
 
-/// What is held for a job, and its holder.
+/// Memory charged for a job, with the holder.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -38,7 +39,7 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// What is held all the time, as it was counted last.
+/// Last counted size of memory that is not charged to a job, such as an incomplete frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     pub(super) holder: Holder,
@@ -46,10 +47,10 @@ pub(super) struct Counted {
     pub(super) kind: Kind,
 }
 
-/// The jobs of one connection in one bulkhead that wait, the newest last; some of them do not any more.
+/// Waiting jobs of a connection in a bulkhead, newest last. Some entries may refer to jobs that no longer wait.
 #[derive(Default)]
 struct Waiting {
-    /// By the code of the priority: the compartment and the job.
+    /// Compartment and job, indexed by the code of the priority.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
@@ -57,11 +58,11 @@ struct Waiting {
 pub(super) struct Memory {
     pub(super) shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// What workers have not read yet.
+    /// Holder of bytes that workers have not read.
     workers: Holder,
-    /// What is the supervisor's own affair: jobs that are run again.
+    /// Holder of the supervisor's own jobs (replays).
     own: Holder,
-    /// Payloads that come in by HTTP without saying how long they are.
+    /// Holder of payloads that arrive by HTTP without a known length.
     spool: Holder,
     spooled: usize,
 }
@@ -70,27 +71,27 @@ impl Memory {
     pub(super) fn new(own_uid: u32) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
-        // Sessions count from 1.
+        // Session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
         let spool = shares.open(Owner::User(own_uid), u64::MAX);
         Self { shares, waiting: HashMap::default(), workers, own, spool, spooled: 0 }
     }
 
-    /// All that is held in the data plane.
+    /// Returns the memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
         self.shares.held() - self.spooled
     }
 
-    /// Another sum of something that is held all the time.
+    /// Replaces a counted size.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
-            // First what is added, so that its holder is never forgotten in between.
+            // Adds before subtracting, so that the holder is not forgotten in between.
             self.shares.add(is.holder, is.kind, is.bytes);
             self.shares.subtract(was.holder, was.kind, was.bytes);
         }
     }
 
-    /// Another sum of what workers have not read.
+    /// Updates the size of the bytes that workers have not read.
     pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
         let holder = self.workers;
         let of = |bytes| Counted { holder, bytes, kind: Kind::Fixed };
@@ -103,7 +104,7 @@ impl Memory {
         self.recount(of(was), of(is));
     }
 
-    /// Gives back what was held for a job.
+    /// Releases the memory charged for a job.
     pub(super) fn discharge(&mut self, charge: &mut Charge) {
         let Charge { holder, bytes, is_waiting } = std::mem::take(charge);
         if bytes == 0 {
@@ -123,7 +124,7 @@ impl Memory {
 }
 
 impl JobData {
-    /// Bytes that are held for it while it waits.
+    /// Returns the memory held for a waiting job, in bytes.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
@@ -131,14 +132,14 @@ impl JobData {
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
     }
 
-    /// Bytes of its payload, here or in a file.
+    /// Returns the size of the payload, in memory or in a file.
     fn payload_bytes(&self) -> usize {
         self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes)
     }
 }
 
 impl DataPlane {
-    /// The holder of a job: its client, for the bulkhead that has it.
+    /// Returns the holder of a job: the client, in the bulkhead that has the job.
     fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
         match self.sessions.holder(session) {
             Some(connection) => self.memory.shares.leaf(connection, bulkhead),
@@ -146,7 +147,7 @@ impl DataPlane {
         }
     }
 
-    /// Holds for a job from now on what `count` says, for its client. Returns the holder, and the job's priority.
+    /// Charges a job's client for the memory that `count` returns. Returns the holder and the job's priority.
     fn charge(
         &mut self,
         (compartment, job): (CompartmentIndex, JobId),
@@ -167,7 +168,7 @@ impl DataPlane {
         Some((holder, class))
     }
 
-    /// A job waits from now on.
+    /// Charges a job that starts to wait.
     pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
         if let Some((holder, class)) = self.charge((compartment, job), true, JobData::footprint) {
             self.list_waiting(holder, class, (compartment, job));
@@ -179,7 +180,7 @@ impl DataPlane {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(class.code())];
-        // As many have come as are looked at.
+        // The cost is amortised, because at least as many entries were added since the last removal.
         if stack.len() >= most {
             let compartments = &self.compartments;
             stack.retain(|&(place, job)| compartments.get(place).is_some_and(|at| at.policy.is_waiting(job)));
@@ -188,19 +189,19 @@ impl DataPlane {
         stack.push(entry);
     }
 
-    /// A job that a worker has holds its payload nevertheless, since another worker may want it.
+    /// Charges a payload that is kept while a worker has the job, because another worker may need it.
     pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
         self.charge((compartment, job), false, JobData::payload_bytes);
     }
 
-    /// A job that waits ahead of a worker holds what it would hold here.
+    /// Charges a prefetched job for the memory that a waiting job would hold here.
     pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
         let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
         self.charge((compartment, job), false, |record| record.footprint() + copied(record));
     }
 
-    /// Whether a connection may hold so much more. What that takes from others, they give by
-    /// [`DataPlane::settle_memory`], once it is held.
+    /// Returns true if a connection may hold `more` bytes. Other holders may then have to free memory, which happens
+    /// in [`DataPlane::settle_memory`] when the bytes are held.
     pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
         self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
@@ -211,14 +212,15 @@ impl DataPlane {
         self.memory.spooled(spooled.saturating_sub(unwanted));
     }
 
-    /// Tells the control plane what is held here, and what payloads that come in there may hold in any case.
+    /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
     pub(super) fn tell_memory(&self) {
         self.reporter.pulse.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
         self.reporter.pulse.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
+    /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
+    /// `wants`.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
         if self.leases.bytes > 0 {
@@ -246,13 +248,13 @@ impl DataPlane {
         self.memory.spooled(self.memory.spooled - given);
     }
 
-    /// The newest job of the lowest class that waits.
+    /// Rejects the newest waiting job of the lowest priority.
     fn give_job(&mut self, leaf: Holder) {
         let Some(waiting) = self.memory.waiting.get_mut(&leaf) else { return };
         for stack in &mut waiting.stacks {
             while let Some((compartment, job)) = stack.pop() {
                 let Some(entry) = self.compartments.get_mut(compartment) else { continue };
-                // Its number may be another job's by now.
+                // The number may belong to another job by now.
                 let is_its =
                     |record: &mut Box<JobData>| record.charge.is_waiting && record.charge.holder == leaf;
                 if entry.policy.is_waiting(job) && entry.policy.cargo_mut(job).is_some_and(is_its) {

@@ -1,7 +1,7 @@
-//! The files of a lease: made, lent and freed. What they are for stands in [`bulkhead_shared::memory_files`].
+//! Files of leases: making, lending and freeing files. [`bulkhead_shared::memory_files`] explains the purpose.
 //!
-//! Nothing of them is mapped here. Each is open twice: as who writes it gets it, and as who reads it does. Their mode
-//! lets nobody open them a third time.
+//! The supervisor does not map the files. Each file is open twice: once for the writer and once for the reader. The
+//! file mode prevents any process from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};
@@ -15,10 +15,10 @@ use bulkhead_shared::memory_files::FILES;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// The id that no process has: where we may give files away, it has them.
+/// User id that no process has. It becomes the owner of the files where the supervisor may change owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
-/// One of the files.
+/// A memory file, opened for writing and for reading.
 struct File {
     written: OwnedFd,
     read: Arc<OwnedFd>,
@@ -31,16 +31,17 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // Without the right to do so it stays ours: a worker of our own user can open it anew.
+        // Without the privilege the supervisor's user stays the owner, and a worker of this user can open the file
+        // again.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
 }
 
-/// A file of this process alone, of a size that stays.
+/// Creates a memory file of fixed size.
 pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know the last flag.
+    // Kernels before 6.3 do not know `MFD_NOEXEC_SEAL`.
     let file = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create(name, flags))?;
     rustix::fs::ftruncate(&file, bytes)?;
@@ -48,7 +49,7 @@ pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd
     Ok(file)
 }
 
-/// The files of one lease, of the same size.
+/// The two files of a lease, which have equal sizes.
 pub(super) struct Files {
     payload: File,
     result: File,
@@ -56,30 +57,31 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Makes them, with memory for a payload: to have it all there takes its time.
+    /// Makes the files and allocates the memory for a payload, which takes time.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
         Ok(files)
     }
 
-    /// For the client.
+    /// Returns the descriptors for the client.
     pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES] {
         [self.payload.written.as_fd(), self.result.read.as_fd()]
     }
 
-    /// For the worker.
+    /// Returns the descriptors for the worker.
     pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES] {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
-    /// Where the payload is read for those that get it as bytes.
+    /// Returns the descriptor for reading the payload, to send the content as bytes.
     pub(super) fn payload(&self) -> Arc<OwnedFd> {
         self.payload.read.clone()
     }
 
-    /// Gives the memory back, also of what others still have mapped. Takes its time. A client that has copied a result
-    /// sees by the file's mode whether it was still there: see [`bulkhead_shared::memory_files::is_whole`].
+    /// Frees the memory, even memory that other processes still have mapped. This takes time. A client that has
+    /// copied a result can tell by the file's mode if the memory was still there, see
+    /// [`bulkhead_shared::memory_files::is_whole`].
     pub(super) fn free(self) {
         let empty = |file: &File| {
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -92,18 +94,18 @@ impl Files {
     }
 }
 
-/// Whether a worker of a link can be lent files.
+/// State of lending memory files to the worker of a link.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Lending {
-    /// It cannot take them, or they cannot be sent to it.
+    /// The worker cannot take files, or sending files has failed.
     #[default]
     Never,
     Open,
-    /// It has not said that it has those that were sent last.
+    /// The worker has not confirmed the last loan.
     Unacknowledged,
 }
 
-/// The frame that says which files come with it.
+/// Returns a frame that announces lent files.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
@@ -113,8 +115,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends files, as many as a lease has at most, with the frame that says so. The socket is empty, so that it has room as
-/// a rule. Returns how many bytes that were.
+/// Sends files with a frame that announces them, at most as many files as a lease has. The socket must be empty, so
+/// that there usually is room. Returns the number of bytes sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),

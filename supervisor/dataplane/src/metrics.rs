@@ -1,4 +1,4 @@
-//! Copies the numbers behind the metrics: of all bulkheads at one moment, so that they add up.
+//! Collects the numbers for the metrics, from all bulkheads at the same moment so that sums are consistent.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::bulkheads::{Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
-/// Workers of one bulkhead that are shown. More than one machine runs.
+/// Maximum number of workers shown per bulkhead, more than a machine can run.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl DataPlane {
@@ -31,7 +31,7 @@ impl DataPlane {
         }
     }
 
-    /// Finds out what can be counted of each bulkhead now.
+    /// Updates the set of possible metric series of each bulkhead.
     fn settle_possible(&mut self) {
         let hosts: HashSet<Arc<str>> =
             self.bulkheads.iter().flat_map(|(_, entry)| entry.fallback.iter().cloned()).collect();
@@ -42,7 +42,8 @@ impl DataPlane {
         }
     }
 
-    /// The bulkheads that are there, and those that have jobs left, unless another one has the name by now.
+    /// Returns the bulkheads to report. Removed bulkheads are included unless another bulkhead has the same name by
+    /// now.
     fn told(&self) -> impl Iterator<Item = BulkheadIndex> {
         let is_told = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
@@ -94,14 +95,14 @@ impl DataPlane {
         &mut self.bulkheads[self.compartments[compartment].bulkhead].tally
     }
 
-    /// Counts a worker that follows another.
+    /// Counts a worker that replaces another worker.
     pub(super) fn count_restart(&mut self, compartment: CompartmentIndex, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !self.compartments[compartment].is_replay) {
             self.tally_of(compartment).restarts[cause as usize] += 1;
         }
     }
 
-    /// Counts what policy notes and nothing else counts.
+    /// Counts notes of policy that are counted nowhere else.
     pub(super) fn count_note(&mut self, compartment: CompartmentIndex, note: &Note) {
         if self.compartments[compartment].is_replay {
             return;
@@ -113,7 +114,7 @@ impl DataPlane {
         }
     }
 
-    /// Counts the end of a job, where its client sent it.
+    /// Counts the end of a job in the bulkhead that the client addressed.
     pub(super) fn count_end(&mut self, compartment: CompartmentIndex, cargo: &JobData, verdict: &Verdict) {
         let bulkhead = match &cargo.fallback {
             Some(fallback) => fallback.entry.0,
@@ -124,7 +125,7 @@ impl DataPlane {
         bulkhead.service.count(now, verdict);
     }
 
-    /// Counts what a compartment did with a job that it answers for, be it a guest or not.
+    /// Counts a job that a compartment answers, including jobs from other bulkheads.
     pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let tally = self.tally_of(compartment);
         if answer.job.is_some() {
@@ -136,7 +137,7 @@ impl DataPlane {
         }
     }
 
-    /// A guest leaves the bulkhead that it was passed on to.
+    /// Counts the end of a job in a fallback.
     pub(super) fn count_guest_end(
         &mut self,
         compartment: CompartmentIndex,
@@ -148,14 +149,14 @@ impl DataPlane {
         self.bulkheads[entry].tally.fallback(target, verdict);
     }
 
-    /// The label of a tenant whose job was refused before policy heard of it.
+    /// Returns the label of a tenant whose job was rejected before policy was involved.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.bulkheads.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.bulkheads.labels.len()) as u32
     }
 }
 
-/// The workers of all parts; each part's slots follow those of the one before.
+/// Returns the workers of all parts. The slots of each part are numbered after those of the previous part.
 fn staff(parts: &[&Compartment]) -> Vec<StaffView> {
     let mut all = Vec::new();
     let mut first = 0;

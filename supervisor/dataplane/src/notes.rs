@@ -1,5 +1,5 @@
-//! Turns what policy notes into the events that operators see. No text is rendered here: an event is a
-//! value, and another thread makes a line of it.
+//! Converts notes of policy to events for operators. No text is formatted here, because an event is a value that
+//! another thread renders.
 
 use bulkhead_api::{CrashId, Severity, Text, What, millis};
 use bulkhead_plane::command::Event;
@@ -36,7 +36,7 @@ impl DataPlane {
         }
     }
 
-    /// The operation and the tenant of a job that has just lost its worker, or its life.
+    /// Returns the operation and tenant of a job that has just lost its worker or has just crashed.
     fn whose(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         if let Some(cargo) = self.compartments[compartment].policy.cargo_mut(job) {
             return Some((cargo.operation.to_string(), cargo.tenant.to_string()));
@@ -45,18 +45,19 @@ impl DataPlane {
         Some((operation.to_string(), tenant.to_string()))
     }
 
-    /// Something went wrong in the supervisor itself.
+    /// Reports a problem of the supervisor itself.
     pub(super) fn note_trouble(&mut self, what: &str, detail: &str) {
         let trouble = What::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
         self.event(Severity::Critical, None, trouble);
     }
 
-    /// An event of a compartment, or of the supervisor itself. If the compartment is one tenant's, it says whose.
+    /// Reports an event of a compartment, or of the supervisor if `compartment` is `None`. The event names the tenant
+    /// if the compartment serves a single tenant.
     pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
         self.event_reported(severity, compartment, what, None);
     }
 
-    /// The same with the crash report about it.
+    /// Reports an event with a crash report.
     fn event_reported(
         &mut self,
         severity: Severity,
@@ -69,7 +70,7 @@ impl DataPlane {
         self.reporter.event(Event { tenant, report, ..Event::new(severity, bulkhead, what) });
     }
 
-    /// An event of a bulkhead as a whole.
+    /// Reports an event of a whole bulkhead.
     pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: BulkheadIndex, what: What) {
         let bulkhead = self.bulkheads[bulkhead].name.clone();
         self.reporter.event(Event::new(severity, Some(bulkhead), what));
@@ -83,7 +84,7 @@ impl DataPlane {
         }
     }
 
-    /// The events that belong to a job's end.
+    /// Reports the event for the end of a job, if the job crashed or exceeded its deadline while running.
     pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let Answer { job, cargo, verdict, .. } = answer;
         if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -129,17 +130,17 @@ impl DataPlane {
     }
 }
 
-/// The exit status, or the signal.
+/// Returns the exit status or the signal.
 fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // All are killed.
+        // The process is killed in all of these cases.
         Death::Violation(_) | Death::Oom | Death::Overfull => (None, Some("SIGKILL".into())),
     }
 }
 
-/// What a note tells; `whose` are the operation and the tenant of the job that it is about.
+/// Converts a note to an event. `whose` contains the operation and tenant of the note's job.
 fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = whose.unzip();
@@ -245,7 +246,7 @@ fn breaker_event(transition: &Transition) -> (Severity, What) {
         [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
     let severity = match transition.to {
         BreakerState::Open => Severity::Critical,
-        // By an operator.
+        // An operator has ordered this.
         BreakerState::ForcedOpen => Severity::Warning,
         BreakerState::HalfOpen | BreakerState::Closed => Severity::Info,
     };
@@ -259,7 +260,7 @@ fn breaker_event(transition: &Transition) -> (Severity, What) {
     (severity, what)
 }
 
-/// A share, to three digits.
+/// Rounds a share to three decimals.
 fn rounded(share: f64) -> f64 {
     (share * 1e3).round() / 1e3
 }

@@ -1,6 +1,6 @@
-//! What a worker says that answers no job: heartbeats, progress, words about itself, frames that are not known.
-//! They are heard together, once for each read, and have a budget: over it the worker's link is read less often, so
-//! that what it sends beyond waits in its own socket; far over it the worker is taken for broken.
+//! Notices: frames of a worker that answer no job, such as heartbeats, progress, status, and unknown frames. Notices
+//! are handled together after each read, within a budget. A worker over budget is read less often, so that further
+//! frames wait in the worker's own socket. A worker far over budget counts as broken.
 
 use std::time::Duration;
 
@@ -9,31 +9,31 @@ use bulkhead_policy::{Event, Time};
 use super::slab::LinkIndex;
 use super::{DataPlane, Incoming};
 
-/// Notices a second that any worker may send; each begun 8 KiB counts as one.
+/// Number of notices that every worker can send per second. A notice of `n` bytes counts as `1 + n / 8192`.
 const PER_SECOND: i64 = 1000;
 
-/// What each job that it may have at once adds: twice what the SDK sends of a job's progress.
+/// Additional notices per second for each concurrent job: twice the SDK's rate of progress notices for a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
-/// Notices that a job adds once, such as RETURNED and the heartbeat that follows.
+/// Additional notices for each job, such as RETURNED and the heartbeat that follows.
 const FOR_A_JOB: i64 = 2;
 
-/// For how long a worker that is over its budget is not read at most: less than makes it seem to hang.
+/// Maximum time for which a worker over budget is not read. During a longer pause, the worker would seem to hang.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Notices beyond the budget, and beyond what a pause makes up for, after which a worker counts as broken; in
-/// `docs/protocol.md`. A worker that has its whole budget again begins anew.
+/// Maximum number of notices beyond the budget and beyond what pauses compensate (see `docs/protocol.md`). A worker
+/// that sends more counts as broken. The count starts again when the budget is full.
 const BEYOND_MAX: i64 = 300_000;
 
-/// A link's notices.
+/// Notices of a link.
 pub(super) struct Notices {
-    /// What is left for now: a second's worth at most. Less than nothing is made up for by a pause.
+    /// Remaining budget, at most one second's worth. A pause compensates for a negative value.
     left: i64,
     filled_at: Time,
     beyond: i64,
-    /// Not read before this.
+    /// The link is not read before this time.
     paused_until: Option<Time>,
-    /// Of one read: whether the worker said anything, and what of itself.
+    /// State of a read: true if a notice came, and the last status text.
     is_heard: bool,
     said: Option<String>,
 }
@@ -52,23 +52,24 @@ impl Default for Notices {
 }
 
 impl Notices {
-    /// It was given a job.
+    /// Adds the budget of a job.
     pub(super) fn add_job(&mut self) {
         self.left += FOR_A_JOB;
     }
 
-    /// A notice of so many bytes came.
+    /// Charges a notice of this size.
     pub(super) fn spend(&mut self, bytes: usize) {
         self.is_heard = true;
         self.left -= 1 + (bytes / 8192) as i64;
     }
 
-    /// It said this of itself; what it said before in the same breath is passed over.
+    /// Records a status text, in place of an earlier text from this read.
     pub(super) fn say(&mut self, text: String) {
         self.said = Some(text);
     }
 
-    /// After a read: fills up, and judges.
+    /// Refills the budget after a read, and starts a pause if the budget is exceeded. Returns an error if the worker
+    /// counts as broken.
     fn settle(&mut self, now: Time, jobs: u32) -> Result<(), String> {
         let rate = PER_SECOND + PER_SECOND_AND_JOB * i64::from(jobs);
         let passed = i64::try_from(now.since(self.filled_at).as_micros()).unwrap_or(i64::MAX).min(1_000_000);
@@ -98,13 +99,13 @@ impl Notices {
 }
 
 impl DataPlane {
-    /// Whether a link is not to be read for now.
+    /// Returns true if the link must not be read now.
     pub(super) fn is_paused(&self, index: LinkIndex) -> bool {
         let link = self.links.get(index);
         link.is_some_and(|link| link.notices.paused_until.is_some())
     }
 
-    /// Tells policy what one read brought beside answers. Errors are for a worker that is to be ended.
+    /// Passes the notices of a read to policy. Returns an error message if the worker must be ended.
     pub(super) fn hear_notices(&mut self, index: LinkIndex) -> Result<(), String> {
         let now = self.now;
         let link = &mut self.links[index];
@@ -125,7 +126,7 @@ impl DataPlane {
         settled
     }
 
-    /// Reads links again whose pause is over.
+    /// Reads links again when a pause is over.
     pub(super) fn resume_links(&mut self) {
         if self.links.resume_at.is_none_or(|at| self.now < at) {
             return;
@@ -151,7 +152,7 @@ impl DataPlane {
 mod tests {
     use super::*;
 
-    /// Milliseconds from the start.
+    /// Returns the time `ms` milliseconds after the start.
     fn at(ms: u64) -> Time {
         Time::ZERO + Duration::from_millis(ms)
     }
@@ -161,14 +162,15 @@ mod tests {
         let mut notices = Notices::default();
         for ms in 0..100_000 {
             notices.add_job();
-            // RETURNED and a heartbeat each, and a word more.
+            // RETURNED, a heartbeat, and another notice.
             (0..3).for_each(|_| notices.spend(8));
             notices.settle(at(ms), 1).unwrap();
             assert_eq!((notices.paused_until, notices.beyond), (None, 0), "{ms}");
         }
     }
 
-    /// Sends so many notices a read for as long as it is read, up to an hour; returns the seconds until it is ended.
+    /// Sends `notices_per_read` notices in each read, for up to an hour. Returns the number of seconds until the
+    /// worker is ended.
     fn flood(notices_per_read: u32) -> Option<u64> {
         let (mut notices, mut now) = (Notices::default(), at(0));
         loop {
@@ -186,10 +188,10 @@ mod tests {
 
     #[test]
     fn one_that_is_over_it_is_read_less_often_and_one_that_floods_is_ended() {
-        // As many as a socket holds if each is sent by itself.
+        // As many notices as a socket holds if each is sent by itself.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
-        // Large ones count for what they are.
+        // Large notices count by size.
         let mut notices = Notices::default();
         notices.spend(2000 * 8192);
         assert_eq!(notices.left, -1001);

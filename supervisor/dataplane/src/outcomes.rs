@@ -1,4 +1,4 @@
-//! What becomes of jobs, on its way to their clients.
+//! Sends the outcomes of jobs to clients.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use super::sessions::{Stage, UNREAD_BYTES_PAUSE};
 use super::slab::{CompartmentIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint, Incoming, JobData};
 
-/// Places for requests that a client keeps when it has only a few.
+/// Capacity up to which a client's request table never shrinks.
 const REQUESTS_KEPT: usize = 1024;
 
-/// The payload of an answer: the result, or what the handler sent along with its failure.
+/// Returns the payload of an answer: the result, or the data that the handler sent with a failure.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),
@@ -28,7 +28,7 @@ fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p>
     }
 }
 
-/// What goes with an outcome beside the frozen structure.
+/// Extensions of an outcome frame.
 #[derive(Default)]
 pub(super) struct About {
     pub(super) job: Option<JobId>,
@@ -36,13 +36,13 @@ pub(super) struct About {
     pub(super) run_limit: Option<Duration>,
     /// Id of the crash report.
     pub(super) report: Option<String>,
-    /// Where the result is, if in a file.
+    /// Location of a result in a memory file.
     pub(super) result: Option<Named>,
 }
 
 impl DataPlane {
-    /// Returns the exit status of the program that ran a job, if the job ended by the program's own answer. A worker can
-    /// send a status with an answer that is then refused.
+    /// Returns the exit status of the program that ran a job, if the program's own answer ended the job. A worker can
+    /// send a status with an answer that is then rejected.
     pub(super) fn exit_status(answer: &Answer<Box<JobData>>) -> Option<i32> {
         answer.cargo.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
     }
@@ -92,7 +92,7 @@ impl DataPlane {
         let is_there = match self.sessions.of_mut(id) {
             Some(session) => {
                 session.requests.remove(&request);
-                // What a flood took is given back.
+                // Frees the memory of a burst of requests.
                 let (len, capacity) = (session.requests.len(), session.requests.capacity());
                 if capacity > REQUESTS_KEPT && len < capacity / 8 {
                     session.requests.shrink_to(2 * len);
@@ -138,7 +138,7 @@ impl DataPlane {
         self.buffers.keep_record(answer.cargo);
     }
 
-    /// Returns the report about the death that ends this job. Holds while that death is applied.
+    /// Returns the crash report about the death that ends this job. Valid only while this death is applied.
     pub(super) fn report_of(&self, answer: &Answer<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.reporter.report_about(answer.worker_pid.filter(|_| has_crashed))
@@ -159,7 +159,7 @@ impl DataPlane {
 
     pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
         let Some(entry) = self.sessions.of_mut(session) else { return };
-        // Progress is a courtesy: a client that does not keep up goes without.
+        // Progress is optional, so clients with a large backlog get none.
         if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
             let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
             self.mark_dirty(Endpoint::Session(session.index));
@@ -167,7 +167,7 @@ impl DataPlane {
     }
 }
 
-/// Puts an outcome where its client's are, if that still wants it.
+/// Queues an outcome for a client, unless the session is closing.
 fn push_outcome(
     sessions: &mut Sessions,
     pool: &mut BufferPool,
@@ -179,7 +179,7 @@ fn push_outcome(
     let Some(session) = sessions.get_mut(index).filter(|session| session.stage != Stage::Closing) else {
         return;
     };
-    // Every text in an outcome is bounded where it enters, so that the metadata fits.
+    // Every text in an outcome was limited on arrival, so the metadata fits.
     let number = job.map(JobId::to_bytes);
     let run_limit = run_limit.map(run_limit_bytes);
     let result = result.map(Named::to_bytes);

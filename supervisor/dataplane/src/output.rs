@@ -1,5 +1,5 @@
-//! The reading ends of workers' output, on their way to the control plane. What finds no room there stays with its
-//! worker and is offered again: a worker that cannot write would die of it.
+//! Passes the reading ends of workers' output to the control plane. If there is no room, the reading ends stay open
+//! and are offered again, because a worker that cannot write output would die.
 
 use bulkhead_plane::notices::WorkerOutput;
 
@@ -7,9 +7,9 @@ use super::DataPlane;
 use super::slab::LinkIndex;
 
 impl DataPlane {
-    /// Hands a worker's output over, if that was not done yet.
+    /// Passes a worker's output to the control plane, unless that was done already.
     pub(super) fn hand_output_over(&mut self, index: LinkIndex) {
-        // Of those that are offered again, some have gone.
+        // The worker may be gone when the output is offered again.
         let Some(link) = self.links.get_mut(index) else { return };
         let compartment = link.compartment;
         let Some(running) = link.running_mut() else { return };
@@ -27,7 +27,7 @@ impl DataPlane {
         }
     }
 
-    /// Offers again what found no room.
+    /// Offers the output again that found no room.
     pub(super) fn hand_outputs_over(&mut self) {
         if std::mem::take(&mut self.reporter.has_outputs) {
             self.links.indices().for_each(|index| self.hand_output_over(index));

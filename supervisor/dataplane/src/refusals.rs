@@ -1,5 +1,6 @@
-//! Telling operators which clients are turned away, at either socket and with single jobs: each once at first, and then
-//! now and then how often. However many come, what is told of them is bounded.
+//! Reports rejected clients to operators, for both sockets and for single jobs. The first rejection is reported at
+//! once, and later rejections are counted and reported at intervals. The number of events is bounded for any number
+//! of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,48 +13,48 @@ use bulkhead_shared::RejectReason;
 use super::DataPlane;
 use super::slab::BulkheadIndex;
 
-/// What happens to the same again is told no more often than this.
+/// Minimum interval between events about a subject.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// Users and bulkheads that are told of each by itself; all others are told of together.
+/// Maximum number of subjects before further users are reported together.
 const TOLD_MAX: usize = 64;
 
-/// What refusals are told of together.
+/// Subject of events about rejections. All rejections of a subject are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// A user's. Its processes come and go as it likes.
+    /// A user with all processes, because a user can start any number of them.
     User(u32),
-    /// Those of the workers of a bulkhead; `None` if it cannot be told of which.
+    /// The workers of a bulkhead. `None` if the bulkhead is not known.
     Worker(Option<BulkheadIndex>),
-    /// Users beyond [`TOLD_MAX`], and clients of which nothing is known.
+    /// Users beyond [`TOLD_MAX`], and clients of unknown identity.
     Others,
 }
 
-/// What was told, and what was not yet.
+/// Last event about a subject, and the rejections after it.
 pub(super) struct Told {
     at: Time,
     unreported: u64,
     last: (SocketKind, Refusal),
 }
 
-/// Clients that were turned away lately.
+/// Recently rejected clients.
 #[derive(Default)]
 pub(super) struct Refusals(HashMap<Subject, Told>);
 
 impl Refusals {
-    /// What it is counted as.
+    /// Returns the subject of a rejection.
     fn subject(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Subject {
         let subject = match refusal.peer {
             _ if !refusal.line.is_empty() => Subject::Worker(worker(&refusal.line)),
             Some(peer) => Subject::User(peer.uid),
             None => Subject::Others,
         };
-        // There are no more bulkheads than the file has; users can be as many as there are numbers.
+        // The number of bulkheads is bounded by the configuration, but the number of users is not.
         let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
         if is_known || self.0.len() < TOLD_MAX { subject } else { Subject::Others }
     }
 
-    /// Takes one in. Returns it if it is to be told now.
+    /// Records a rejection. Returns the rejection if an event must be sent now.
     fn add(
         &mut self,
         now: Time,
@@ -70,12 +71,13 @@ impl Refusals {
         Some((socket, refusal))
     }
 
-    /// A bulkhead's place is another's from here on.
+    /// Forgets a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// What has become due, and how many each stands for. A subject that was quiet is forgotten.
+    /// Returns the subjects with a due event, and the number of rejections for each. Forgets subjects without new
+    /// rejections.
     fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, Refusal)> {
         let mut due = Vec::new();
         self.0.retain(|&subject, told| {
@@ -95,7 +97,7 @@ impl Refusals {
 }
 
 impl DataPlane {
-    /// A connection was turned away.
+    /// Records the rejection of a connection or a job.
     pub(super) fn note_refusal(&mut self, socket: SocketKind, refusal: Refusal) {
         let worker = |line: &[u32]| self.bulkhead_of_line(line);
         let subject = self.entrance.refusals.subject(&refusal, worker);
@@ -114,7 +116,7 @@ impl DataPlane {
         }
     }
 
-    /// The bulkhead with a worker in this line of ancestors.
+    /// Returns the bulkhead with a worker among these ancestors.
     fn bulkhead_of_line(&self, line: &[u32]) -> Option<BulkheadIndex> {
         let mut links = self.links.values();
         let link = links.find(|link| link.pid().is_some_and(|pid| line.contains(&pid)))?;
@@ -127,7 +129,7 @@ impl DataPlane {
         let pid = refusal.peer.and_then(|peer| peer.pid);
         let (message, refused) = (refusal.message.to_string(), count);
         match subject {
-            // No honest worker does that.
+            // An honest worker does not do that.
             Subject::Worker(bulkhead) => {
                 let what = What::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 match bulkhead {
@@ -137,7 +139,7 @@ impl DataPlane {
             }
             Subject::User(_) | Subject::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
-                // Others have gone before they could be looked at, as probes do.
+                // All other clients disconnected before being identified, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = What::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 self.event(severity, None, what);
@@ -166,7 +168,7 @@ mod tests {
             let subject = refusals.subject(&refusal, |_| None);
             told += usize::from(refusals.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
         }
-        // All subjects without a place of their own have one together.
+        // The subjects beyond the maximum share an entry.
         assert_eq!((told, refusals.0.len()), (TOLD_MAX + 1, TOLD_MAX + 1));
         assert!(refusals.due(Time::ZERO).is_empty());
         let later = Time::ZERO + TELL_AGAIN_AFTER;
@@ -176,7 +178,7 @@ mod tests {
         assert!(refusals.due(later).is_empty());
         assert!(refusals.due(later + TELL_AGAIN_AFTER).is_empty());
         assert!(refusals.0.is_empty());
-        // Workers are not lost in a crowd.
+        // Workers keep separate entries when many users are rejected.
         for uid in 0..100 {
             let refusal = refusal(uid, &[]);
             let subject = refusals.subject(&refusal, |_| None);

@@ -1,8 +1,8 @@
-//! Another version of the file put in force while jobs run.
+//! Puts another version of the configuration into force while jobs run.
 //!
-//! Bulkheads and compartments keep their places for as long as anything of them is there, and a place is used
-//! again only when nothing is: no job, no worker, no job of theirs elsewhere. Whatever names a bulkhead for
-//! later (a fallback, an entry of `[[access]]`) does so by its name.
+//! A bulkhead or compartment keeps its index as long as anything is left of it. An index is reused only when there is
+//! no job, no worker, and no job in another bulkhead. References that can outlive a bulkhead (a fallback, an entry of
+//! `[[access]]`) use its name.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ impl DataPlane {
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
             let bulkhead = self.open(spec);
-            // Others may fall back to it.
+            // Other bulkheads may have this bulkhead as a fallback.
             self.end_leases_of_bytes_needed(bulkhead);
             if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
@@ -45,7 +45,7 @@ impl DataPlane {
         Ok(dropped)
     }
 
-    /// The keys set live that do not go together with what a reload says.
+    /// Returns the live changes that are not compatible with a reload.
     pub(super) fn would_drop(&self, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &Reconfigured| {
             let &bulkhead = self.bulkheads.by_name.get(&reconfigured.spec.name)?;
@@ -55,9 +55,9 @@ impl DataPlane {
         reload.changed.iter().filter_map(of).collect()
     }
 
-    // Coming.
+    // Adding bulkheads.
 
-    /// Gives a bulkhead its place. Its workers are still to be started.
+    /// Adds a bulkhead. The workers are not started yet.
     pub(super) fn open(&mut self, spec: BulkheadSpec) -> BulkheadIndex {
         let limits = spec.max_active.is_none().then(|| spec.limits.clone());
         let name = spec.name.clone();
@@ -72,7 +72,7 @@ impl DataPlane {
         bulkhead
     }
 
-    // Other values.
+    // Changing bulkheads.
 
     fn reconfigure(&mut self, reconfigured: Reconfigured) {
         let Some(&bulkhead) = self.bulkheads.by_name.get(&reconfigured.spec.name) else { return };
@@ -98,8 +98,8 @@ impl DataPlane {
         self.want_settling(bulkhead);
     }
 
-    /// What a file says, but for what was changed live and is the same in the file as before: of that, whatever goes
-    /// together with the file.
+    /// Merges a configuration with live changes. A live change stays if the key is unchanged in the file and the
+    /// result is valid.
     fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> Merged {
         let Reconfigured { spec, limits_before, own_before, .. } = reconfigured;
         let entry = &self.bulkheads[bulkhead];
@@ -126,7 +126,7 @@ impl DataPlane {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // There may be thousands: all or none.
+        // There can be thousands of tenants, so either all live changes of tenants stay or none.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -135,15 +135,15 @@ impl DataPlane {
         merged
     }
 
-    /// The numbers for a tenant's compartment, as its bulkhead has them now.
+    /// Returns the current limits for the compartment of a tenant.
     fn limits_for(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> Option<Limits> {
         let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else { return None };
         Some(isolated.limits_of(self.compartments[compartment].tenant.as_deref()?))
     }
 
-    // Going.
+    // Removing bulkheads.
 
-    /// A bulkhead takes no more jobs: no client finds it any more.
+    /// Starts to remove a bulkhead, which clients can no longer find.
     fn retire(&mut self, name: &str) {
         if let Some(bulkhead) = self.bulkheads.by_name.remove(name) {
             self.bulkheads[bulkhead].presence = Presence::Leaving;
@@ -151,7 +151,7 @@ impl DataPlane {
         }
     }
 
-    /// Brings bulkheads that are to go on as far as they are.
+    /// Continues the removal of bulkheads as far as possible.
     pub(super) fn settle_leaving(&mut self) {
         let mut at = 0;
         while let Some(&bulkhead) = self.bulkheads.leaving.get(at) {
@@ -164,7 +164,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops what has no job any more. Returns whether nothing is left.
+    /// Stops compartments without jobs. Returns true if nothing is left of the bulkhead.
     fn wind_up(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
         let is_replayed = |place: CompartmentIndex| self.compartments[place].bulkhead == bulkhead;
@@ -175,7 +175,7 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // One whose jobs are elsewhere is still to hear of them.
+            // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over
@@ -195,15 +195,15 @@ impl DataPlane {
     }
 }
 
-/// What is to be in force of a bulkhead.
+/// Result of merging a configuration with live changes.
 struct Merged {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
-    /// What was set live and is not.
+    /// Live changes that were dropped.
     dropped: Vec<String>,
 }
 
-/// A number that can be set live: its key, and how it is taken over.
+/// A key that can be changed live, and a function that copies the value.
 type Number = (&'static str, fn(&mut Limits, &Limits));
 
 const NUMBERS: &[Number] = &[
@@ -213,7 +213,7 @@ const NUMBERS: &[Number] = &[
     ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
 ];
 
-/// What was changed live stays, unless its key is another in the file.
+/// Returns the live value, unless the file has changed the key.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
     if before == after { live.clone() } else { after.clone() }
 }

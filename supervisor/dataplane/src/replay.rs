@@ -1,5 +1,5 @@
-//! A job of a crash report, run again: in a compartment that is there for this job alone, with one fresh worker,
-//! which counts nowhere. What became of the bulkhead meanwhile does not matter, as long as it is configured.
+//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a fresh worker, and is not
+//! counted anywhere. The bulkhead must be configured, but the state of the bulkhead does not matter.
 
 use std::time::Duration;
 
@@ -16,27 +16,27 @@ use super::bulkheads::Compartment;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Held, Incoming, JobData};
 
-/// How long a worker may take to end when its job is done.
+/// Time limit for a worker to end after the job.
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
 
 pub(super) struct Replay {
     pub(super) compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
-    /// What its worker, or program, died of.
+    /// Cause of death of the worker or program.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
     done: oneshot::Sender<Replayed>,
 }
 
 enum Stage {
-    /// The worker starts.
+    /// The worker is starting.
     Starting(ReplayOrder),
-    /// The worker is ready for it.
+    /// The worker is ready for the job.
     Ready(ReplayOrder),
     /// The worker has the job.
     Running,
-    /// The worker is to end.
+    /// The worker is ending.
     Ending,
 }
 
@@ -73,7 +73,7 @@ impl DataPlane {
         self.orders.replays.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
-    /// What policy notes of a replay is for the replay alone.
+    /// Handles a note about a replay, which causes no event.
     pub(super) fn note_replay(&mut self, compartment: CompartmentIndex, note: Note) {
         let Some(replay) = self.replay_in(compartment) else { return };
         match note {
@@ -94,7 +94,7 @@ impl DataPlane {
         }
     }
 
-    /// The program of a replayed job has died, and its worker lives.
+    /// Records the death of a replayed job's program, while the worker continues.
     pub(super) fn replay_program_died(&mut self, compartment: CompartmentIndex, cause: Option<Cause>) {
         if let Some(replay) = self.replay_in(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = cause;
@@ -117,12 +117,12 @@ impl DataPlane {
         self.buffers.keep_record(answer.cargo);
     }
 
-    /// Brings each replay on as far as it goes now: what ends at once is not heard of again.
+    /// Advances each replay as far as possible, because a replay that ends at once causes no further event.
     pub(super) fn settle_replays(&mut self) {
         while (0..self.orders.replays.len()).any(|index| self.step_replay(index)) {}
     }
 
-    /// Whether there was a step to take.
+    /// Advances a replay. Returns true if there was a step.
     fn step_replay(&mut self, index: usize) -> bool {
         let replay = &mut self.orders.replays[index];
         let compartment = replay.compartment;
@@ -178,13 +178,12 @@ impl Replay {
         let (end, ran) = self.end.unwrap_or_else(stopping);
         let is_crash = matches!(end, Ok(Verdict::Crashed { .. }));
         let cause = self.cause.filter(|_| is_crash);
-        // Its caller may have gone.
+        // The caller may have gone.
         let _ = self.done.send(Replayed { pid: self.pid, end, cause, ran });
     }
 }
 
-/// A bulkhead's numbers for one worker with one job: the times are the bulkhead's own, and nothing keeps the
-/// job out.
+/// Returns limits for a worker with a single job. Timeouts are unchanged, and nothing can reject the job.
 fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;

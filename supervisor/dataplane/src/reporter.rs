@@ -1,5 +1,5 @@
-//! What the data plane tells the control plane: events, crash reports, output of workers, spans. It formats nothing and
-//! never waits: what finds no room is counted.
+//! Sends events, crash reports, workers' output and spans to the control plane. Formats nothing and never waits.
+//! Dropped messages are counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,17 +18,18 @@ use super::spans::Spans;
 pub(super) struct Reporter {
     pub(super) notices: Speaker,
     pub(super) pulse: Arc<SharedCounters>,
-    /// Where the spans of jobs go, if they are taken.
+    /// Set if tracing is on.
     pub(super) spans: Option<Spans>,
-    /// Whether the output of some workers found no room on its way to the control plane.
+    /// True if the output of some worker found no room.
     pub(super) has_outputs: bool,
-    /// Crash reports so far.
+    /// Number of crash reports so far.
     pub(super) crashes: u32,
-    /// The places for reports on their way to be kept.
+    /// Permits for crash reports that wait to be stored.
     pub(super) places: Arc<Semaphore>,
-    /// The job that ended by a crash last, its operation and tenant: an event that follows may be about it.
+    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
+    /// job.
     pub(super) last_crashed: Option<(JobId, Box<str>, Box<str>)>,
-    /// The report about the death that is being applied, and the process that died: events name it.
+    /// Process and crash report of the death that is being applied. Events about the death refer to the report.
     pub(super) last_report: Option<(u32, CrashId)>,
     /// Suppresses the events of single compartments during a command for a whole bulkhead.
     pub(super) is_quiet: bool,
@@ -59,18 +60,18 @@ impl Reporter {
         self.notify(Notice::Event(Box::new(event)));
     }
 
-    /// For an event about the death of a process: the report about it.
+    /// Returns the crash report for an event about the death of process `pid`.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
     }
 
-    /// A place for a report on its way to be kept.
+    /// Returns a permit for a crash report, if available.
     pub(super) fn place(&self) -> Option<OwnedSemaphorePermit> {
         self.places.clone().try_acquire_owned().ok()
     }
 
-    /// What was seen of the states of bulkheads is not true any more.
+    /// Signals that earlier observations of the bulkheads' states are outdated.
     pub(super) fn states_have_changed(&self) {
         self.pulse.revision.fetch_add(1, Ordering::SeqCst);
     }

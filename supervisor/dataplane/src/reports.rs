@@ -1,5 +1,5 @@
-//! What the keeper reports: processes that run, break the rules of their sandbox, and end; and whether the keeper
-//! itself is well. What becomes of their jobs is for policy.
+//! Reports from the keeper: processes that start, violate the sandbox, and end, and the loss of the keeper itself.
+//! Policy decides what happens to the jobs.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -18,20 +18,21 @@ use super::links::{End, Link, Running};
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
 
-/// Violations of a worker's programs that are remembered until that one says how they ended.
+/// Maximum number of violations remembered per worker until the worker reports the end of the program.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Reports that are read ahead to find one: as many as the keeper has waiting at most.
+/// Maximum number of reports to read ahead in search of a violation, equal to the maximum that the keeper can have
+/// queued.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
-/// Reads of a dead worker's link: more than what a socket holds takes.
+/// Maximum number of reads from a dead worker's link, enough for a full socket.
 const READS_AFTER_DEATH_MAX: usize = 256;
 
-/// A worker that is gone, while what it left behind is being ended.
+/// A dead worker whose descendants are being reaped.
 pub(super) struct Sweeping {
     compartment: CompartmentIndex,
     worker: WorkerId,
-    /// Its user id, if that is its own.
+    /// User id of the worker, if the worker has a separate user id.
     id: Option<u32>,
 }
 
@@ -41,7 +42,7 @@ impl DataPlane {
             return self.keeper_gone();
         }
         loop {
-            // What could not be heard when it came goes before what came after it.
+            // Deferred reports are handled before newer reports.
             self.hear_late_reports();
             match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.keeper_report(report),
@@ -51,7 +52,7 @@ impl DataPlane {
         }
     }
 
-    /// What could not be heard when it came.
+    /// Handles deferred reports.
     pub(super) fn hear_late_reports(&mut self) {
         while let Some(report) = self.keeper.late_report() {
             self.keeper_report(report);
@@ -90,7 +91,7 @@ impl DataPlane {
                 match self.host_of_programs(worker) {
                     Some(link) => {
                         link.end = End::Dead { death, usage };
-                        // It gets no more jobs meanwhile, as one that says that it ends.
+                        // The worker gets no more jobs until then, as after announcing its end.
                         let (compartment, worker) = (link.compartment, link.worker);
                         self.apply(compartment, Event::Stopping { worker }, Incoming::None);
                     }
@@ -110,13 +111,13 @@ impl DataPlane {
         }
     }
 
-    /// A worker that runs a program for each job: its death is told when nothing is left of them, since what is
-    /// left of a job may still do its work.
+    /// Returns the link of a worker that runs a program for each job. The death of such a worker is reported when no
+    /// program is left, because a program may still be working on a job.
     fn host_of_programs(&mut self, spawn: u64) -> Option<&mut Link> {
         self.links.of_spawn_mut(spawn).filter(|link| link.program.runs_programs())
     }
 
-    /// The death of such a worker, which is told now.
+    /// Returns the deferred death of a worker that runs programs, which must be reported now.
     fn untold_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.host_of_programs(spawn)?;
         match std::mem::replace(&mut link.end, End::None) {
@@ -136,16 +137,16 @@ impl DataPlane {
         }
     }
 
-    /// Whether the system calls of a worker are filtered.
+    /// Returns true if a worker's system calls are filtered.
     fn is_filtered(&self, spawn: u64) -> bool {
         self.links.of_spawn(spawn).is_some_and(|link| link.program.sandbox().filters())
     }
 
-    /// A process of a worker's made a forbidden system call, and is being killed.
+    /// Handles a forbidden system call by a process of a worker. The keeper is killing the process.
     fn violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let compartment = link.compartment;
-        // The keeper tells of a process before of what it does.
+        // The keeper reports the start of a process before any violation.
         let Some(Running { pid, violations, .. }) = link.running_mut() else { return };
         if violations.len() >= VIOLATIONS_MAX {
             violations.pop_front();
@@ -157,11 +158,12 @@ impl DataPlane {
         self.event(Severity::Critical, Some(compartment), what);
     }
 
-    /// How a program of a worker's ended, by a signal as that one says: the keeper may know more.
+    /// Returns the cause of a program's death by a signal. The worker only knows the signal, but the keeper may have
+    /// reported a violation.
     pub(super) fn program_death(&mut self, index: LinkIndex, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
-            // What it said of a violation it said before it killed. The rest has to wait: it may be the end
-            // of this very worker, whose answer is being read.
+            // The keeper reports a violation before killing the process. All other reports are deferred, because one
+            // of them may be the death of this worker, whose answer is being read.
             for _ in 0..REPORTS_AHEAD_MAX {
                 let Ok(Some(report)) = self.keeper.serving().and_then(Keeper::receive) else { break };
                 match report {
@@ -194,16 +196,16 @@ impl DataPlane {
         if has_out_of_band(&self.links[index].socket) {
             self.out_of_band(Endpoint::Link(index));
         }
-        // Its hello may have come before the news of its birth.
+        // The hello may have arrived before the report of the start.
         self.link_readable(index);
     }
 
-    /// A worker's process is gone; without a death of its own it was ended with its keeper.
+    /// Handles the end of a worker's process. `death` is `None` if the worker was ended together with the keeper.
     fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
         let read = self.links[index].reading.end();
-        // What it said before it died still counts.
-        // No end of file comes while something that it left behind has its end of the link.
+        // Frames from before the death still count. The end of file does not arrive while a descendant has the
+        // worker's end of the link.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
         let mut reads = 0;
         while reads < READS_AFTER_DEATH_MAX
@@ -220,7 +222,7 @@ impl DataPlane {
         self.end_leases_at(spawn);
         self.tell_unread(compartment, worker, read, begun);
         if death.is_some() {
-            // Its id is not another's before all that has it is gone.
+            // The user id must not be reused while descendants of the worker have the id.
             self.links.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });
         }
         let id = link.id.take();
@@ -240,7 +242,7 @@ impl DataPlane {
         self.links.gone.push(link);
     }
 
-    /// Nothing is left of a worker that was told to be gone.
+    /// Handles the end of all descendants of a dead worker.
     fn swept(&mut self, spawn: u64) {
         self.template_is_swept(spawn);
         let Some(Sweeping { compartment, worker, id }) = self.links.sweeping.remove(&spawn) else { return };
@@ -248,7 +250,7 @@ impl DataPlane {
         self.apply(compartment, Event::Swept { worker }, Incoming::None);
     }
 
-    /// Of a worker that is gone. Its id is not given back yet.
+    /// Removes the link of a dead worker. The user id is not returned to the pool yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links.by_spawn.remove(&spawn)?;
         let Some(link) = self.links.retire(index) else {
@@ -266,9 +268,10 @@ impl DataPlane {
         Some(link)
     }
 
-    /// The keeper is gone, and no process watches the workers: they are all ended, and another keeper is started.
+    /// Handles the loss of the keeper. No process supervises the workers any more, so all are ended, and another
+    /// keeper is started.
     fn keeper_gone(&mut self) {
-        // Its socket is closed on the other thread.
+        // The background thread closes the socket.
         let Some(old) = self.keeper.descriptor() else { return };
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         self.keeper.replace(self.now, &mut self.background);
@@ -278,10 +281,10 @@ impl DataPlane {
         }
     }
 
-    /// Nothing is left of the keeper that was lost, nor of any worker.
+    /// Handles the end of all processes of a lost keeper, including all workers.
     fn keeper_is_swept(&mut self) {
         self.templates_are_gone();
-        // No slot is to be taken over by a spare that is dead as well.
+        // Spares come first, so that no slot is taken over by a spare that is dead too.
         let (spares, others): (Vec<_>, Vec<_>) =
             self.links.by_spawn.keys().copied().partition(|spawn| self.is_spare(*spawn));
         for spawn in spares.into_iter().chain(others) {
@@ -297,7 +300,7 @@ impl DataPlane {
         link.is_some_and(|link| self.compartments[link.compartment].policy.is_spare(link.worker))
     }
 
-    /// There is another keeper: it is ordered the workers that were wanted meanwhile.
+    /// Puts a new keeper into service. The queued workers can then be ordered.
     fn keeper_is_back(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), super::KEEPER, interest)?;
@@ -305,7 +308,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// What came of tasks on the background thread. Errors are those of a keeper that cannot be replaced.
+    /// Handles the results of the background threads. Errors are those of a keeper that cannot be replaced.
     pub(super) fn hear_background(&mut self) -> io::Result<()> {
         while let Some(done) = self.background.done() {
             match done {
@@ -324,7 +327,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Wants to hear from the keeper, after an order that matters.
+    /// Requests an answer from the keeper after an important order.
     pub(super) fn ask_keeper(&mut self) {
         self.keeper.ask(self.now);
         self.want_housekeeping();
@@ -339,7 +342,8 @@ impl DataPlane {
     }
 }
 
-/// Whether bytes out of band wait: what came before its process was known was not heard.
+/// Returns true if out-of-band bytes are pending. Bytes that came before the process was known have been ignored so
+/// far.
 fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)

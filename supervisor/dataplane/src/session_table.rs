@@ -1,4 +1,4 @@
-//! All sessions: by their places, whose turn it is to be read, and what they add up to.
+//! All sessions by index, the order of reading, and totals.
 
 use std::collections::HashMap;
 
@@ -13,22 +13,22 @@ use super::turns::Turns;
 
 pub(super) struct Sessions {
     pub(super) slab: Slab<SessionIndex, Session>,
-    /// How many there have been.
+    /// Number of sessions so far.
     pub(super) epochs: u64,
-    /// Those of clients at the jobs socket.
+    /// Number of clients, without clients of the control plane.
     pub(super) clients: usize,
-    /// Clients that have something to be read.
+    /// Clients with input.
     pub(super) turns: Turns,
-    /// Those of them that can wait for the others, and the time that goes into them.
+    /// Clients with input that can wait, and the time budget for reading them.
     pub(super) patient: Turns,
     pub(super) patience: Allowance,
-    /// Bytes of results that clients have not read.
+    /// Total size of unread output to clients, in bytes.
     pub(super) undelivered: usize,
 }
 
 owns_slab!(Sessions, SessionIndex, Session);
 
-/// For those that can wait: one part in so many of a processor's time.
+/// Reciprocal of the processor share for reading clients that can wait.
 const PATIENT_PART: i64 = 16;
 
 impl Sessions {
@@ -44,17 +44,17 @@ impl Sessions {
         }
     }
 
-    /// Whether those that can wait are to be read now.
+    /// Returns true if clients that can wait should be read now.
     pub(super) fn may_read_patient(&mut self, now: Time) -> bool {
         !self.patient.is_empty() && self.patience.may_work(now)
     }
 
-    /// When those that can wait are to be read.
+    /// Returns the next time to read clients that can wait.
     pub(super) fn patient_at(&self) -> Option<Time> {
         (!self.patient.is_empty()).then(|| self.patience.resume_at())
     }
 
-    /// The session that had this place then, if it is still there.
+    /// Returns the session with this id, if still open.
     #[inline]
     pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
         self.slab.get(id.index).filter(|session| session.epoch == id.epoch)
@@ -65,7 +65,7 @@ impl Sessions {
         self.slab.get_mut(id.index).filter(|session| session.epoch == id.epoch)
     }
 
-    /// The connection of a client may have something to be read.
+    /// Queues a client that may have input.
     pub(super) fn want_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             let turns = if session.standing.can_wait() { &mut self.patient } else { &mut self.turns };
@@ -73,7 +73,7 @@ impl Sessions {
         }
     }
 
-    /// Where a client's job is, for the day it wants to cancel it.
+    /// Records the job of a request, so that the client can cancel the job.
     pub(super) fn remember_request(
         &mut self,
         id: SessionId,
@@ -86,16 +86,17 @@ impl Sessions {
         }
     }
 
-    /// The holder of what this session sends.
+    /// Returns the memory holder of a session.
     pub(super) fn holder(&self, id: SessionId) -> Option<Holder> {
         Some(self.of(id)?.holder)
     }
 
-    /// The connection that is to go for one of this user: none if that user would have more than the one that gives,
-    /// or if the one that gives has no idle ones. The places that clients share are so shared by users: one alone may
-    /// have all of them, and gives when another finds none free.
+    /// Returns the idle connection to close for a new client of user `uid`. Only the user with the most connections
+    /// must give up a connection. Returns `None` if `uid` would then have more connections than that user, or if that
+    /// user has no idle connection. So a single user can have all connections, and gives some up when another user
+    /// finds none free.
     pub(super) fn idle_for(&self, uid: u32) -> Option<SessionIndex> {
-        // Those of the control plane have places of their own.
+        // Clients of the control plane have separate permits.
         let clients = || self.slab.iter().filter(|(_, session)| session.place.is_none());
         let mut counts = HashMap::new();
         clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);

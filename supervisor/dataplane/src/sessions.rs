@@ -1,4 +1,4 @@
-//! The clients' connections: accepting, writing, and cutting off those that misbehave.
+//! Client connections: accepting, writing, and disconnecting clients that misbehave.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -27,59 +27,59 @@ use super::turns::Standing;
 use super::{DataPlane, Endpoint, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
 
-/// Connections that one turn of the loop takes. Clients that are in come first: to find out their identity is work.
+/// Maximum number of connections accepted per iteration. Connected clients have precedence, because identifying a new
+/// client takes time.
 const ACCEPTS_PER_TURN: usize = 4;
 
-/// The time after which it takes no further one.
+/// Time after which an iteration accepts no further connection.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
-/// Time for a client's hello.
+/// Timeout for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 
-/// Time for a frame to arrive whole, from its first byte.
+/// Timeout for a whole frame, from the first byte.
 const FRAME_WITHIN: Duration = Duration::from_secs(30);
 
-/// Time in which a client must read something of what waits for it.
+/// Maximum time in which a client with pending output reads nothing.
 const READ_WITHIN: Duration = Duration::from_secs(30);
 
-/// A client with so many unread bytes is not listened to until it reads.
+/// Send backlog above which a client is not read, in bytes.
 pub(super) const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 pub(super) struct Session {
     pub(super) end: ClientEnd,
-    /// The process that connected, if that could be told.
+    /// Process that connected, if known.
     pub(super) peer: Option<Peer>,
-    /// When it is read.
+    /// State in the fair queue.
     pub(super) standing: Standing,
-    /// What they may do.
     pub(super) grant: Grant,
     pub(super) epoch: u64,
     pub(super) stage: Stage,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// By request number: the job, and whose it is.
+    /// Jobs with compartments, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// The holder of what it sends.
+    /// Memory holder of the client's data.
     pub(super) holder: Holder,
-    /// As last added to the totals of the plane.
+    /// Memory of the current frame, as last counted.
     pub(super) counted_held: Counted,
-    /// The bulkhead that a large frame, or else the last job, is for.
+    /// Bulkhead of the current large frame, or else of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
     pub(super) counted_unread: usize,
     pub(super) mid_frame_since: Option<Time>,
-    /// As of the last read, see [`Inbox::frames_begun`].
+    /// Value of [`Inbox::frames_begun`] after the last read.
     pub(super) frames_begun: u64,
     pub(super) unread_since: Option<Time>,
-    /// Memory files that it was lent and may not have read yet.
+    /// Memory files that were lent to the client and may be unread.
     pub(super) unread: Unread,
-    /// Leases that were called back and that it did not return in time, the last ones.
+    /// The most recent revoked leases, which the client did not return in time.
     pub(super) leases_lost: VecDeque<u64>,
     pub(super) is_dirty: bool,
     pub(super) is_paused: bool,
-    /// Of a client of the control plane's, which does not count among those of the jobs socket.
+    /// Permit of a control-plane client, which does not count as a client of the jobs socket.
     pub(super) place: Option<OwnedSemaphorePermit>,
     pub(super) uid: u32,
-    /// When something came or went last.
+    /// Time of the last input or output.
     pub(super) active_at: Time,
 }
 
@@ -89,15 +89,14 @@ pub(super) enum Stage {
         since: Time,
     },
     Open,
-    /// Refused: closed as soon as the refusal is sent.
+    /// Rejected. The session is closed when the rejection is sent.
     Closing,
 }
 
-/// Why a client is cut off, and what it is told.
+/// Reason for disconnecting a client, and the message for the client.
 pub(super) struct Breach(pub(super) RejectReason, pub(super) String);
 
 impl Session {
-    /// One that has said nothing yet.
     pub(super) fn new(
         end: ClientEnd,
         (peer, grant): (Option<Peer>, Grant),
@@ -132,7 +131,7 @@ impl Session {
         }
     }
 
-    /// The supervisor did nothing for so long: the client could not go on either.
+    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not continue either.
     pub(super) fn excuse(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.stage {
             Stage::AwaitingHello { since } => Some(since),
@@ -142,19 +141,19 @@ impl Session {
         times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
     }
 
-    /// Whether nothing is in flight, waits or is under way.
+    /// Returns true if the client has no jobs and nothing is being sent or received.
     pub(super) fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // What has just come makes it another.
+        // Input that has just arrived makes the session busy.
         self.stage != Stage::Closing && has_nothing && self.end.is_quiet()
     }
 }
 
 impl DataPlane {
-    // Coming and going.
+    // Connecting and disconnecting.
 
-    /// Lets in some of those who wait, as far as there is time for them; if there may be more, `accept_pending` stays
-    /// set.
+    /// Accepts some of the waiting connections, within the time budget. `accept_pending` stays set if more may be
+    /// waiting.
     pub(super) fn accept(&mut self) {
         self.entrance.accept_pending = true;
         let began = Instant::now();
@@ -185,8 +184,8 @@ impl DataPlane {
                     let heard = self.entrance.hear_arrivals(&self.poll);
                     let error = heard.err().unwrap_or(error);
                     if error.kind() != io::ErrorKind::WouldBlock {
-                        // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
-                        // come twice, so ask again.
+                        // Usually, no descriptors are free. The connection stays in the backlog and is not reported
+                        // again, so try again later.
                         self.note_trouble("a client could not be accepted", &error.to_string());
                         self.want_housekeeping();
                     }
@@ -208,13 +207,14 @@ impl DataPlane {
         self.sessions.clients += 1;
         self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
-        // One that cannot be told has its share with all such.
+        // All clients of unknown identity share a user.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
         let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
         self.want_housekeeping();
         if let Some(refusal) = refusal {
             self.refuse_session(index, refusal.reason, &refusal.message);
-            // At once: a crowd that is turned away must not take the descriptors of clients that are in.
+            // Sent and closed at once, so that a crowd of rejected clients cannot take the descriptors of accepted
+            // ones.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
                 self.note_refusal(SocketKind::Jobs, refusal);
@@ -222,7 +222,7 @@ impl DataPlane {
         }
     }
 
-    /// Serves a client of the application that this is in, as one of the jobs socket: only who it is is known.
+    /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
     pub(super) fn welcome_embedded(&mut self, end: in_process::End) {
         let own = rustix::process::geteuid().as_raw();
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
@@ -242,13 +242,14 @@ impl DataPlane {
         }
     }
 
-    /// Serves a client of the control plane's.
+    /// Serves a client of the control plane.
     pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
         let end = ClientEnd::Socket(socket);
         self.open_session(end, (None, Grant::Everything), Stage::Open, Some(place), uid);
     }
 
-    /// A session; a socket does not block. One that cannot be served is gone already.
+    /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
+    /// on return.
     fn open_session(
         &mut self,
         end: ClientEnd,
@@ -274,7 +275,8 @@ impl DataPlane {
         index
     }
 
-    /// The client that connected, and what it may do; or why it may not come in. The cheap looks come first.
+    /// Identifies a client that connects, and returns its permissions or the reason for rejecting it. Cheap checks
+    /// come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
         let grant = self.entrance.access.grant(peer, socket);
@@ -288,7 +290,7 @@ impl DataPlane {
             );
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
         }
-        // A worker that tries is told of as one, also where its user may not come in anyway.
+        // A worker that connects is reported as a worker, even if the user has no access anyway.
         if grant.is_ok() || self.entrance.access.is_own(peer) {
             self.entrance.access.check_descent(socket, peer)?;
         }
@@ -299,8 +301,8 @@ impl DataPlane {
         Ok((peer, grant))
     }
 
-    /// Asks anew what each client may do: `[[access]]` is another. One that may nothing any more stays, since its
-    /// jobs in hand are to have their outcomes; what it sends from here on is `forbidden`.
+    /// Updates the permissions of all clients after a change of `[[access]]`. A client without permissions stays
+    /// connected to receive the outcomes of earlier jobs. Further requests are `forbidden`.
     pub(super) fn grant_again(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.stage != Stage::Closing);
@@ -310,7 +312,7 @@ impl DataPlane {
         }
     }
 
-    /// Closes a connection that is idle, for another user.
+    /// Closes an idle connection in favour of another user.
     fn close_idle(&mut self, index: SessionIndex) {
         let message = "this connection was idle, and its user has most of the connections that there may be \
                        (max_clients): another user needs one; connect again";
@@ -326,7 +328,7 @@ impl DataPlane {
         }
         session.stage = Stage::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // The message is ours and short: it always fits.
+        // The message is the supervisor's own and short, so it fits.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.cancel_requests(index);
         self.mark_dirty(Endpoint::Session(index));
@@ -339,7 +341,7 @@ impl DataPlane {
             self.drop_leases_of(SessionId { index, epoch: session.epoch });
         }
         let Some(session) = self.sessions.slab.retire(index) else { return };
-        // A place that is free again must not be flushed for its former owner.
+        // A free index must not be flushed for the former session.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
         self.memory.recount(session.counted_held, nothing);
@@ -360,7 +362,7 @@ impl DataPlane {
         }
     }
 
-    /// Counts what is held for the frame that has begun. It can be given up if nothing else is lost with it.
+    /// Counts the memory of the incomplete frame. It can be given up if no job is lost with it.
     pub(super) fn count_frame(&mut self, index: SessionIndex) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         let held = session.inbox.held_bytes();
@@ -376,7 +378,7 @@ impl DataPlane {
         self.memory.recount(was, counted);
     }
 
-    /// A connection gives up its half-received frame; if it has no jobs under way, it is closed.
+    /// Gives up the incomplete frame of a connection. Closes a connection without jobs.
     pub(super) fn give_frame(&mut self, holder: Holder) {
         let found = self.sessions.iter().find(|(_, session)| session.holder == holder);
         let Some((index, session)) = found else { return };
@@ -392,7 +394,7 @@ impl DataPlane {
         self.count_frame(index);
     }
 
-    /// Gives up a large frame that comes in, if one does, and says so: the connection goes on.
+    /// Gives up an incomplete large frame, if any, and rejects the job. The connection stays open.
     pub(super) fn give_up_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {
@@ -400,7 +402,7 @@ impl DataPlane {
         }
     }
 
-    /// Gives back what is held for a job that is over.
+    /// Releases the memory of a finished job.
     pub(super) fn free_job(&mut self, cargo: &mut JobData) {
         self.memory.discharge(&mut cargo.charge);
         if let Some(payload) = cargo.held.payload.take() {
@@ -445,8 +447,8 @@ impl DataPlane {
         }
     }
 
-    /// A client that lets more results pile up than one of the largest, while the memory for all is used
-    /// up, or far more than that, is cut off.
+    /// Disconnects a client whose unread output exceeds the maximum size of a result by more than 16 MiB. If the
+    /// unread output of all clients exceeds the memory budget, disconnects the client with the most.
     fn bound_undelivered(&mut self, index: SessionIndex) {
         let Some(session) = self.sessions.get(index) else { return };
         let own = session.counted_unread;
@@ -463,7 +465,7 @@ impl DataPlane {
         }
     }
 
-    // Slow ones.
+    // Stalled clients.
 
     pub(super) fn look_after_sessions(&mut self) {
         self.accept();

@@ -1,47 +1,48 @@
-//! How much of the memory for what waits each holder has, and which has to give some of it back when another needs room.
+//! Shares of the memory for waiting data: how much each holder has, and which holder must free memory when another
+//! needs room.
 //!
-//! Holders are a tree: users, their connections, the bulkheads that these have jobs in. One alone may hold
-//! everything. When there is no room left, a holder below an equal share of what its parent has gets room
-//! nevertheless, and the one furthest over its share gives: half-received frames first, then waiting jobs.
-//! It counts and chooses; it knows nothing of sessions and jobs, and frees nothing itself.
+//! Holders form a tree: users, connections of a user, and bulkheads with jobs of a connection. A single holder can
+//! have all memory. When no memory is left, a holder below an equal share of the parent's memory gets some
+//! nevertheless. The holder furthest over an equal share then frees memory: incomplete frames first, then waiting
+//! jobs. This module only counts and chooses. It does not know sessions or jobs, and frees nothing itself.
 
 use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
 
 use foldhash::quality::RandomState;
 
-/// A place in the tree.
+/// Index of a node in the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// A holder, at the top.
+/// A holder at the top level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// Clients of this user.
     User(u32),
-    /// What is on its way to workers, and cannot be given back.
+    /// Frames that workers have not read, which cannot be freed.
     Workers,
 }
 
-/// What is held: whether, and how, it can be given back.
+/// Kind of held memory, which determines how the memory can be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A half-received frame that can be thrown away.
+    /// An incomplete frame that can be discarded.
     Frame,
     /// A waiting job.
     Job,
-    /// It goes when its time comes.
+    /// Cannot be freed early.
     Fixed,
 }
 
-/// The holder that is to give.
+/// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Giver {
-    /// Its half-received frame; it is a connection, or what one holds in a bulkhead.
+    /// The incomplete frame of a connection, or of a connection for a bulkhead.
     Frame(Holder),
-    /// This connection and bulkhead its newest waiting job of the lowest class.
+    /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
     Job(Holder),
 }
 
@@ -62,16 +63,16 @@ impl Bytes {
 #[derive(Default)]
 struct Node {
     parent: Holder,
-    /// What its parent knows it by.
+    /// Key of this node in the parent's `children`.
     key: u64,
     held: Bytes,
-    /// By key.
+    /// Children by key.
     children: HashMap<u64, Holder, RandomState>,
-    /// How many of them hold something.
+    /// Number of children that hold memory.
     active: usize,
-    /// Those by how much; kept only while room is short.
+    /// Children that hold memory, by size. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
-    /// Whether it is to stay although it holds nothing.
+    /// True if the node must stay even when it is empty.
     is_open: bool,
 }
 
@@ -89,7 +90,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// A connection of an owner, until [`Shares::close`].
+    /// Adds a connection of an owner. The node stays until [`Shares::close`].
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -101,18 +102,19 @@ impl Shares {
         connection
     }
 
-    /// It is forgotten as soon as nothing is held for it.
+    /// Closes a connection. The node is forgotten when all memory is released.
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
         match idle.is_empty() {
             true => self.forget(connection),
-            // It goes with the last of them.
+            // The connection is forgotten together with the last child.
             false => idle.into_iter().for_each(|leaf| self.forget(leaf)),
         }
     }
 
-    /// What a connection holds in a bulkhead. It stays as long as the connection, or something is held.
+    /// Returns the holder for a connection in a bulkhead. The node stays until the connection is closed and all
+    /// memory is released.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.child(connection, bulkhead.number() as u64)
     }
@@ -133,8 +135,8 @@ impl Shares {
         self.forget(holder);
     }
 
-    /// Whether a connection may hold so much more for a bulkhead: there is room, or at one of the levels it would
-    /// stay within an equal share, so that another gives.
+    /// Returns true if a connection may hold `more` bytes for a bulkhead. Either there is room, or the holder at some
+    /// level stays within an equal share, so that another holder must free memory.
     pub(super) fn may_have(
         &self,
         connection: Holder,
@@ -145,8 +147,8 @@ impl Shares {
         self.held().saturating_add(more) <= most || self.scope(connection, bulkhead, more, most).is_some()
     }
 
-    /// Of those that hold what a connection holds for a bulkhead, the highest that would stay within an equal share
-    /// with so much more: its parent, whose other children are to give.
+    /// Finds the highest level at which the holder would stay within an equal share with `more` bytes. Returns the
+    /// parent at this level, whose other children must free memory.
     fn scope(
         &self,
         connection: Holder,
@@ -173,24 +175,25 @@ impl Shares {
         levels.iter().find(|level| is_within(level)).map(|&(parent, _)| parent)
     }
 
-    /// What the children of a holder share.
+    /// Returns the memory that the children of a holder share.
     fn room(&self, parent: Holder, most: usize) -> usize {
         if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
     }
 
-    /// The connection that a holder is, or is of.
+    /// Returns the connection that a holder is, or belongs to.
     pub(super) fn connection(&self, holder: Holder) -> Holder {
         let parent = self.nodes[holder.0 as usize].parent;
         if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }
     }
 
-    /// What each owner may hold whatever the others do.
+    /// Returns the number of bytes that each owner can always hold.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         most / self.nodes[0].active.max(1)
     }
 
-    /// The giver when more than `most` is held, to make room for what a connection holds for a bulkhead; `None` if it
-    /// is not, or only by what cannot be given, or by holders that are within their share.
+    /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
+    /// `wants`. Returns `None` if the limit is not exceeded, or if no holder over an equal share has memory that can
+    /// be freed.
     pub(super) fn giver(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -210,7 +213,7 @@ impl Shares {
         self.giver_in(scope.unwrap_or(ROOT), most).or_else(|| self.giver_in(ROOT, most))
     }
 
-    /// The child that is furthest over its share gives: first a frame, whichever is the largest.
+    /// Chooses the child that is furthest over an equal share. The largest frame is freed first, and then a job.
     fn giver_in(&self, parent: Holder, most: usize) -> Option<Giver> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
         let mut over = self.most_first(parent).take_while(|&child| self.bytes(child).all > share);
@@ -289,13 +292,13 @@ impl Shares {
         }
     }
 
-    /// Removes a holder of nothing, and those above it that are no more than that.
+    /// Removes an empty holder, and all ancestors that become empty.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {
             let node = &self.nodes[at.0 as usize];
             let (key, parent) = (node.key, node.parent);
-            // What a connection holds in a bulkhead is worth its place for as long as there is the connection.
+            // The node for a bulkhead is kept as long as the connection is open.
             let is_kept = node.is_open || self.nodes[parent.0 as usize].is_open && parent != ROOT;
             if is_kept || node.held.all > 0 || !node.children.is_empty() {
                 return;

@@ -1,12 +1,12 @@
-//! One kind of table for everything that the data plane gives a number: each has numbers of a type of its own, so that
-//! a number of one table cannot name a place in another.
+//! Tables for everything that the data plane numbers. Each table has a separate index type, so that an index cannot
+//! be used in another table.
 
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
 
-/// The number of a place in a [`Slab`].
+/// Index of an entry in a [`Slab`].
 pub(super) trait SlabIndex: Copy + Eq + Ord + Hash + Debug {
     fn from_number(number: usize) -> Self;
     fn number(self) -> usize;
@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Has an owner be used as the table that it keeps in `slab`.
+/// Implements `Deref` to the table in the field `slab`.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -56,28 +56,28 @@ macro_rules! owns_slab {
 pub(super) use owns_slab;
 
 indices! {
-    /// The place of a client's session.
+    /// Index of a client's session.
     SessionIndex;
-    /// The place of a worker's link.
+    /// Index of a worker's link.
     LinkIndex;
-    /// The place of a bulkhead.
+    /// Index of a bulkhead.
     BulkheadIndex;
-    /// The place of a compartment.
+    /// Index of a compartment.
     CompartmentIndex;
 }
 
-/// Names a session; a place that is used again has another epoch.
+/// Identifies a session. The epoch distinguishes sessions that have used the same index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionId {
     pub(super) index: SessionIndex,
     pub(super) epoch: u64,
 }
 
-/// Values by the numbers of their places. A place is used again, at once or by [`Slab::recycle`].
+/// Values by index. An index is reused, either at once or after [`Slab::recycle`].
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Free when the turn is over: events for the value before may still be in hand.
+    /// Free at the end of the iteration, because events for the previous value may still be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }
@@ -89,7 +89,7 @@ impl<I, T> Default for Slab<I, T> {
 }
 
 impl<I: SlabIndex, T> Slab<I, T> {
-    /// The place that the next value gets.
+    /// Returns the index that the next value will get.
     pub(super) fn next(&self) -> I {
         self.free.last().copied().unwrap_or_else(|| I::from_number(self.places.len()))
     }
@@ -117,26 +117,26 @@ impl<I: SlabIndex, T> Slab<I, T> {
         self.places.get_mut(index.number())?.as_mut()
     }
 
-    /// Takes a value out. Its place may be another's at once.
+    /// Removes a value. The index can be reused at once.
     pub(super) fn remove(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.free.push(index);
         Some(value)
     }
 
-    /// Takes a value out. Its place stays empty until [`Slab::recycle`].
+    /// Removes a value. The index is not reused before [`Slab::recycle`].
     pub(super) fn retire(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.freed.push(index);
         Some(value)
     }
 
-    /// The turn is over: the places of what was retired may be used again.
+    /// Makes the indices of retired values available. Called at the end of an iteration.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.freed);
     }
 
-    /// The numbers of all places that there are now, empty ones included. It holds no borrow.
+    /// Returns all current indices, including empty ones. The iterator does not borrow the table.
     pub(super) fn indices(&self) -> impl Iterator<Item = I> + use<I, T> {
         (0..self.places.len()).map(I::from_number)
     }
@@ -155,7 +155,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// For what cannot be gone while its number is held.
+/// For values that cannot be removed while an index is in use. Panics if the value is gone.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

@@ -1,5 +1,5 @@
-//! Snapshots in pieces: a bulkhead can remember thousands of tenants, and to look at all of them takes longer than
-//! jobs may wait. Each part is counted once: when it is looked at, or when it is forgotten before that.
+//! Snapshots in pieces. A bulkhead can have thousands of tenants, and visiting all of them would delay jobs for too
+//! long. Each part is counted once, even if the part is forgotten before the visit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,29 +12,29 @@ use super::bulkheads::{Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::view::Sum;
 
-/// Parts of bulkheads that one turn of the loop looks at. Fewer than these are all of one moment.
+/// Maximum number of parts visited per iteration. A snapshot of fewer parts shows a single moment.
 const PARTS_PER_TURN: usize = 256;
 
-/// A snapshot that is being made.
+/// A snapshot in progress.
 pub(super) struct SnapshotInPieces {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads that are still to be looked at: their places, and the names of those there.
+    /// Bulkheads to visit, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     begun: Option<Begun>,
     done: Vec<Snapshot>,
 }
 
-/// A bulkhead of which some parts are looked at.
+/// A partly visited bulkhead.
 struct Begun {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
-    /// The other ones.
+    /// Parts to visit.
     left: Vec<CompartmentIndex>,
     sum: Sum,
 }
 
 impl DataPlane {
-    /// Begins to show bulkheads, and as a rule ends it.
+    /// Starts a snapshot, which usually completes at once.
     pub(super) fn want_snapshot(&mut self, bulkhead: Option<&str>, reply: oneshot::Sender<Vec<Snapshot>>) {
         let wanted =
             self.present().into_iter().map(|bulkhead| (bulkhead, self.bulkheads[bulkhead].name.clone()));
@@ -45,7 +45,7 @@ impl DataPlane {
         }
     }
 
-    /// Goes on with the oldest one.
+    /// Continues the oldest snapshot.
     pub(super) fn show_a_piece(&mut self) {
         let Some(mut snapshot) = self.orders.snapshots.pop_front() else { return };
         if snapshot.reply.is_closed() {
@@ -70,7 +70,7 @@ impl DataPlane {
                     }
                 }
                 None if snapshot.wanted.is_empty() => {
-                    // Its caller may have gone.
+                    // The caller may have gone.
                     let _ = snapshot.reply.send(snapshot.done);
                     return;
                 }
@@ -92,19 +92,19 @@ impl DataPlane {
         Some(begun)
     }
 
-    /// Whether it was not removed, and perhaps another put in its place.
+    /// Returns true if the bulkhead was not removed, and the index not reused.
     fn is_there(&self, begun: &Begun) -> bool {
         let entry = self.bulkheads.get(begun.bulkhead);
         entry.is_some_and(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &begun.name))
     }
 
-    /// Returns whether it has looked at all of them.
+    /// Visits further parts. Returns true if all have been visited.
     fn look_at_parts(&self, begun: &mut Begun, parts: &mut usize) -> bool {
         while *parts > 0
             && let Some(place) = begun.left.pop()
         {
             *parts -= 1;
-            // Its bulkhead may have been removed meanwhile.
+            // The part may have been removed meanwhile.
             if let Some(part) = self.compartments.get(place) {
                 begun.sum.add(&self.links, part, self.now);
             }
@@ -112,7 +112,7 @@ impl DataPlane {
         begun.left.is_empty()
     }
 
-    /// A tenant's part that is forgotten counts as what it was, if it was not looked at before.
+    /// Adds a tenant's part that is being forgotten, unless already visited.
     pub(super) fn add_gone_to_snapshot(
         &mut self,
         bulkhead: BulkheadIndex,

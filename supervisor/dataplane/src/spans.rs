@@ -1,5 +1,5 @@
-//! The spans of jobs, as far as the data plane makes them: each sampled job gets one that continues its caller's
-//! trace, if spans are taken. Its worker is told of it, and its end is handed on as it is, unrendered.
+//! Spans of jobs, as far as the data plane makes them. If tracing is on, each sampled job gets a span in the caller's
+//! trace. The worker gets the span's context, and another thread formats the finished span.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;
@@ -18,15 +18,15 @@ use bulkhead_shared::{Outcome, Priority, Verdict};
 use super::slab::CompartmentIndex;
 use super::{DataPlane, JobData};
 
-/// A job's place in a trace.
+/// Trace context of a job.
 pub(super) struct Trace {
-    /// As its client sent it.
+    /// Context that the client sent.
     given: Traceparent,
-    /// Of one that is recorded.
+    /// Span of the job, if recorded.
     span: Option<OpenSpan>,
 }
 
-/// A span that has begun.
+/// A span in progress.
 struct OpenSpan {
     own: Traceparent,
     began: SystemTime,
@@ -34,25 +34,25 @@ struct OpenSpan {
 }
 
 impl Trace {
-    /// The trace itself: 32 digits.
+    /// Returns the trace id, which has 32 hexadecimal digits.
     pub(super) fn id(&self) -> &str {
         self.given.trace_id()
     }
 
-    /// What the worker is given: under our own span, if there is one.
+    /// Returns the context for the worker: the job's own span if any, otherwise the client's context.
     pub(super) fn handed_on(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
 
 impl JobData {
-    /// The job's own span, if it has one.
+    /// Returns the context of the job's own span, if any.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
     }
 }
 
-/// Where spans go, and their numbers.
+/// Channel for spans, and generator of span ids.
 pub(super) struct Spans {
     sender: SpanSender,
     ids: SpanIds,
@@ -64,8 +64,8 @@ impl Spans {
     }
 }
 
-/// Numbers of spans, which begin anywhere and look random (this is SplitMix64): within a trace no other
-/// participant is likely to come upon one of them.
+/// Generator of span ids. The start is random and the ids look random (SplitMix64), so that other participants in a
+/// trace are unlikely to use an equal id.
 struct SpanIds(u64);
 
 impl SpanIds {
@@ -79,7 +79,7 @@ impl SpanIds {
 }
 
 impl DataPlane {
-    /// The trace of a job that comes in.
+    /// Creates the trace context of a new job.
     pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
         let given = given?;
         let spans = self.reporter.spans.as_mut().filter(|_| given.is_sampled());
@@ -91,7 +91,7 @@ impl DataPlane {
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Hands on the span of a job that has ended. Takes the job's names, which are not asked for after that.
+    /// Sends the span of a finished job. Takes the job's names, which are not needed afterwards.
     pub(super) fn end_span(
         &mut self,
         compartment: CompartmentIndex,
@@ -106,7 +106,7 @@ impl DataPlane {
         self.send_span(bulkhead, record, outcome);
     }
 
-    /// Has a span for a job that is refused before it is one; returns it, if there is any.
+    /// Sends a span for a submission that is rejected before becoming a job. Returns the context of the span, if any.
     pub(super) fn span_of_refused(
         &mut self,
         submit: &Submit<'_>,
@@ -142,7 +142,7 @@ impl DataPlane {
     fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
         let Some(spans) = &self.reporter.spans else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Room first: a storm costs no more than that it is counted.
+        // Reserves room first. Without room, a span costs no more than the count.
         let Ok(place) = spans.sender.try_reserve() else {
             self.reporter.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
@@ -174,7 +174,7 @@ mod tests {
         drawn.sort_unstable();
         drawn.dedup();
         assert_eq!(drawn.len(), 100_000);
-        // The one state of all that is mixed to zero.
+        // The only state from which mixing yields zero.
         assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
     }
 }

@@ -1,19 +1,19 @@
-//! Workers that die before they are ready, of one bulkhead: counted by cause, so that a program that never starts is
-//! one crash report with a number and not a hundred. They have an allowance of their own and cost no job its report.
+//! Deaths of workers that were never ready, counted by cause. A program that never starts causes a crash report with
+//! a count instead of a hundred reports. The separate rate limit leaves room for reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 
 use super::crashes::Allowance;
 
-/// Causes of one bulkhead that are told apart; of more, the one that was seen longest ago is forgotten.
+/// Maximum number of causes per bulkhead. When there are more, the least recently seen cause is forgotten.
 const CAUSES_MAX: usize = 8;
 
-/// The start failures of one bulkhead.
+/// Start failures of a bulkhead.
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
-    /// How many more are reported now.
+    /// Rate limit of crash reports.
     pub(super) allowance: Allowance,
-    /// What was reported, the cause that was seen last at the end.
+    /// Reported causes, the most recently seen last.
     seen: Vec<Seen>,
 }
 
@@ -25,7 +25,7 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts one more of a cause that was reported before: its report, and how many it stands for now.
+    /// Counts another failure with a cause that was reported before. Returns the crash report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.is_same(cause))?;
         let mut seen = self.seen.remove(place);
@@ -35,7 +35,7 @@ impl StartFailures {
         Some(told)
     }
 
-    /// The first one of a cause is reported.
+    /// Records the first report about a cause.
     pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
         if self.seen.len() == CAUSES_MAX {
             self.seen.remove(0);

@@ -1,6 +1,5 @@
-//! Whether a worker is silent because it hangs, or because the machine gives it no processor: how long each of
-//! its threads was ready to run and did not, from `/proc`. The policy asks; it also decides. The files are read on
-//! the background thread.
+//! Distinguishes a worker that hangs from a worker without processor time. `/proc` tells how long each thread was
+//! ready to run without running. Policy requests the check and decides. The background thread reads the files.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -12,16 +11,16 @@ use super::journal::Journal;
 use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use super::{DataPlane, Incoming};
 
-/// Threads that are looked at; a worker with more is judged by these.
+/// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Workers of which it is looked up at once when they were alive.
+/// Number of workers whose journal beats are read together.
 const BEATS_AT_ONCE: usize = 128;
 
-/// In the time of a heartbeat it is looked so often which workers are silent.
+/// Number of checks for silent workers per heartbeat interval.
 const LOOKS_PER_BEAT: u128 = 4;
 
-/// A worker's threads since its silence was noticed.
+/// Scheduling statistics of a worker's threads since the silence was noticed.
 pub(super) struct Watch {
     pid: u32,
     begun: OnceLock<Figures>,
@@ -32,13 +31,13 @@ struct Figures {
     threads: HashMap<u32, Thread>,
 }
 
-/// What the kernel tells of a thread.
+/// Scheduling statistics of a thread.
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// How long it was ready to run and did not. The kernel adds a wait when it is over.
+    /// Time in which the thread was ready and did not run. The kernel adds a wait only at the end of the wait.
     waited_ns: u64,
-    /// Whether it runs, or is ready to.
+    /// True if the thread runs or is ready to run.
     is_ready: bool,
 }
 
@@ -54,8 +53,8 @@ impl DataPlane {
         running.watch = self.background.watch(&watch).then_some(watch);
     }
 
-    /// Looks up when workers were alive that write that down: this one and its neighbours, so that they are not looked
-    /// up each in a turn of its own.
+    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
+    /// iterations.
     fn look_up_beats(&mut self, index: LinkIndex) {
         if !self.links[index].has_beats {
             return;
@@ -72,7 +71,7 @@ impl DataPlane {
         }
     }
 
-    /// Compares; policy is told in a later turn.
+    /// Starts the check of a watched worker. Policy gets the result in a later iteration.
     pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.link_of(compartment, worker);
         if let Some(index) = index {
@@ -83,10 +82,11 @@ impl DataPlane {
         }
         let running = index.and_then(|index| self.links[index].running_mut());
         match running.and_then(|running| running.watch.take()) {
-            // It is dead, which policy is told as soon as nothing is left of it.
+            // The worker is dead. It counts as starved until policy gets the death, when none of its processes is
+            // left.
             _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),
             Some(watch) => self.background.look(compartment, worker, watch),
-            // The machine does not even get to look.
+            // The worker could not be watched, because too many checks are pending on this machine.
             None => self.links.looked.push((compartment, worker, true)),
         }
     }
@@ -102,8 +102,8 @@ impl DataPlane {
     }
 }
 
-/// When a worker was alive, to a part of its heartbeat: those that were so at nearly the same time are due together for
-/// the next look, in place of a wake-up for each.
+/// Rounds the time of a worker's last beat up to a quarter of the heartbeat interval. Workers with nearly equal times
+/// are then due together and do not cause a wake-up each.
 fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
     let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
@@ -115,12 +115,12 @@ impl Watch {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Takes the figures to compare with.
+    /// Records the statistics to compare with later.
     pub(super) fn begin(&self) {
         self.begun.get_or_init(|| Figures::of(self.pid));
     }
 
-    /// Whether a thread has waited for a processor for most of the time since then.
+    /// Returns true if a thread has waited for a processor for at least half of the time since [`Watch::begin`].
     pub(super) fn is_starved(&self) -> bool {
         self.begun.get().is_some_and(|begun| Figures::of(self.pid).is_starved_since(begun))
     }
@@ -141,19 +141,19 @@ impl Figures {
 }
 
 impl Thread {
-    /// Of `passed`, the time in which it was ready to run and did not.
+    /// Returns the part of `passed` in which the thread was ready and did not run.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
         if self.is_ready && before.is_ready {
-            // Of one that was given no processor at all, nothing is told yet.
+            // The kernel does not include a wait that has not ended.
             return passed.saturating_sub(since(self.ran_ns, before.ran_ns)).max(waited);
         }
         waited
     }
 }
 
-/// By number. Without such figures in this kernel, none.
+/// Returns the statistics by thread id. Empty if this kernel provides no statistics.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let figures = |entry: std::fs::DirEntry| {
@@ -165,10 +165,10 @@ fn threads(pid: u32) -> HashMap<u32, Thread> {
 }
 
 impl Thread {
-    /// From its files `schedstat` and `stat`.
+    /// Parses the contents of a thread's files `schedstat` and `stat`.
     fn read(schedstat: &str, stat: &str) -> Option<Self> {
         let mut figures = schedstat.split(' ').map(str::parse);
-        // The name before the state may have any character.
+        // The name before the state can contain any character.
         let (_, state) = stat.rsplit_once(") ")?;
         Some(Self {
             ran_ns: figures.next()?.ok()?,
@@ -203,7 +203,8 @@ mod tests {
             eprintln!("skipped: this kernel does not tell how long threads wait for a processor");
             return;
         }
-        // An hour, of which no thread waited half an hour; this one runs as it looks.
+        // An hour in which no thread waited for half an hour. This thread runs during the check, so the state is
+        // overwritten.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }
@@ -213,7 +214,7 @@ mod tests {
         assert!(!watch.is_starved(), "there is nothing to compare with");
     }
 
-    /// Seconds of ten.
+    /// The arguments are numbers of seconds in a ten-second window.
     #[test]
     fn a_thread_is_starved_if_it_was_ready_most_of_the_time_and_did_not_run() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {

@@ -19,7 +19,7 @@ use super::bulkheads::{Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming};
 
-/// Tenants of one bulkhead that can have numbers of their own.
+/// Maximum number of tenants per bulkhead with individual limits.
 const OWN_MAX: usize = 16_384;
 
 impl DataPlane {
@@ -83,7 +83,7 @@ impl DataPlane {
         }
     }
 
-    /// What is refused where it comes in is in the counts that are told next.
+    /// Counts the jobs that the HTTP server has rejected, so that the next counts include them.
     fn count_refused_by_http(&mut self) {
         let pulse = self.reporter.pulse.clone();
         for ((name, priority, reason), count) in pulse.refused.take() {
@@ -93,7 +93,7 @@ impl DataPlane {
         }
     }
 
-    /// Counts a job that never reached a compartment.
+    /// Counts a job that was rejected before reaching a compartment.
     pub(super) fn count_refused(
         &mut self,
         bulkhead: BulkheadIndex,
@@ -137,7 +137,7 @@ impl DataPlane {
             };
             self.apply_quietly(compartment, event);
         }
-        // One event for all tenants.
+        // A single event covers all tenants.
         let what = match verb {
             Verb::Drain => What::Draining { drain_timeout_ms: None },
             Verb::Resume => What::Resumed {},
@@ -149,7 +149,7 @@ impl DataPlane {
         Ok(())
     }
 
-    // Numbers.
+    // Limits.
 
     fn change(&mut self, name: &str, change: &Change) -> Result<Box<Snapshot>, SteerError> {
         let bulkhead = self.find(name)?;
@@ -208,7 +208,7 @@ impl DataPlane {
         }
     }
 
-    /// What the only tenant of a compartment has of its own.
+    /// Returns the individual limits of the compartment's tenant, if the compartment serves a single tenant.
     fn own_numbers(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> TenantConfig {
         match (&self.bulkheads[bulkhead].layout, &self.compartments[compartment].tenant) {
             (Layout::Isolated(isolated), Some(tenant)) => {
@@ -218,7 +218,7 @@ impl DataPlane {
         }
     }
 
-    /// The numbers in force for all tenants of a bulkhead.
+    /// Returns the limits in force for all tenants of a bulkhead.
     pub(super) fn limits_of(&self, bulkhead: BulkheadIndex) -> &Limits {
         match &self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => self.compartments[*compartment].policy.limits(),
@@ -226,7 +226,7 @@ impl DataPlane {
         }
     }
 
-    /// The bulkheads that take jobs.
+    /// Returns the configured bulkheads.
     pub(super) fn present(&self) -> Vec<BulkheadIndex> {
         let here = self.bulkheads.iter().filter(|(_, entry)| entry.presence == Presence::Here);
         here.map(|(index, _)| index).collect()
@@ -366,7 +366,7 @@ impl DataPlane {
         }
     }
 
-    /// The first time in-flight jobs get `drain_timeout`; the second time nothing gets any.
+    /// Stops all bulkheads. The first call allows jobs in flight `drain_timeout`, and the second allows no time.
     pub(super) fn stop(&mut self) {
         let patience = if self.stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.stopping {
@@ -417,7 +417,7 @@ fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
 }
 
-/// Programs that nothing keeps apart run one after the other.
+/// Rejects concurrent programs in a worker if nothing isolates the programs.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.one_at_once() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Unfit(format!(
@@ -427,7 +427,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// An adaptive limit is never above what can run.
+/// Rejects an adaptive limit above the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -439,7 +439,7 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
     }
 }
 
-/// Each worker of isolated tenants is a process of this machine, and so is each spare.
+/// Limits the number of processes of a bulkhead with isolated tenants, including spares.
 fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), SteerError> {
     let each = u64::from(processes) + u64::from(spares);
     match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
@@ -450,16 +450,16 @@ fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), S
     }
 }
 
-/// What stands in the file and is not changed live.
+/// Settings that cannot be changed live.
 #[derive(Clone, Copy)]
 pub(super) struct Fixed<'s> {
     pub(super) sandbox: &'s Sandbox,
-    /// How many tenants may have workers, if they are kept apart.
+    /// Maximum number of tenants with workers, if tenants are isolated.
     pub(super) max_active: Option<usize>,
     pub(super) has_own_pressure: bool,
 }
 
-/// What only a queue can use.
+/// Rejects settings that need a queue if there is no queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Unfit(format!("{what}: {help}")));
     match limits.max_queue {
@@ -472,7 +472,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// The relations that a file is held to as well.
+/// Checks the relations between keys that apply to a configuration file too.
 pub(super) fn check_fit(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

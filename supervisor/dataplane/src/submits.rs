@@ -1,4 +1,4 @@
-//! Jobs as clients send them: what is checked before policy hears of one, and what becomes of one that is refused there.
+//! Jobs from clients: checks before policy gets a job, and rejections.
 
 use std::time::Duration;
 
@@ -21,19 +21,19 @@ use super::sessions::{Breach, Stage};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 
-/// Jobs that one client can have under way.
+/// Maximum number of unfinished jobs per client.
 const REQUESTS_MAX: usize = 1 << 20;
 
-/// What a client sends beside the frozen structure.
+/// Extensions of a submission.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Extras {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
-    /// Where the payload is, if in a file.
+    /// Location of a payload in a memory file.
     pub(super) leased: Option<Named>,
 }
 
-/// By the specification (W3C), an invalid one is ignored.
+/// Returns the trace context. An invalid context is ignored, as the W3C specification requires.
 pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     let text = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok())?;
     Traceparent::parse(text)
@@ -135,12 +135,12 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Whether a job's client is still there.
+    /// Returns true if the client of a job is still connected.
     pub(super) fn is_awaited(&self, cargo: &JobData) -> bool {
         self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
     }
 
-    /// A number that is in use would have two outcomes.
+    /// Rejects a request number that is in use, because a number must not get two outcomes.
     pub(super) fn check_number(&self, index: SessionIndex, number: u64) -> Result<(), Breach> {
         match self.sessions.get(index) {
             Some(session) if session.requests.contains_key(&number) => {
@@ -151,7 +151,7 @@ impl DataPlane {
         }
     }
 
-    /// The checks of shape and of what the client may do, before policy hears of the job.
+    /// Checks the shape of a submission and the permissions of the client.
     pub(super) fn check_submit<'m>(
         &self,
         index: SessionIndex,
@@ -161,7 +161,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        // As a rule it is for the same bulkhead as the one before.
+        // Consecutive jobs are usually for the same bulkhead.
         let is_again = |index: &BulkheadIndex| {
             let entry = self.bulkheads.get(*index);
             entry.is_some_and(|entry| *entry.name == *submit.bulkhead && entry.presence == Presence::Here)
@@ -209,7 +209,7 @@ impl DataPlane {
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
-        // Some of it may be held already.
+        // Part of the frame may be held already.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
         if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
@@ -218,7 +218,7 @@ impl DataPlane {
         Ok((bulkhead, submit, extras))
     }
 
-    /// Answers a submit that policy never hears of.
+    /// Rejects a submission that has not reached policy.
     pub(super) fn reject_frame(
         &mut self,
         index: SessionIndex,
@@ -233,7 +233,7 @@ impl DataPlane {
             && let Some(&bulkhead) = self.bulkheads.by_name.get(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // A client that may not speak for a tenant does not count as it.
+            // A client without permission for a tenant must not change the tenant's counts.
             let is_forbidden = reason == RejectReason::Forbidden;
             let tenant = if is_forbidden { "" } else { submit.tenant };
             self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);

@@ -1,8 +1,10 @@
-//! Templates (`start.mode = "fork"`): the processes that fork the workers of a compartment. Policy does not know of
-//! them: a worker that it wants waits here until the template is ready, and fails to start if that ends.
+//! Templates (`start.mode = "fork"`): processes that fork the workers of a compartment. Policy does not know about
+//! templates. A worker that policy orders waits here until the template is ready. If the template ends first, the
+//! start of the worker fails.
 //!
-//! One is started when a worker is wanted and there is none, and replaced when workers are started with something
-//! else, or when so many of its workers died by a signal that their common addresses may have been guessed.
+//! A template is started when a worker is ordered and no template exists. The template is replaced when the program
+//! of workers changes, or when many of the forked workers have died by a signal. In the latter case, an attacker may
+//! have guessed the addresses that the workers share.
 
 use std::collections::HashMap;
 use std::io;
@@ -22,65 +24,66 @@ use super::links::Output;
 use super::slab::CompartmentIndex;
 use super::{DataPlane, Incoming};
 
-/// Workers of a template share addresses and canaries: after so many deaths by a signal it is replaced.
+/// Number of workers that died by a signal after which their template is replaced. The workers share addresses and
+/// stack canaries.
 const SIGNALS_MAX: u32 = 20;
 
-/// All templates.
 #[derive(Default)]
 pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
-    /// Those that fork.
+    /// Templates that fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// The user ids of those that have ended, until nothing is left of them and of what they have forked.
+    /// User ids of templates that have ended, until the descendants have ended as well.
     leaving: HashMap<u64, u32>,
 }
 
 struct Template {
-    /// It may be gone before the template is; then nothing is wanted of that any more.
+    /// The compartment may be gone before the template, which then has no more workers to fork.
     compartment: CompartmentIndex,
     bulkhead: Arc<str>,
-    /// How long it may take to be ready, or have more at a time.
+    /// Maximum time until the template is ready, and maximum length of an extension.
     ready: Duration,
     program: Arc<Program>,
     stage: Stage,
-    /// Its user id, if that is its own.
+    /// User id of the template, if the template has a separate user id.
     id: Option<u32>,
     output: Option<Output>,
     pid: Option<u32>,
-    /// Workers that are wanted, each with its slot.
+    /// Workers that wait for the template, with slots.
     wanted: Vec<(WorkerId, u32)>,
-    /// What it said last.
+    /// Last status message.
     words: Option<String>,
-    /// Deaths of its workers by a signal.
+    /// Number of forked workers that died by a signal.
     signals: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It is ordered, or initialises.
+    /// Ordered or initialising.
     Starting {
         until: Time,
     },
     Ready,
-    /// It took too long.
+    /// Not ready in time.
     Late,
 }
 
 impl Templates {
-    /// The template that forks in a compartment, if it is of this program.
+    /// Returns the template that forks workers for a compartment.
     fn of(&mut self, compartment: CompartmentIndex) -> Option<(u64, &mut Template)> {
         let spawn = *self.current.get(&compartment)?;
         self.by_spawn.get_mut(&spawn).map(|template| (spawn, template))
     }
 
-    /// It forks no more.
+    /// Removes a compartment's template from service. The template forks no more workers.
     fn retire(&mut self, compartment: CompartmentIndex) -> Option<u64> {
         self.current.remove(&compartment)
     }
 }
 
 impl DataPlane {
-    /// A worker is wanted, from a fork. Returns the template that can fork it now; else it waits.
+    /// Returns the template that can fork a worker now. If none is ready, starts a template if necessary and lets the
+    /// worker wait.
     pub(super) fn template_for(
         &mut self,
         compartment: CompartmentIndex,
@@ -97,7 +100,7 @@ impl DataPlane {
             template.wanted.push((worker, slot));
             return Ok(None);
         }
-        // Whatever waits for one of another program waits for this one.
+        // Workers that wait for a template of the previous program wait for the new template instead.
         let mut wanted = self.end_template(compartment);
         wanted.push((worker, slot));
         self.links.spawned += 1;
@@ -136,8 +139,8 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// The template of a compartment forks no more, and ends. Workers that it has forked live on. Returns those that
-    /// wait for it.
+    /// Ends the template of a compartment. Forked workers continue. Returns the workers that were waiting for the
+    /// template.
     pub(super) fn end_template(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.templates.retire(compartment) else { return Vec::new() };
         self.keeper.kill(spawn, self.now);
@@ -146,14 +149,14 @@ impl DataPlane {
         template.map(|template| std::mem::take(&mut template.wanted)).unwrap_or_default()
     }
 
-    /// Workers are started with something else from here on.
+    /// Ends the template of a compartment, and orders the waiting workers again.
     pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
         for (worker, slot) in self.end_template(compartment) {
             self.keeper.want(Wanted { compartment, worker, slot });
         }
     }
 
-    /// A worker that waits for a template is not wanted any more. Returns whether it waited.
+    /// Removes a worker that waits for a template. Returns the reason for the failed start if the worker was waiting.
     pub(super) fn forget_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let of = |template: &&mut Template| template.compartment == compartment;
         let templates = self.templates.by_spawn.values_mut().filter(of);
@@ -167,9 +170,9 @@ impl DataPlane {
         None
     }
 
-    // News.
+    // Reports.
 
-    /// A template's process runs. Returns whether it is one.
+    /// Handles the start of a template's process. Returns false if `spawn` is not a template.
     pub(super) fn template_runs(&mut self, spawn: u64, pid: u32) -> bool {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return false };
         template.pid = Some(pid);
@@ -181,7 +184,7 @@ impl DataPlane {
         true
     }
 
-    /// A template could not be started. Returns whether it is one.
+    /// Handles the failed start of a template. Returns false if `spawn` is not a template.
     pub(super) fn template_failed(&mut self, spawn: u64, message: &str) -> bool {
         let Some(template) = self.take_template(spawn) else { return false };
         self.links.give_back(template.id);
@@ -189,7 +192,7 @@ impl DataPlane {
         true
     }
 
-    /// A template's process is gone. Returns whether it is one.
+    /// Handles the end of a template's process. Returns false if `spawn` is not a template.
     pub(super) fn template_ended(&mut self, spawn: u64, exit: Option<Exit>) -> bool {
         let Some(template) = self.templates.by_spawn.get(&spawn) else { return false };
         let how = match exit {
@@ -209,13 +212,13 @@ impl DataPlane {
         true
     }
 
-    /// Nothing is left of a template and of what it has forked.
+    /// Handles the end of a template and all descendants.
     pub(super) fn template_is_swept(&mut self, spawn: u64) {
         let id = self.templates.leaving.remove(&spawn);
         self.links.give_back(id);
     }
 
-    /// A template has so much in its temporary folder, beside its workers'.
+    /// Ends a template whose temporary folder, not counting those of its workers, is too large.
     pub(super) fn template_holds(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
@@ -265,7 +268,7 @@ impl DataPlane {
         }
     }
 
-    /// A worker that this template has forked died.
+    /// Handles the death of a worker that this template has forked.
     pub(super) fn note_forked_death(&mut self, compartment: CompartmentIndex, template: u64, death: Death) {
         let Some(found) = self.templates.by_spawn.get_mut(&template) else { return };
         if matches!(death, Death::Signal(_)) {
@@ -276,7 +279,7 @@ impl DataPlane {
         }
     }
 
-    /// Ends those that take too long.
+    /// Kills templates that are not ready in time.
     pub(super) fn look_after_templates(&mut self) {
         self.hand_template_outputs_over();
         let now = self.now;
@@ -315,7 +318,7 @@ impl DataPlane {
         }
     }
 
-    /// The keeper is lost, and all templates with it.
+    /// Handles the end of all templates after the loss of the keeper.
     pub(super) fn templates_are_gone(&mut self) {
         let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
         for spawn in spawns {

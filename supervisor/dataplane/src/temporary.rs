@@ -1,15 +1,15 @@
-//! Workers that have more in their temporary folders than they may: the control plane looks, and tells.
+//! Ends workers whose temporary folders are too large. The control plane measures the folders and sends the sizes.
 
 use super::DataPlane;
 use super::links::End;
 
 impl DataPlane {
-    /// Ends a worker whose temporary folder holds so much, if that is too much; that of a template, without those of
-    /// its workers.
+    /// Ends a worker whose temporary folder is too large. For a template, `apart` is the size without the folders of
+    /// workers.
     pub(super) fn temporary(&mut self, spawn: u64, (bytes, apart): (u64, u64), of: Option<u64>) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return self.template_holds(spawn, apart) };
         if link.template != of {
-            // Any worker can make a folder that is called like that of another one.
+            // Any worker can create a folder with the name of another worker's folder.
             return;
         }
         let is_too_much = link.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
@@ -20,7 +20,7 @@ impl DataPlane {
         }
     }
 
-    /// Whether a worker was ended for that.
+    /// Returns true if the worker was ended because of a temporary folder that was too large.
     pub(super) fn is_overfull(&self, spawn: u64) -> bool {
         self.links.of_spawn(spawn).is_some_and(|link| matches!(link.end, End::Overfull))
     }

@@ -1,7 +1,7 @@
-//! Tenants that are kept apart: which of them have workers, and which has to give them up for another.
+//! Isolated tenants: which of them have workers, and which must release workers for another.
 //!
-//! A tenant's compartment is remembered with its rate limit, breaker and restart history when its workers are
-//! gone, so that a tenant cannot shed its past by a pause. Those that have rested for longest are forgotten.
+//! A tenant's compartment is kept when no workers are left, with rate limit, breaker and restart history. A tenant
+//! therefore cannot reset these by a pause. The compartments that have rested the longest are forgotten first.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::bulkheads::{BulkheadEntry, Compartment, Layout, Standing};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
-/// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
+/// Maximum number of tenants remembered per bulkhead, more than can ever have workers at once.
 const REMEMBERED_MAX: usize = 4096;
 
 impl DataPlane {
@@ -21,7 +21,7 @@ impl DataPlane {
         &self.bulkheads[self.compartments[compartment].bulkhead]
     }
 
-    /// The compartment for a tenant's jobs.
+    /// Returns the compartment for a tenant's jobs. Creates the compartment if necessary.
     #[inline]
     pub(super) fn compartment_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         match &self.bulkheads[bulkhead].layout {
@@ -33,8 +33,8 @@ impl DataPlane {
         }
     }
 
-    /// Hands a job to a compartment. One without workers gets some if it takes the job, and if it may have any:
-    /// a job that is refused costs no other tenant its workers.
+    /// Submits a job to a compartment. A compartment without workers gets some if the job is accepted and the tenant
+    /// may have workers. A rejected job therefore takes no workers from other tenants.
     pub(super) fn enter(
         &mut self,
         compartment: CompartmentIndex,
@@ -59,7 +59,7 @@ impl DataPlane {
         job
     }
 
-    /// Every compartment of a bulkhead.
+    /// Returns all compartments of a bulkhead.
     pub(super) fn compartments_of(&self, bulkhead: BulkheadIndex) -> Vec<CompartmentIndex> {
         match &self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => vec![*compartment],
@@ -67,7 +67,8 @@ impl DataPlane {
         }
     }
 
-    /// A new compartment for a tenant: in the place of the one that has rested for longest, if there are many.
+    /// Creates a compartment for a tenant. If there are too many, the compartment that has rested the longest is
+    /// replaced.
     fn open_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let (now, name) = (self.now, Arc::<str>::from(tenant));
         let isolated = self.bulkheads[bulkhead].tenants();
@@ -75,7 +76,7 @@ impl DataPlane {
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let oldest = isolated.resting.iter().map(|&(_, place)| place);
         let compartments = &self.compartments;
-        // One whose jobs are elsewhere is still to hear of them.
+        // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
         let has_no_claims = |place: &CompartmentIndex| compartments[*place].policy.counters().elsewhere == 0;
         let victim = if is_full { oldest.take(16).find(has_no_claims) } else { None };
         let seed = self.compartments.next_seed(now);
@@ -96,7 +97,7 @@ impl DataPlane {
         if self.stopping {
             self.apply(place, Event::Stop { by: now }, Incoming::None);
         }
-        // It was told of the bulkhead as a whole.
+        // These commands were given for the bulkhead as a whole.
         if is_draining {
             self.apply_quietly(place, Event::Drain);
         }
@@ -106,7 +107,7 @@ impl DataPlane {
         place
     }
 
-    /// Keeps what a tenant's compartment has counted, and forgets the tenant.
+    /// Forgets a tenant, but keeps the counters of the compartment.
     fn retire_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
         let isolated = self.bulkheads[bulkhead].tenants();
         isolated.tripped.remove(&place);
@@ -122,7 +123,7 @@ impl DataPlane {
         self.add_gone_to_snapshot(bulkhead, place, gone);
     }
 
-    /// Applies what one event tells of all tenants' compartments.
+    /// Applies an event to a compartment when a single event for operators covers all tenants.
     pub(super) fn apply_quietly(&mut self, place: CompartmentIndex, event: Event<Box<JobData>>) {
         self.reporter.is_quiet = self.compartments[place].tenant.is_some();
         self.apply(place, event, Incoming::None);
@@ -131,8 +132,8 @@ impl DataPlane {
 
     // Tenants with workers.
 
-    /// Whether a tenant without workers can have some: there is room for one more, or another is idle, or more
-    /// are on their way out than are waited for.
+    /// Returns true if a tenant without workers can get some. There must be room for another tenant, or an idle
+    /// tenant, or more tenants that are ending workers than tenants that wait for workers.
     fn may_wake(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
         self.forget_waiters(bulkhead);
         let has_workers = self.compartments[compartment].standing == Standing::Leaving;
@@ -147,7 +148,7 @@ impl DataPlane {
         self.want_settling(bulkhead);
     }
 
-    /// Those whose clients went away while they waited do not wait any more.
+    /// Removes waiting tenants that have no jobs left, because the clients have gone.
     fn forget_waiters(&mut self, bulkhead: BulkheadIndex) {
         let compartments = &self.compartments;
         let isolated = self.bulkheads[bulkhead].tenants();
@@ -162,7 +163,7 @@ impl DataPlane {
         }
     }
 
-    /// Brings the books up to date with a tenant's compartment.
+    /// Updates the bulkhead's records about a tenant's compartment.
     pub(super) fn observe_tenant(&mut self, place: CompartmentIndex) {
         let entry = &self.compartments[place];
         let (bulkhead, before, after) = (entry.bulkhead, entry.standing, entry.standing_now(self.now));
@@ -211,10 +212,10 @@ impl DataPlane {
         }
     }
 
-    /// Gives places that have become free to tenants that wait for one, and has the idle make room for the rest.
+    /// Starts workers for waiting tenants while there is room, and ends the workers of idle tenants for the rest.
     pub(super) fn settle_tenants(&mut self) {
         while let Some(bulkhead) = self.bulkheads.unsettled.pop() {
-            // It may have been removed meanwhile.
+            // The bulkhead may have been removed meanwhile.
             if self.bulkheads.get(bulkhead).is_none() {
                 continue;
             }
@@ -231,7 +232,7 @@ impl DataPlane {
         let isolated = self.bulkheads[bulkhead].tenants();
         let &next = isolated.awaiting.front()?;
         if compartments[next].policy.activity() != Activity::Awaiting {
-            // It was stopped meanwhile.
+            // The compartment was stopped meanwhile.
             isolated.awaiting.pop_front();
             return self.next_move(bulkhead);
         }

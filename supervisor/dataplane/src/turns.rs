@@ -1,6 +1,6 @@
-//! Whose frames are read next. Users take turns, and the connections of each user among themselves, so that a
-//! client that floods, on however many connections, is waited for by itself alone. What one turn of the loop reads
-//! from clients is bounded, since the answers of workers wait for its end.
+//! Fair order of reading clients. Users take turns, and so do the connections of each user. A client that floods
+//! therefore delays only itself, whatever its number of connections. The amount read from clients per iteration is
+//! bounded, because workers' answers wait for the end of the iteration.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -10,53 +10,53 @@ use foldhash::quality::RandomState;
 use super::DataPlane;
 use super::slab::SessionIndex;
 
-/// Bytes that one connection is read at once, while others wait.
+/// Maximum number of bytes read at once from a connection while others wait.
 const QUANTUM_BYTES: usize = 4 * 1024;
 
-/// The same of a connection that has the turn to itself.
+/// Maximum number of bytes read at once from the only waiting connection.
 const ALONE_BYTES: usize = 16 * 1024;
 
-/// What may be read from clients in one turn, in bytes, where each frame counts as [`FRAME_COST`] more: a few
-/// hundred small jobs.
+/// Maximum cost of reading clients per iteration, in bytes plus [`FRAME_COST`] for each frame. This is enough for a
+/// few hundred small jobs.
 const TURN_COST_MAX: usize = 64 * 1024;
 
-/// The time after which a turn reads no further client: to let go of one costs more than to read from it.
+/// Time after which an iteration reads no further client. Closing a client takes longer than reading from a client.
 const TURN_TIME: Duration = Duration::from_micros(100);
 
-/// What a frame costs beside its bytes.
+/// Fixed cost of a frame, added to the number of bytes.
 const FRAME_COST: usize = 256;
 
-/// What frames that were refused as they came count for before a connection is read as one that can wait, and what
-/// a job that was taken makes up for: it can wait if more than four in five are refused.
+/// Number of rejected frames after which a connection can wait for others. An accepted job compensates for
+/// [`TAKEN_COUNTS`] rejections, so a connection can wait if more than four in five frames are rejected.
 const REFUSED_MAX: u32 = 256;
 const TAKEN_COUNTS: u32 = 4;
 
-/// Those that share a turn: a user's connections.
+/// User whose connections share a place in the order.
 type Uid = u32;
 
-/// Where a connection stands with its user.
+/// State of a connection in the order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Standing {
     is_waiting: bool,
-    /// The user's round in which it was read last, and how much.
+    /// The user's round of the last read, and the number of bytes read in that round.
     round: u64,
     bytes: usize,
-    /// Nothing more comes than what waits in the socket, and that can wait for the connections that stay.
+    /// True if the peer has closed its side. The bytes that are left in the socket can wait for other connections.
     pub(super) is_read_closed: bool,
-    /// See [`REFUSED_MAX`].
+    /// Weighted number of rejected frames, see [`REFUSED_MAX`].
     refused: u32,
 }
 
-/// The connections of one user that have something to be read.
+/// Connections of a user with input.
 #[derive(Default)]
 struct User {
-    /// Those that have been read little in this round: they go first. So a connection with a job now and then does
-    /// not wait for those that always have more.
+    /// Connections from which little was read in this round. These come first, so that a connection with an
+    /// occasional job does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// By numbers that are never used again.
+    /// Current round. Round numbers are never reused.
     round: u64,
-    /// How many of the backlog are still to be read in this round.
+    /// Number of connections in the backlog that are not read in this round yet.
     left: usize,
 }
 
@@ -64,7 +64,7 @@ struct User {
 #[derive(Default)]
 pub(super) struct Turns {
     users: HashMap<Uid, User, RandomState>,
-    /// Those with connections that wait, in order.
+    /// Users with waiting connections, in order.
     order: VecDeque<Uid>,
     rounds: u64,
     waiting: usize,
@@ -75,7 +75,7 @@ impl Turns {
         self.waiting == 0
     }
 
-    /// A connection has, or may have, something to be read.
+    /// Queues a connection that may have input.
     pub(super) fn wait(&mut self, uid: Uid, index: SessionIndex, standing: &mut Standing) {
         if std::mem::replace(&mut standing.is_waiting, true) {
             return;
@@ -92,7 +92,7 @@ impl Turns {
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// The next connection, and its user's round. It may have been closed since.
+    /// Returns the next connection, which may have been closed, and the user's round.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
@@ -116,24 +116,24 @@ impl Turns {
 }
 
 impl Standing {
-    /// A frame was refused before there was a job.
+    /// Counts a frame that was rejected before becoming a job.
     pub(super) fn refuse(&mut self) {
         self.refused = (self.refused + 1).min(2 * REFUSED_MAX);
     }
 
-    /// A job was taken.
+    /// Counts an accepted job.
     #[inline]
     pub(super) fn take_job(&mut self) {
         self.refused = self.refused.saturating_sub(TAKEN_COUNTS);
     }
 
-    /// Whether what comes may wait for the others: nothing more does than what is in the socket, or hardly any of it
-    /// is worth anything.
+    /// Returns true if the connection can wait for others, because the peer has closed the connection or most frames
+    /// are rejected.
     pub(super) fn can_wait(&self) -> bool {
         self.is_read_closed || self.refused >= REFUSED_MAX
     }
 
-    /// It is its turn, in this round.
+    /// Begins a read of the connection in this round.
     fn begin(&mut self, round: u64) {
         self.is_waiting = false;
         self.enter(round);
@@ -147,7 +147,7 @@ impl Standing {
 }
 
 impl DataPlane {
-    /// Reads from those that wait, as much as one turn may.
+    /// Reads from waiting clients, up to the maximum per iteration.
     pub(super) fn read_clients(&mut self) {
         if !self.sessions.turns.is_empty() {
             let (began, mut cost) = (Instant::now(), 0);
@@ -170,10 +170,10 @@ impl DataPlane {
         }
     }
 
-    /// Reads once. Returns what that cost, also of one that is gone now: a crowd that leaves is bounded like one that
-    /// speaks.
+    /// Reads once. Returns the cost, even if the client is gone afterwards, so that disconnecting clients are bounded
+    /// like others.
     fn read_client(&mut self, (index, round): (SessionIndex, u64), most: usize) -> usize {
-        // A place that was given to another meanwhile has not waited.
+        // An index that was reused meanwhile belongs to a session that is not waiting.
         let session = self.sessions.slab.get_mut(index);
         let Some(session) = session.filter(|session| session.standing.is_waiting) else { return 0 };
         session.standing.begin(round);
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections with users, each of which always has more.
+    /// Connections that always have input, with users.
     struct Crowd {
         turns: Turns,
         standings: Vec<Standing>,
@@ -211,7 +211,7 @@ mod tests {
             self.turns.wait(self.uids[index], SessionIndex::from_number(index), &mut self.standings[index]);
         }
 
-        /// Reads one, which then waits again if there is more.
+        /// Reads a connection, and queues the connection again if there is more input.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();
@@ -249,7 +249,8 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // Nor do all the others wait for it: what goes first in a round is no more than what goes in it.
+        // The other connections do not wait for this one either, because a connection that has used its quantum no
+        // longer comes first in the round.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.wait(200);
@@ -273,7 +274,7 @@ mod tests {
             standing.can_wait()
         };
         assert_eq!([0, 4, 5].map(after), [false, false, true]);
-        // It is soon taken for what it is again.
+        // Some accepted jobs are enough for the connection to count as ordinary again.
         let mut standing = Standing::default();
         (0..1_000_000).for_each(|_| standing.refuse());
         (0..65).for_each(|_| standing.take_job());

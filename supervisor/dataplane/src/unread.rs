@@ -1,10 +1,9 @@
-//! Which jobs a worker that is gone cannot have begun: those of whose frames it has read nothing.
+//! Determines which jobs a dead worker cannot have begun, because the worker has read nothing of the frames.
 //!
-//! A duplicate of the worker's end of its link is kept. When the worker is gone, the bytes that wait there are
-//! taken out of it: so nothing else can read them any more, be it a descendant that the worker left behind, and
-//! how many they were tells how far the worker had read. As long as the duplicate is held, a worker that closes
-//! its end is not noticed by an end of file: its death is reported by the keeper, and without one its heartbeats
-//! are missed.
+//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor reads
+//! the remaining bytes from the duplicate. No descendant of the worker can read these bytes any more, and the number
+//! of bytes tells how far the worker had read. While the duplicate is open, there is no end of file if a worker
+//! closes its end. The keeper reports the worker's death, and otherwise heartbeats are missed.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,27 +14,27 @@ use rustix::net::RecvFlags;
 use super::slab::CompartmentIndex;
 use super::{DataPlane, Incoming};
 
-/// Bytes that one call takes out of a dead worker's end.
+/// Size of the buffer for reading the rest from a dead worker's end.
 const TAKEN_BYTES: usize = 16 * 1024;
 
-/// How far a worker has read.
+/// Tracks how far a worker has read.
 pub(super) struct Reading {
-    /// The worker's end of its link, until the worker is gone.
+    /// Duplicate of the worker's end of the link, until the worker is gone.
     theirs: Option<OwnedFd>,
-    /// Bytes that the link has taken in all.
+    /// Total number of bytes written to the link.
     written: u64,
-    /// Jobs that were put there.
+    /// Number of jobs queued on the link.
     jobs: u64,
 }
 
-/// Where a job stands on its worker's link.
+/// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Given {
-    /// Bytes of the link before its frame.
+    /// Number of bytes on the link before the job's frame.
     behind: u64,
-    /// The how many-th job of the link it is.
+    /// Sequence number of the job on the link.
     arrival: u64,
-    /// Whether the worker has said that it began it.
+    /// True if the worker has reported the beginning of the job.
     pub(super) has_begun: bool,
 }
 
@@ -44,24 +43,24 @@ impl Reading {
         Ok(Self { theirs: Some(theirs.try_clone()?), written: 0, jobs: 0 })
     }
 
-    /// So many bytes have left our buffer.
+    /// Counts bytes that were written to the socket.
     pub(super) fn written(&mut self, bytes: usize) {
         self.written += bytes as u64;
     }
 
-    /// A job that is put behind so many bytes that have not left our buffer yet.
+    /// Returns the position of a job that is queued behind `waiting` unsent bytes.
     pub(super) fn given_behind(&mut self, waiting: usize) -> Given {
         self.jobs += 1;
         Given { behind: self.written + waiting as u64, arrival: self.jobs, has_begun: false }
     }
 
-    /// The worker is gone, or is not to read any more: takes back what it left, and returns how many bytes it
-    /// had read.
+    /// Takes back all unread bytes when the worker is gone or must not read any more. Returns the number of bytes
+    /// that the worker has read.
     pub(super) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;
         let mut bytes = [0; TAKEN_BYTES];
-        // It ends: nothing more is written, and what a socket holds is bounded.
+        // This loop ends because nothing more is written and a socket holds a bounded number of bytes.
         loop {
             match rustix::net::recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => break,
@@ -75,8 +74,8 @@ impl Reading {
 }
 
 impl DataPlane {
-    /// Tells which jobs a worker that has read so many bytes cannot have begun.
-    /// Where it has a journal, also which it says that it did not begin: of so many jobs that came, it begun those.
+    /// Reports to policy the jobs that a worker cannot have begun after reading `read` bytes. With a journal, also
+    /// reports the jobs beyond the number that the worker has begun.
     pub(super) fn tell_unread(
         &mut self,
         compartment: CompartmentIndex,

@@ -1,4 +1,4 @@
-//! What a bulkhead looks like from outside: one compartment, or the sum of its tenants'.
+//! Snapshots of bulkheads: a single compartment, or the sum of all tenants' compartments.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use super::link_table::Links;
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Tenants that a snapshot shows.
+/// Maximum number of tenants in a snapshot.
 const TENANTS_SHOWN: usize = 10;
 
-/// Tenants that are collected before the busiest of them are found.
+/// Maximum number of tenants collected before all but the busiest are dropped.
 const TENANTS_SORTED_MAX: usize = 256;
 
 impl DataPlane {
-    /// A whole bulkhead.
+    /// Returns the snapshot of a whole bulkhead.
     pub(super) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
         let places = self.compartments_of(bulkhead);
         let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
@@ -34,7 +34,7 @@ impl DataPlane {
         self.whole(bulkhead, sum)
     }
 
-    /// A whole bulkhead of which everything is added up.
+    /// Completes the snapshot of a whole bulkhead from the sum of the parts.
     pub(super) fn whole(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, bulkhead);
         snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
@@ -57,7 +57,7 @@ impl DataPlane {
         snapshot
     }
 
-    /// One tenant's part of a bulkhead.
+    /// Returns the snapshot of an isolated tenant.
     pub(super) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
         let &bulkhead = self.bulkheads.by_name.get(name).ok_or(SteerError::NotFound)?;
         let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else {
@@ -78,7 +78,7 @@ impl DataPlane {
         Ok(Box::new(snapshot))
     }
 
-    /// The breaker of a bulkhead; of several the one that matters most.
+    /// Returns the state of a bulkhead's breaker. With isolated tenants, returns the most severe state.
     pub(super) fn breaker_of(&self, bulkhead: BulkheadIndex) -> BreakerState {
         let breaker = |place: CompartmentIndex| self.compartments[place].policy.breaker();
         match &self.bulkheads[bulkhead].layout {
@@ -88,7 +88,7 @@ impl DataPlane {
         }
     }
 
-    /// The limit that follows how long jobs take, of all tenants together.
+    /// Returns the adaptive limit of a bulkhead, for all tenants together.
     pub(super) fn adaptive_of(&self, bulkhead: BulkheadIndex) -> Option<Adaptive> {
         let numbers = self.limits_of(bulkhead).adaptive.as_ref()?;
         let mut seen = AdaptiveSeen::default();
@@ -135,7 +135,7 @@ impl Links {
     }
 }
 
-/// What the parts of a bulkhead add up to.
+/// Sum of the parts of a bulkhead.
 #[derive(Default)]
 pub(super) struct Sum {
     counters: Counters,
@@ -155,7 +155,6 @@ pub(super) struct Sum {
 }
 
 impl Sum {
-    /// Adds a part.
     pub(super) fn add(&mut self, links: &Links, part: &Compartment, now: Time) {
         let policy = &part.policy;
         self.counters.add(policy.counters());
@@ -184,7 +183,7 @@ impl Sum {
         }
     }
 
-    /// Adds what was counted in parts that are gone.
+    /// Adds the counters of forgotten parts.
     pub(super) fn add_past(&mut self, isolated: &Isolated) {
         self.counters.add(&isolated.past);
         self.restarts += isolated.past_restarts;
@@ -234,7 +233,7 @@ impl Sum {
     }
 }
 
-/// The adaptive limits of the parts: of all how many may run, of the slowest how long jobs take.
+/// Adaptive limits of all parts: the sum of the limits, and the latency of the slowest part.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -272,7 +271,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// The states of the parts. Tenants without workers say nothing: none are wanted.
+/// States of the parts. Callers skip tenants without workers, because these tenants need no workers.
 #[derive(Default)]
 pub(super) struct States {
     first: Option<BulkheadState>,
@@ -286,19 +285,19 @@ impl States {
         self.is_one_unwell |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
-    /// All of them in one word.
+    /// Returns a single state for all parts.
     pub(super) fn in_one(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
             Some(_) if self.is_one_unwell => BulkheadState::Degraded,
-            // The first worker of some tenant is always about to start.
+            // The first worker of some tenant is always starting.
             Some(_) => BulkheadState::Ready,
         }
     }
 }
 
-/// The breaker that matters most.
+/// Returns the most severe state.
 fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
     let weight = |state: &BreakerState| match state {
         BreakerState::Closed => 0,

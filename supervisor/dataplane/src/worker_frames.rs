@@ -1,8 +1,8 @@
-//! What workers say: handshake, replies, notices. A worker is trusted no more than a client: what it says is checked, and
-//! one that breaks the protocol is killed.
+//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames are
+//! checked, and a worker that breaks the protocol is killed.
 //!
-//! A link goes when the keeper says so, and never while it is read: what the keeper says meanwhile is put off. So its
-//! number names it from the first byte to the last.
+//! A link is removed when the keeper reports the worker's end, and never during a read, because such reports are
+//! deferred. The index of a link is therefore valid throughout a read.
 
 use std::time::Duration;
 
@@ -29,21 +29,21 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 
-/// Reads in a row before others have their turn.
+/// Maximum number of consecutive reads from a link.
 const READS_PER_TURN: usize = 8;
 
-/// Bytes of a worker's own words about itself that are kept.
+/// Maximum size of a worker's status text, in bytes.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Replies for jobs that a worker does not have. One that sends more is broken.
+/// Maximum number of replies for jobs that a worker does not have. A worker that sends more counts as broken.
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
-/// The highest signal of Linux.
+/// Highest signal number of Linux.
 const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
     pub(super) fn link_readable(&mut self, index: LinkIndex) {
-        // Not before its process is known, so that every event about it has a worker.
+        // Not read before the process is known, so that every event has a worker to refer to.
         let is_known = self.links.get(index).is_some_and(|link| link.running().is_some());
         if !is_known || self.is_paused(index) {
             return;
@@ -56,7 +56,7 @@ impl DataPlane {
         self.links.read_again(index);
     }
 
-    /// Reads once; returns whether there may be more.
+    /// Reads once. Returns true if there may be more input.
     pub(super) fn read_link_once(&mut self, index: LinkIndex) -> bool {
         let link = &mut self.links[index];
         if matches!(link.reads, Reads::Closed { .. }) {
@@ -79,7 +79,7 @@ impl DataPlane {
             Ok(received)
         });
         if is_mid_frame && result.is_ok() {
-            // A large answer on its way is a sign of life, however long it takes.
+            // A large answer in transit is a sign of life, however long the transfer takes.
             self.apply(compartment, Event::Heard { worker }, Incoming::None);
         }
         match result {
@@ -97,7 +97,7 @@ impl DataPlane {
         }
     }
 
-    /// The worker broke the protocol: nothing that it says counts any more.
+    /// Handles a breach of the protocol. Further frames of the worker are ignored.
     pub(super) fn break_link(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.stage = Stage::ProtocolViolated;
@@ -126,7 +126,7 @@ impl DataPlane {
         }
         let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // Another frame begins only where the one before has ended.
+            // The next frame begins only after the oversized frame has ended.
             if std::mem::take(&mut is_oversized) {
                 self.end_oversized(index);
             }
@@ -153,7 +153,7 @@ impl DataPlane {
         Ok(received)
     }
 
-    /// A large frame begins: whether its payload is wanted.
+    /// Handles the beginning of a large frame. Returns true if the payload is wanted.
     pub(super) fn worker_announces(
         &mut self,
         index: LinkIndex,
@@ -180,7 +180,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// A result that is too large has come to its end: its permit is free.
+    /// Handles the end of a result that was too large, which frees the job's permit.
     pub(super) fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
@@ -275,7 +275,7 @@ impl DataPlane {
         self.check_strays(index)
     }
 
-    /// Frames that are not the answer to a job.
+    /// Handles a frame that does not answer a job.
     pub(super) fn worker_notice(
         &mut self,
         index: LinkIndex,
@@ -290,7 +290,7 @@ impl DataPlane {
                 check_empty(metadata)?;
                 match header.kind {
                     kind::READY => {
-                        // It may get no job for long.
+                        // Frees the buffer, because the worker may not get a job for a long time.
                         self.links[index].outbox.give_back();
                         Event::Ready { worker }
                     }
@@ -345,7 +345,7 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
-        // Before the welcome, so that the worker has it when it is welcomed.
+        // The journal is sent before the welcome, so that the worker has the journal from the start.
         let wants = capability::RESIZE | capability::CLAIMS;
         if hello.capabilities & wants == wants {
             self.lend_journal(index, compartment);
@@ -356,7 +356,7 @@ impl DataPlane {
             self.compartments[compartment].policy.limits().max_in_flight,
         );
         link.has_beats = link.journal.is_some() && hello.capabilities & capability::JOURNAL_BEATS != 0;
-        // Each is a wake-up of the worker. Of those that are looked up, three in the time that it may be silent will do.
+        // Each beat wakes the worker. If beats are read from the journal, three per permitted silence are enough.
         let missed = self.compartments[compartment].policy.limits().health.missed;
         let can_be_rarer = link.has_beats && missed >= 5;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
@@ -399,7 +399,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) {
         let size = payload.len();
-        // The answer to a job that was cancelled is late and yet owed.
+        // The answer to a cancelled job is late, but expected.
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
@@ -438,7 +438,8 @@ impl DataPlane {
         }
     }
 
-    /// A few replies that match nothing are late; very many are a worker that has lost its mind.
+    /// Tolerates a limited number of replies that match no job, because replies can be late. A worker that sends very
+    /// many is broken.
     pub(super) fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
         match self.links.get(index).map(|link| &link.stage) {
             Some(Stage::Welcomed { strays, .. }) if *strays > JOBS_UNKNOWN_MAX => {
@@ -472,7 +473,7 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// The same with the extensions, of which critical ones are to be known.
+/// Decodes metadata with its extensions. Fails if there is a critical extension whose tag is not in `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
     known: &[u16],
@@ -480,12 +481,13 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// What is no frame looks like a long one as a rule, whose end would be waited for in vain.
+/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame, whose
+/// end would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("it did not say hello: its first frame is of kind {}", header.kind));
     }
-    // A result that is too large is thrown away, however large.
+    // A result that is too large is discarded, whatever the size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!("it began a frame of kind {} with {} bytes", header.kind, header.length));
@@ -493,7 +495,7 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Metadata without a structure can still have extensions, and among them one that must be understood.
+/// Checks metadata without a structure. There can be extensions, and a critical extension must be understood.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
