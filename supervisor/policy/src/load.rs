@@ -1,18 +1,19 @@
-//! Which worker gets the next job: those that may take one, by how many they have. An idle worker comes
-//! first, else the least loaded, the lowest number among equals (its caches are the warmest). Every
-//! operation is O(1) for up to 64 workers and one word per further 64.
+//! Choice of the worker for the next job: the worker with the fewest jobs, and the lowest number among
+//! equals, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one word
+//! for each further 64 workers.
 
-/// Workers by load. A worker moves one level at a time, which is what keeps the lowest level known.
+/// Workers by number of jobs. The level of a worker changes by at most one at a time, so the lowest occupied
+/// level is cheap to maintain.
 #[derive(Default)]
 pub(crate) struct Load {
-    /// By level, a bit for each worker that stands there.
+    /// For each level a bitmap of the workers at that level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
 impl Load {
-    /// Brings a worker up to date that stands at level `is`, if it is to be here, and is known to stand at `was`.
+    /// Adds a worker with `level` jobs.
     pub(crate) fn list(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {

@@ -1,6 +1,6 @@
-//! The tenants of a bulkhead by small numbers. A tenant that has jobs keeps its number; of those that have
-//! none, the ones that were here last are remembered, so that the memory is bounded and what is forgotten
-//! first is what matters least: a tenant that has been idle for long has an empty bucket anyway.
+//! Tenants of a bulkhead, by small numbers. A tenant with jobs keeps its number. Of tenants without jobs, a
+//! bounded number of the most recent ones is remembered. Forgetting the others costs little, because the rate
+//! limit's bucket of a long idle tenant is empty anyway.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,16 +10,16 @@ use crate::rate::{Bucket, RateLimit};
 use crate::room::reserve_few;
 use crate::time::Time;
 
-/// A tenant's number. It stays the same while the tenant has jobs, and may be another's after that.
+/// Number of a tenant. Stable while the tenant has jobs; may be reused for another tenant afterwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
 impl TenantId {
-    /// Jobs that name no tenant.
+    /// Number for jobs without a tenant.
     pub const NONE: Self = Self(0);
 }
 
-/// Tenants without jobs that are remembered.
+/// Maximum number of remembered tenants without jobs.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
