@@ -103,7 +103,8 @@ pub struct Restart {
 }
 
 vocabulary! {
-    /// Ends after which a worker is restarted.
+    /// Ends after which a worker is restarted. Whatever the policy, a worker that was given all jobs that
+    /// `recycle.jobs` allows and then exits cleanly is followed by another.
     RestartPolicy {
         /// Every end.
         Always = "always",

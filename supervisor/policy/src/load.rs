@@ -13,7 +13,8 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Adds a worker with `level` jobs.
+    /// Moves a worker from level `was` to level `is` and stores the new level in `was`. `None` means that the
+    /// worker is not in the table.
     pub(crate) fn list(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {
@@ -25,7 +26,7 @@ impl Load {
         }
     }
 
-    /// Enters a worker that has `level` jobs.
+    /// Adds a worker with `level` jobs.
     fn insert(&mut self, worker: u32, level: u32) {
         let (level, word) = (level as usize, worker as usize / 64);
         if self.levels.len() <= level {
@@ -41,7 +42,7 @@ impl Load {
         self.count += 1;
     }
 
-    /// Takes a worker out that has `level` jobs.
+    /// Removes a worker with `level` jobs.
     fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
         debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");
@@ -52,7 +53,7 @@ impl Load {
         }
     }
 
-    /// The worker for the next job.
+    /// Returns the worker for the next job.
     pub(crate) fn least(&self) -> Option<u32> {
         if self.count == 0 {
             return None;

@@ -427,7 +427,7 @@ pub struct Change {
 }
 
 impl Change {
-    /// Puts the numbers into others.
+    /// Applies the changes to `limits`.
     pub fn put_into(self, limits: &mut Limits) {
         limits.processes = self.processes.unwrap_or(limits.processes);
         limits.max_in_flight = self.max_in_flight.unwrap_or(limits.max_in_flight);

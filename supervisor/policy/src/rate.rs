@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Another limit is in force: what was charged stays charged, by its cost and not by the time that it took
-    /// under the limit before.
+    /// Adjusts the bucket to another limit. Earlier charges keep their cost, not the time that they took to
+    /// drain under the previous limit, and never exceed the new burst.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -73,8 +73,8 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// How long so much takes in the long run. One takes whole nanoseconds, never less than the rate says,
-    /// and never more than six centuries.
+    /// Returns the time that this cost takes at the long-term rate. A cost of one takes a whole number of
+    /// nanoseconds, rounded up, so that the rate is never exceeded. The maximum is about six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }
@@ -132,7 +132,7 @@ mod tests {
         other.rescale(ms(0), &slow, &fast);
         assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are spent");
         assert!(other.take(ms(0), &fast, 1).is_err());
-        // And never more than a burst, however much was allowed before.
+        // Carried-over charges never exceed the new burst.
         bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
         assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }

@@ -33,7 +33,7 @@ impl Sub<Duration> for Time {
     }
 }
 
-/// In 64 bits, and no more than they hold.
+/// Returns the duration in nanoseconds, saturated to 64 bits.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

@@ -26,7 +26,7 @@ pub struct Timers {
     /// The queue, ordered by time. The first and the last place are always set. A place in between is stale
     /// if its timer was cleared or moved.
     line: VecDeque<(Time, u32)>,
-    /// The number of the line's first place, which counts on for ever.
+    /// Number of the first place. Wraps around.
     first: u32,
     /// Number of set timers in the queue.
     standing: usize,

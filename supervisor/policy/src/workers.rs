@@ -226,7 +226,7 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Why it was killed, until its end is reported.
+    /// Returns the reason of a kill that has not been followed by an exit.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -356,7 +356,7 @@ pub(crate) enum SlotState {
 }
 
 impl SlotState {
-    /// The place of the slot's worker.
+    /// Returns the place of the worker that fills the slot.
     pub(crate) fn worker(&self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(*place) } else { None }
     }
