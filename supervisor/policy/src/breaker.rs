@@ -82,7 +82,7 @@ pub(crate) enum Admission {
     Probing,
     /// No job passes for at least `retry_after`. Zero if only a ready worker is missing.
     Open { retry_after: Duration },
-    /// It may not pass until an operator says so.
+    /// No job passes until an operator releases the breaker.
     ForcedOpen,
 }
 
@@ -564,7 +564,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Hystrix, `HealthCountsStream`: what has left the window counts no more.
+    /// Hystrix, `HealthCountsStream`: calls that have left the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -578,7 +578,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Semian, `request_allowed?`: true for an open circuit whose time has come, which stays open.
+    /// Semian, `request_allowed?`: returns true for an open circuit whose time is up, without changing the
+    /// state.
     #[test]
     fn peek_changes_nothing() {
         let mut breaker = opened(at(0));
@@ -647,8 +648,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): it needs none here. A probe that hangs ends
-    /// at its deadline, as a failure.
+    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): not needed here, because a hanging probe ends
+    /// at its deadline as a failure.
     #[test]
     fn a_probe_that_hangs_opens_it_again_at_its_deadline() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -660,9 +661,9 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
     }
 
-    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the same for slow
-    /// calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike there, it opens
-    /// as soon as the rest cannot change that.
+    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the counterpart for
+    /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j,
+    /// this breaker opens as soon as the remaining probes cannot prevent that.
     #[test]
     fn the_rates_judge_the_probes() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -680,8 +681,8 @@ mod tests {
         }
     }
 
-    /// A burst that began before the breaker opened ends when it is half-open, and is no evidence then: nor
-    /// does it give back claims that it does not have.
+    /// Calls that began before the breaker opened and end while it is half-open are no evidence, and return
+    /// no claims of the current epoch.
     #[test]
     fn calls_of_an_earlier_epoch_do_not_count() {
         let mut breaker = breaker();
@@ -700,8 +701,8 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval, which it
-    /// starts over whenever it closes; flapping would never be slowed down by that.
+    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval. resilience4j
+    /// resets the interval at each closing, which would never slow down flapping.
     #[test]
     fn open_for_doubles_up_to_eightfold_until_it_was_closed_for_a_window() {
         let mut breaker = opened(at(0));
@@ -783,8 +784,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// A window that slides lets go of successes too: that alone, or with a call that says nothing, is no
-    /// reason to open.
+    /// The window also drops old successes. Neither that alone nor an ignored call may open the breaker.
     #[test]
     fn only_evidence_opens_it() {
         let mut breaker = breaker();
@@ -799,7 +799,7 @@ mod tests {
         assert!(call(&mut breaker, at(12), Success, FAST).is_some_and(|t| t.calls == 6));
     }
 
-    /// A seeded sequence (SplitMix64).
+    /// Seeded random sequence (SplitMix64).
     struct Random(u64);
 
     impl Random {
@@ -816,7 +816,7 @@ mod tests {
         }
     }
 
-    /// A breaker, calls under way, and a naive list of what was judged in the present epoch.
+    /// A breaker, calls in progress, and a simple list of the calls judged in the current epoch.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -825,7 +825,7 @@ mod tests {
         is_ready: bool,
         under_way: Vec<Claim>,
         judged: Vec<(Time, Tally)>,
-        /// How often each state was entered.
+        /// Number of times that each state was entered.
         entered: [u32; 4],
     }
 
@@ -893,7 +893,7 @@ mod tests {
             assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
         }
 
-        /// What the last result must lead to, by the naive list.
+        /// Returns the transition that the last result must cause, computed from the list.
         fn expected(&self) -> Option<(BreakerState, u32)> {
             let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
             let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
@@ -910,7 +910,7 @@ mod tests {
             }
         }
 
-        /// Those that began no earlier than nine full tenths of a window before the present one.
+        /// Returns the calls that are no older than nine full tenths of a window before the current tenth.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -933,7 +933,7 @@ mod tests {
             }
         }
 
-        /// When all that is under way has come back, time enough has passed and a worker is ready, calls pass.
+        /// Checks that calls pass once all claims are returned, enough time has passed and a worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
                 self.breaker.give_back(claim);
