@@ -1,11 +1,11 @@
 //! An adaptive limit on the number of running jobs, based on measured run times. The limit falls in
 //! proportion when run times exceed `target`. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
-//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all of the
-//! limit is in use, the limit grows by its square root, which is the headroom of both algorithms. After
-//! growth that proved too much, the next growth waits twice as long, so that the limit settles.
+//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are
+//! in use, the limit grows by its square root, which is the headroom of both algorithms. After growth that
+//! proved too much, the next growth waits twice as long, so that the limit settles.
 //!
-//! Each tenant has one vote, whatever its number of jobs. The latency of a window is the lower median of the
-//! tenants' 90th percentiles, so that the slow jobs of one tenant do not lower the limit for the others.
+//! Each tenant has one vote, whatever the number of jobs. The latency of a window is the lower median of the
+//! tenants' 90th percentiles. The slow jobs of one tenant therefore do not lower the limit for the others.
 //!
 //! The module reads no clock. The limit moves only when a job has ended.
 
@@ -128,7 +128,7 @@ pub(crate) struct Adaptive {
 }
 
 impl Adaptive {
-    /// Returns a limit that starts at its maximum, so that it has no effect as long as jobs are fast enough.
+    /// Returns a limit that starts at the maximum, and has no effect as long as jobs are fast enough.
     pub(crate) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
         let limit = numbers.max;
         Self {
@@ -234,7 +234,7 @@ impl Adaptive {
         self.limit.cmp(&before)
     }
 
-    /// Returns the time at which the latest change is to be reported, or `None` if there is no unreported
+    /// Returns the time at which the latest change must be reported, or `None` if there is no unreported
     /// change.
     pub(crate) fn tells_at(&self) -> Option<Time> {
         let at = self.told_at.map_or(Time::ZERO, |at| at + TELL_AGAIN_AFTER);
@@ -265,9 +265,9 @@ impl Adaptive {
         (self.pause, self.counts_from) = (self.next_pause, now);
     }
 
-    /// Raises the limit by its square root if all of it was in use, but at most to the limit at which run
-    /// times would reach `target` if they grew in proportion. Always allows a step of one, because only a
-    /// trial shows whether one more job fits.
+    /// Raises the limit by its square root if all permits were in use. The maximum is the limit at which run
+    /// times would reach `target`, assuming that run times grow in proportion. Always allows a step of one,
+    /// because only a trial shows whether one more job fits.
     fn grow(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);

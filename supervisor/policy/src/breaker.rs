@@ -9,8 +9,8 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Number of buckets of a window. The window moves by one bucket at a time, so it covers between 9 and 10
-/// tenths of its span.
+/// Number of buckets of a window. The window moves by one bucket at a time, and so covers between 9 and 10
+/// tenths of the span.
 const BUCKETS: usize = 10;
 
 /// Maximum factor by which consecutive openings extend `open_for`.
@@ -19,7 +19,7 @@ const OPEN_FOR_FACTOR_MAX: u32 = 8;
 /// Configuration of a circuit breaker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BreakerLimits {
-    /// Time that calls count.
+    /// Length of the window in which calls count.
     pub window: Duration,
     /// Minimum number of calls in the window for a decision.
     pub min_calls: u32,
@@ -36,7 +36,8 @@ pub struct BreakerLimits {
 }
 
 impl BreakerLimits {
-    /// Returns at least one, because a half-open breaker without probes would never close.
+    /// Returns the number of probes, but at least one, because a half-open breaker without probes would never
+    /// close.
     fn probes(&self) -> u32 {
         self.probes.max(1)
     }
@@ -235,8 +236,8 @@ impl Breaker {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Returns the claim of a call without evidence, so that another call can be the probe. Otherwise the
-    /// breaker could stay half-open for ever (resilience4j #544 and #935).
+    /// Gives back the claim of a call without evidence, so that another call can be the probe. Otherwise the
+    /// breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn give_back(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -337,8 +338,8 @@ impl Breaker {
     }
 
     /// Replaces the configuration and drops the evidence, which was judged by the previous limits. An open
-    /// breaker stays open until the time already set, a half-open one starts a new set of probes, and a
-    /// forced-open one stays open.
+    /// breaker stays open until the time already set. A half-open breaker starts a new set of probes. A
+    /// forced-open breaker stays open.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
         self.limits = limits;
         let transition = match self.state {
@@ -354,7 +355,7 @@ impl Breaker {
         (transition.from != transition.to).then_some(transition)
     }
 
-    // By hand.
+    // Operator commands.
 
     /// Blocks all calls until [`Self::release`] or [`Self::reset`].
     pub(crate) fn force_open(&mut self, now: Time) -> Option<Transition> {
@@ -362,7 +363,7 @@ impl Breaker {
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Ends [`Self::force_open`]. The breaker closes, because its earlier evidence is outdated.
+    /// Ends [`Self::force_open`]. The breaker closes, because earlier evidence is outdated.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }

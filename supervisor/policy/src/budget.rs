@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::breaker::{Window, share};
 use crate::time::Time;
 
-/// Time that calls and retries count (Finagle's `ttl`).
+/// Length of the window in which calls and retries count (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
 /// Number of retries that are always allowed in a window. A share of few calls would be less than one retry,

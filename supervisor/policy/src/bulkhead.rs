@@ -1,7 +1,7 @@
-//! State machine of one bulkhead: dispatch, deadlines and cancellation. The other parts are in submodules:
-//! admission and queueing in [`admission`], jobs of dead workers in [`recovery`], the lifecycle of workers in
-//! [`life`] and [`recycle`], the number of running jobs in [`permits`] and [`adapt`], spares in [`spares`],
-//! and the number of workers in [`size`].
+//! State machine of one bulkhead: dispatch, deadlines and cancellation. The other parts are in submodules.
+//! [`admission`] has admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
+//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] bound the number of running jobs.
+//! [`spares`] has the spares, and [`size`] the number of workers.
 
 mod adapt;
 mod admission;
@@ -49,7 +49,7 @@ pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
     activity: Activity,
-    /// Time since when there has been no job. Tracked only if `idle` is configured.
+    /// Time at which the bulkhead became idle. Tracked only if `idle` is configured.
     idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
@@ -61,7 +61,7 @@ pub struct Bulkhead<T> {
     queue: Queue,
     /// Suspects, which wait for an idle worker; oldest first.
     suspects: VecDeque<u32>,
-    /// Worker that takes no new jobs so that it becomes idle for the first suspect.
+    /// Worker that takes no new jobs, in order to become idle for the first suspect.
     reserved: Option<u32>,
     tenants: Tenants,
     withheld: Vec<Withheld>,
@@ -644,9 +644,9 @@ impl<T> Bulkhead<T> {
     }
 
     /// Decides if a worker must be killed because of its jobs. The worker is killed after `grace` if no
-    /// client waits for any of its jobs, or if one of the jobs has passed the bulkhead's own deadline or run
-    /// limit. So a client can end its own job early, but not the jobs of others. A worker that
-    /// [ends each job itself](Self::patience) has more time while clients wait for other jobs. Until the
+    /// client waits for any of the worker's jobs. It is also killed if a job has passed the bulkhead's own
+    /// deadline or run limit. So a client can end its own job early, but not the jobs of others. A worker
+    /// that [ends each job itself](Self::patience) has more time while clients wait for other jobs. Until the
     /// kill, the worker takes no new jobs. While the worker sends a result that is too large, `grace` starts
     /// again [with each data received](Self::sends_on).
     pub(super) fn review(&mut self, now: Time, place: u32) {

@@ -17,7 +17,7 @@ const INDEX_BITS: u32 = 24;
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Table size up to which memory is never returned.
+/// Table size, in entries, up to which memory is never released.
 const KEPT_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
@@ -25,15 +25,16 @@ pub(crate) struct Job<T> {
     /// Caller's record. Taken when the client is answered, even if a worker still has the job.
     pub(crate) cargo: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Applies only until the job's first dispatch.
+    /// End of the queue timeout. Cleared by a recall with a permit, and ignored after an attempt that
+    /// crashed.
     pub(crate) patience_until: Option<Time>,
     /// Time at which the client is answered at the latest.
     pub(crate) deadline_at: Time,
-    /// Time at which the worker is killed for this job, whatever other jobs it runs.
+    /// Time at which the worker is killed for this job, whatever other jobs run there.
     pub(crate) hard_deadline_at: Time,
     /// Maximum time from a dispatch until the client is answered.
     pub(crate) run_limit: Duration,
-    /// Maximum time from a dispatch until the worker is killed for this job, whatever other jobs it runs.
+    /// Maximum time from a dispatch until the worker is killed for this job, whatever other jobs run there.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
@@ -46,7 +47,7 @@ pub(crate) struct Job<T> {
     pub(crate) bytes: u32,
     /// The job's number in the order in which the jobs of its worker were sent.
     pub(crate) arrival: u64,
-    /// Number of times that the job was recalled from a worker that had not begun it.
+    /// Number of recalls from workers that had not begun the job.
     pub(crate) returned: u8,
     /// Worker from which the job was last recalled.
     pub(crate) taken_from: Option<WorkerId>,
@@ -233,7 +234,7 @@ impl<T> Jobs<T> {
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > KEPT_MAX {
-            // All jobs of a burst are gone, so its memory is returned.
+            // All jobs of a burst are gone, so the memory can be released.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }

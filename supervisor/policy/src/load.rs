@@ -6,7 +6,7 @@
 /// level is cheap to maintain.
 #[derive(Default)]
 pub(crate) struct Load {
-    /// For each level a bitmap of the workers at that level.
+    /// For each level, a bitmap of the workers at that level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,

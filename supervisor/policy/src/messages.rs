@@ -302,11 +302,12 @@ pub enum Event<T> {
     HeldUp,
     /// Replaces all workers, one after the other.
     Restart,
-    /// Stops accepting jobs.
+    /// Rejects queued jobs and accepts no new ones. Jobs in flight continue.
     Drain,
     /// Accepts jobs again after [`Event::Drain`].
     Resume,
-    /// Clears the restart history, starts failed slots at once, and closes the breaker.
+    /// Clears the restart history, starts failed slots at once, closes the breaker, and releases quarantined
+    /// payloads.
     Reset,
     /// Changes single limits at once, without dropping a job.
     Change(Change),
@@ -332,7 +333,7 @@ pub enum Event<T> {
         /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Stops the bulkhead. Jobs in flight may continue until `by`.
+    /// Stops the bulkhead. Queued jobs are rejected at once, jobs in flight may continue until `by`.
     Stop {
         /// Time at which the remaining workers are killed.
         by: Time,
@@ -445,7 +446,7 @@ pub struct Answer<T> {
     pub cargo: T,
     /// Outcome.
     pub verdict: Verdict,
-    /// Number of times that the job was dispatched to a worker.
+    /// Number of attempts. A dispatch that the worker had not begun does not count.
     pub attempts: u32,
     /// Total time in the queue.
     pub queued: Duration,
@@ -659,7 +660,7 @@ pub enum Note {
         /// Process id.
         pid: u32,
     },
-    /// A worker was replaced and drains.
+    /// A worker is drained because it is being replaced.
     WorkerRecycled {
         /// Process id of the old worker.
         pid: u32,

@@ -3,13 +3,13 @@
 //! The queue knows a job's number, class, tenant and cost, and never decides to reject a job.
 //!
 //! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
-//! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and its oldest job is served once
-//! the tenant has earned the job's cost. The quantum of the paper is as large as the largest job, so that no
-//! round is visited in vain, but a tenant's small jobs then run many in a row. Here the quantum is 1, so that
-//! small jobs of different tenants alternate, and rounds are computed instead of visited. A tenant whose
-//! oldest job costs `c` has its turn `c` rounds later and stands in the slot of that round. A bitmap gives
-//! the next occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up turns that
-//! it does not use ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
+//! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and the tenant's oldest job is
+//! served once its cost is earned. The quantum of the paper is as large as the largest job, so that no round
+//! is visited in vain, but a tenant's small jobs then run many in a row. Here the quantum is 1, so that small
+//! jobs of different tenants alternate, and rounds are computed instead of visited. A tenant whose oldest job
+//! costs `c` has its turn `c` rounds later and stands in the slot of that round. A bitmap gives the next
+//! occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up unused turns
+//! ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
 //!
 //! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list
 //! through a vector by job or tenant, so that a job can be removed from the middle without a search.
@@ -26,7 +26,7 @@ const COST_MAX: u32 = 4095;
 /// Initial number of slots of a class: one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Table size up to which memory is never returned.
+/// Table size, in entries, up to which memory is never released.
 const KEPT_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
@@ -42,7 +42,7 @@ pub(crate) struct Queue {
     /// Indexed by tenant. Also remembered for tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last returned. Amortises the next release.
+    /// Number of jobs added since memory was last released. Amortises the next release.
     entered: usize,
 }
 
@@ -61,8 +61,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job before all others of its class, except that a blocked tenant stays blocked. The job already
-    /// had its turn and was charged, so it is not charged again. O(1).
+    /// Adds a job before all others of its class, except that a blocked tenant stays blocked. The job was
+    /// already charged at its first turn. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -131,8 +131,8 @@ impl Queue {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. Among equals, the one that reached this number first.
-    /// O(1).
+    /// Returns the tenant with the most waiting jobs. Among equals, the tenant that reached this number
+    /// first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
@@ -164,7 +164,7 @@ impl Queue {
         }
     }
 
-    /// Returns memory after a burst. Requires that as many jobs were added as the tables have places.
+    /// Releases memory after a burst. Requires that as many jobs were added as the tables have places.
     /// Otherwise a single high number that comes and goes would grow and shrink a table each time.
     fn give_back(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
@@ -266,7 +266,7 @@ enum Turn {
     None,
     /// The turn is in this round.
     At(u64),
-    /// The tenant is blocked. The turn is this number of rounds after it is unblocked.
+    /// The tenant is blocked. The turn is this number of rounds after the unblocking.
     In(u64),
 }
 
@@ -320,8 +320,8 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. What was earned for a cancelled job counts
-    /// for the next job, but at most up to its cost, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow after its oldest job was removed. Earnings for a cancelled job count for the
+    /// next job, up to the cost of that job, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, leave: Leave) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {

@@ -1,8 +1,8 @@
-//! Growth of tables that exist once per bulkhead. Most of them have one entry, and there may be thousands of
+//! Growth of tables that exist once per bulkhead. Most tables have one entry, and there may be thousands of
 //! bulkheads.
 
-/// Makes room for one more entry. Doubles the capacity starting at one, where the standard library would
-/// start at four.
+/// Makes room for one more entry. Doubles the capacity, starting at one. The standard library would start at
+/// four.
 pub(crate) fn reserve_few<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));

@@ -43,7 +43,7 @@ pub(crate) struct Tenant {
     pub(crate) rejected: u64,
     /// Last time that a throttling of this tenant was reported.
     pub(crate) throttled_at: Option<Time>,
-    /// Links of the list of idle tenants, ordered by the time since when they are idle.
+    /// Links of the list of idle tenants, ordered by the time at which each became idle.
     older: u32,
     newer: u32,
 }
@@ -84,8 +84,7 @@ impl Tenants {
         tenants
     }
 
-    /// Returns the number of a tenant. The number is valid until the next call, and as long as the tenant has
-    /// jobs.
+    /// Returns the number of a tenant. The number is valid until the next call, or while the tenant has jobs.
     pub(crate) fn find_or_enter(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;

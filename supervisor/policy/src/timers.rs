@@ -90,7 +90,8 @@ impl Timers {
     }
 
     /// Ensures that the timer of `number` is due no later than `at`. An earlier timer stays, so that a caller
-    /// that often postpones a timer does no work. The caller checks what is due when the timer fires.
+    /// that often postpones a timer does no work. The caller must check its own deadline when the timer
+    /// fires.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
@@ -125,7 +126,7 @@ impl Timers {
         }
     }
 
-    // The line.
+    // The queue.
 
     /// Returns the number of a place in the queue.
     fn numbered(&self, place: usize) -> Position {

@@ -11,8 +11,8 @@ use crate::restart::History;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time until an ordered process runs. The time is long because the keeper starts processes one after
-/// the other. The time of `start.handshake` begins once the process runs.
+/// Maximum time until an ordered process runs. Long, because the keeper starts processes one after the other.
+/// The time of `start.handshake` begins once the process runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Maximum time until a process forked from a template runs. The template may ask for more time to initialise,
@@ -23,7 +23,7 @@ const FORK_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
-    /// Last slot that the worker filled. The worker's running jobs and its end are accounted to this slot.
+    /// Last slot that the worker filled. Running jobs and the end of the worker are accounted to this slot.
     pub(crate) owes: u32,
     /// True if the worker's slot is a reserve slot, for spares.
     pub(crate) is_spare: bool,
@@ -42,7 +42,7 @@ pub(crate) struct Worker {
     pub(crate) revision: Revision,
     /// True if the worker can change its `max_in_flight`.
     pub(crate) can_resize: bool,
-    /// Maximum number of concurrent jobs that the worker was told. `u32::MAX` before the welcome.
+    /// `max_in_flight` that the worker was last sent. `u32::MAX` before the welcome.
     pub(crate) promised: u32,
     /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
     pub(crate) claims: Option<Box<dyn Claims>>,
@@ -70,13 +70,13 @@ pub(crate) struct Worker {
     pub(crate) apart: Apart,
     /// Indexes of the jobs with a permit.
     pub(crate) jobs: Vec<u32>,
-    /// Number of the dead worker's jobs that it had not begun according to its own record.
+    /// Number of jobs that the dead worker had not begun, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs with a permit that a client still waits for.
     pub(crate) wanted: u32,
     /// Number of jobs with a permit that have passed the bulkhead's own deadline or run limit.
     pub(crate) overdue: u32,
-    /// Time to kill the worker unless it does what is expected before.
+    /// Time at which the worker is killed, unless it replies or exits before.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     /// Number of jobs given to the worker.
@@ -95,8 +95,8 @@ pub(crate) struct Worker {
     /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered all
     /// jobs.
     pub(crate) has_left: bool,
-    /// True if the worker was already sent SIGKILL when its slot was reassigned. Its jobs then do not count
-    /// towards the limit.
+    /// True if the worker was already sent SIGKILL when its slot was reassigned. The worker's jobs then do
+    /// not count towards the limit.
     pub(crate) is_written_off: bool,
     /// Number of permits that the worker adds to the limit.
     pub(crate) permits: u32,
@@ -111,8 +111,8 @@ pub(crate) enum Role {
     /// The worker fills its slot.
     #[default]
     Current,
-    /// The worker takes over the slot once ready. If the reason is `recycle.jobs`, it first waits until the
-    /// slot's worker was given its last job.
+    /// The worker takes over the slot once ready. If the reason is `recycle.jobs`, the successor first waits
+    /// until the current worker was given its last job.
     Successor(RecycleReason),
     /// The worker was replaced.
     Retired,
@@ -121,10 +121,11 @@ pub(crate) enum Role {
 /// Program and configuration that a worker runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
-    /// The current ones.
+    /// Current program and configuration.
     #[default]
     New,
-    /// Outdated ones. If a replacement failed to start, the next attempt is made at `again_at`.
+    /// Outdated program or configuration. If a replacement failed to start, the next attempt is made at
+    /// `again_at`.
     Old { again_at: Option<Time> },
 }
 
@@ -183,7 +184,7 @@ pub(crate) struct End {
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
     pub(crate) is_in_vain: bool,
-    /// The worker was killed before it had begun a job, because it is no longer needed.
+    /// The worker was killed before it had begun a job, because it was no longer needed.
     pub(crate) is_unwanted: bool,
     /// The worker had been given all jobs that `recycle.jobs` allows.
     pub(crate) is_spent: bool,
@@ -245,8 +246,7 @@ impl Worker {
         self.phase == Phase::Ready && self.kill_at.is_none() && is_at_work
     }
 
-    /// Returns true if the worker is in the reserve, unless it was put there because it was being killed or
-    /// dead.
+    /// Returns true if the worker is in the reserve, unless it was moved there while being killed or dead.
     pub(crate) fn is_kept_spare(&self) -> bool {
         self.is_spare && self.role == Role::Current && !self.is_written_off
     }
@@ -261,7 +261,7 @@ impl Worker {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.begun))
     }
 
-    /// Returns the maximum silence: the time of the `missed` heartbeats and of one that may be in transit.
+    /// Returns the maximum silence: the time of `missed` heartbeats, plus one that may be in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
@@ -339,7 +339,7 @@ pub(crate) struct Slot {
 
 #[derive(Clone, Copy, Default)]
 pub(crate) enum SlotState {
-    /// The bulkhead has not started, or rests.
+    /// The bulkhead has not started, rests, or stops.
     #[default]
     Empty,
     /// A worker will start at [`Event::Start`](crate::Event::Start), or once the previous worker is gone.

@@ -235,7 +235,7 @@ fn a_probe_whose_outcome_is_ignored_gives_its_permission_back() {
 }
 
 /// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end do not keep the breaker half-open
-/// for ever. Here, the deadline of the probe is the maximum.
+/// forever. Here, the deadline of the probe is the maximum.
 #[test]
 fn half_open_ends_when_a_probe_has_waited_its_maximum() {
     let mut stage = tripped(8);

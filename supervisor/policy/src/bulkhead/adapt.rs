@@ -18,7 +18,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the number of jobs that may run at once now. Each ready worker adds `max_in_flight`, or fewer
-    /// if it was started with fewer and cannot change that number. The adaptive limit is the maximum.
+    /// if the worker was started with fewer and cannot change that number. The adaptive limit is the maximum.
     pub fn limit(&self) -> u64 {
         self.permits.min(self.adaptive_bound())
     }

@@ -1,6 +1,6 @@
 //! Admission: which jobs run at once, wait, or are rejected. The checks have the order of the table in
-//! `docs/semantics.md`. A rejection charges nothing, with one exception: the rate limit is charged before the
-//! checks that depend on load, so that a caller over its rate always gets this reason.
+//! `docs/semantics.md`. Only the rate limit charges for a job that is rejected later. It comes before the
+//! checks that depend on load, so that a caller over the limit always gets this reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -284,8 +284,8 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the job that must leave a full queue for a job of this priority. This is the newest job of the
-    /// lowest class below `priority`. If there is none and `overflow` is `evict-oldest`, it is the oldest job
-    /// of the tenant with the most queued jobs, unless that job has a higher priority.
+    /// lowest class below `priority`. Without such a job, and with `overflow = "evict-oldest"`, the oldest
+    /// job of the tenant with the most queued jobs leaves. A job of a higher priority never leaves.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -374,9 +374,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection for load. This is the estimated time to
-    /// work off the queue, but at least the adaptive `Retry-After` of the class. Up to a fifth of jitter is
-    /// added, so that callers do not return together.
+    /// Returns the time that a client should wait after a rejection for load, or `None` if a retry is
+    /// pointless. This is the estimated time to work off the queue, but at least the adaptive `Retry-After`
+    /// of the class. Up to a fifth of jitter is added, so that callers do not return together.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -418,7 +418,7 @@ impl<T> Bulkhead<T> {
 
     fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
-        // The queue timeout does not apply to a job that already had its turn.
+        // The queue timeout does not apply to a retry.
         let patience = job.patience_until.filter(|_| job.before.is_none());
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
         self.job_timers.set(index, due);
@@ -507,7 +507,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue while it uses its whole share, and unblocks it otherwise.
+    /// Blocks a tenant in the queue while the whole share is in use, and unblocks the tenant otherwise.
     pub(super) fn block_by_share(&mut self, tenant: TenantId) {
         match self.is_at_its_share(tenant) {
             true => self.queue.block(tenant.0),

@@ -2,9 +2,9 @@
 //! In every other respect these jobs are queued: they hold no permit, count towards the queue's limits, and
 //! can exceed the queue timeout.
 //!
-//! A worker begins jobs in the order in which they were sent, each only after it has answered the previous
-//! job. So each answer makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still
-//! prefetched when a worker dies have not begun.
+//! A worker begins jobs in the order of sending, each only after the answer for the previous job. So each
+//! answer makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched
+//! when a worker dies have not begun.
 //!
 //! A job that has not begun, prefetched or with a permit, is recalled without asking the worker
 //! ([`Claims`](crate::Claims)). This happens at once to end the job, and after `lookahead` if another worker
@@ -45,8 +45,8 @@ const DOUBLINGS_MAX: u8 = 10;
 pub(super) type Ending = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
-    /// Prefetches jobs to workers that use all their permits. Prefetches only while all waiting jobs belong
-    /// to one tenant and the worker runs only jobs of this tenant, so that no other tenant's turn is delayed.
+    /// Prefetches jobs to workers that use all their permits. All waiting jobs, and all jobs of the worker,
+    /// must belong to the same tenant, so that no other tenant's turn is delayed.
     pub(super) fn look_ahead(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if self.room.least().is_none() || self.queue.len() == 0 || !self.may_look_ahead() {
             return;
@@ -218,7 +218,7 @@ impl<T> Bulkhead<T> {
         false
     }
 
-    /// Records a sign of life from a worker, which makes it eligible for new jobs again.
+    /// Records a sign of life from a worker. The worker may then get new jobs again.
     pub(super) fn no_longer_stalled(&mut self, place: u32) {
         if let Some(worker) = self.workers[place as usize].as_mut()
             && std::mem::replace(&mut worker.is_stalled, false)
@@ -229,9 +229,9 @@ impl<T> Bulkhead<T> {
 
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. With `taken_to`, first recalls the jobs up to
-    /// this number, so that the worker can no longer begin them. Returns `None` if the worker has no record. If
-    /// the record is implausible, kills the worker and returns `None`.
+    /// Reads the number of the last job that a worker has begun. With `taken_to`, first recalls the jobs up
+    /// to this number, which the worker can then no longer begin. Returns `None` if the worker has no record.
+    /// If the record is implausible, kills the worker and returns `None`.
     fn begun(&mut self, place: u32, taken_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
         let worker = self.workers[place as usize].as_mut()?;
         let claims = worker.claims.as_ref()?;
@@ -323,8 +323,8 @@ impl<T> Bulkhead<T> {
         job.answer_by(since) <= now || self.live_slots > 1 && since + due_after <= now
     }
 
-    /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again if
-    /// there is none. Returns true if the worker no longer has the job.
+    /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again
+    /// without a verdict. Returns true if the worker no longer has the job.
     pub(super) fn take_back_one(
         &mut self,
         now: Time,
@@ -403,8 +403,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the counts of waiting jobs, because its client was answered or its
-    /// worker begins it.
+    /// Removes a prefetched job from the counts of waiting jobs, because the client was answered or the job
+    /// begins.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.ahead -= 1;
@@ -496,8 +496,8 @@ impl<T> Bulkhead<T> {
         if let Some(worker) = self.workers[place as usize].as_mut() {
             worker.wanted -= u32::from(is_wanted);
             worker.begun -= 1;
-            // A worker without a dispatch thread sends no heartbeats while it has jobs, so its silence starts
-            // now.
+            // A worker without a dispatch thread need not send heartbeats while running jobs, so silence
+            // counts from now.
             if !worker.has_dispatch_thread {
                 (worker.last_heard, worker.silence) = (now, Silence::None);
             }
@@ -573,7 +573,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues or ends the prefetched jobs of a dead worker, because it has not begun them.
+    /// Requeues or ends the prefetched jobs of a dead worker, because these jobs have not begun.
     pub(super) fn take_ahead_back(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         while let Some(worker) = self.workers[id.place as usize].as_ref()
             && let Some(&index) = worker.ahead.back()
@@ -583,8 +583,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run, so
-    /// it ends as `crashed`, unless another worker already has it.
+    /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
+    /// therefore ends as `crashed`, unless another worker already has the job.
     pub(super) fn answered_without_right(
         &mut self,
         now: Time,
@@ -622,15 +622,15 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Returns the time that a worker has to begin a job. It doubles with each recall of the job, so that jobs do
-/// not move between workers for ever on an overloaded machine.
+/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that
+/// jobs do not move between workers forever on an overloaded machine.
 fn patience(lookahead: Duration, returned: u8) -> Duration {
     let patience = if lookahead.is_zero() { PATIENCE } else { lookahead };
     patience.saturating_mul(1 << returned.min(DOUBLINGS_MAX))
 }
 
 impl Worker {
-    /// Returns true if the worker may have jobs that it has not begun, as of the last reading.
+    /// Returns true if some jobs of the worker had not begun at the last reading.
     fn may_have_unbegun(&self) -> bool {
         self.begun_last.max(self.taken) < self.sent
     }

@@ -268,7 +268,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Handles a worker that missed its heartbeats. The worker is observed for one heartbeat interval before
-    /// it counts as hung. If the machine gives it no processor time, a kill would only add to the load.
+    /// it counts as hung. On a machine without free processor time, a kill would only add to the load.
     fn silent(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let id = worker.id;
@@ -320,8 +320,8 @@ impl<T> Bulkhead<T> {
     }
 
     /// Replaces the worker of a slot by its standby, by a spare, or by a successor that is started now. Does
-    /// nothing if a successor is starting or has just failed, or if a replaced worker has not left the slot
-    /// yet, because a slot has at most two workers.
+    /// nothing if a successor is starting or has just failed. Does nothing if a replaced worker has not left
+    /// the slot yet, because a slot has at most two workers.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_of(slot) else { return };
         let (entry, standby) = (&self.slots[slot as usize], self.standby(slot));
@@ -565,7 +565,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the end of a worker and all its descendants through no fault of the worker.
+    /// Handles the loss of a worker and all its descendants with the keeper, which is no fault of the worker.
     pub(super) fn lost(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Killing(KillReason::KeeperDied);
@@ -584,8 +584,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a worker. Answers or retries its jobs. The slot stays occupied until the worker is
-    /// [swept](Self::swept).
+    /// Handles the exit of a worker. Answers or retries the worker's jobs. The slot stays occupied until the
+    /// worker is [swept](Self::swept).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         let killed = worker.killed();

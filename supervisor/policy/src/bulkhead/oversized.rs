@@ -48,8 +48,8 @@ impl<T> Bulkhead<T> {
     }
 
     /// Extends the time of a worker that sends a result that is too large, because data has arrived. The
-    /// worker is then killed only if no more data arrives, or if one of its jobs has passed the bulkhead's
-    /// own deadline or run limit.
+    /// worker is then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline
+    /// or run limit.
     pub(super) fn sends_on(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.worker(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
@@ -63,7 +63,7 @@ impl<T> Bulkhead<T> {
         self.arm(id.place);
     }
 
-    /// Returns the time until a worker is killed once no client waits for its jobs, or one of its jobs has
+    /// Returns the time before a worker is killed because no client waits for its jobs, or because a job has
     /// run too long.
     pub(super) fn patience(&self, place: u32) -> Duration {
         let grace = self.limits.grace;

@@ -1,9 +1,9 @@
 //! Permits: the number of jobs that may run, the number that do, and the workers that may take the next job.
 //!
 //! The limit holds across generations of workers. Jobs that still run in a replaced worker are an overcommit
-//! of the slot. The overcommit is charged first to the part of the slot's share that is not in the limit,
-//! which is all of it while no worker is ready. Next comes the slot's new worker. The other slots bear only
-//! an excess over the slot's share.
+//! of the slot. The overcommit is charged first to the part of the slot's share that is not in the limit.
+//! While no worker is ready, this is the whole share. Next comes the slot's new worker. The other slots bear
+//! only an excess over the slot's share.
 
 use super::Bulkhead;
 use crate::messages::WorkerId;
@@ -78,8 +78,8 @@ impl<T> Bulkhead<T> {
     pub(super) fn count_in_use(&mut self, slot: u32) {
         let entry = &self.slots[slot as usize];
         let (current, share) = match entry.state {
-            // Workers of the reserve have no permits. Jobs that they still run are charged to their last
-            // slot.
+            // Workers of the reserve have no permits. Jobs that still run there are charged to the last slot
+            // of each worker.
             _ if entry.is_reserve => (None, 0),
             SlotState::Occupied(place) => (self.workers[place as usize].as_ref(), self.limits.max_in_flight),
             SlotState::Closed => (None, 0),
@@ -104,7 +104,7 @@ impl<T> Bulkhead<T> {
         self.in_use = self.in_use + in_use - std::mem::replace(&mut entry.in_use, in_use);
     }
 
-    /// Returns the worker for the next job. `None` if no permit is free, which includes that more jobs run
+    /// Returns the worker for the next job. `None` if no permit is free, for example because more jobs run
     /// than the limit allows.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.load.least().filter(|_| u64::from(self.in_use) < self.limit())
@@ -120,8 +120,8 @@ impl<T> Bulkhead<T> {
         Some(prefers.filter(is_able).map_or(next, |id| id.place))
     }
 
-    /// Returns a worker without jobs if there is a permit for a job that runs alone. The worker reserved for
-    /// a suspect brings its own permits.
+    /// Returns a worker without jobs if there is a permit for a job that runs alone. The permits of the
+    /// worker reserved for a suspect count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let idle = |place: u32| {
             self.workers[place as usize]

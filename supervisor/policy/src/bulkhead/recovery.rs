@@ -1,8 +1,8 @@
 //! Recovery of jobs after the death of their worker or program. Payloads that kill repeatedly are
 //! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have crashed a worker is a suspect. It is retried only in a worker without other jobs, so
-//! that an innocent job is not killed by the same neighbour twice, and the culprit is found.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker without other
+//! jobs. So an innocent job is not killed by the same neighbour twice, and the culprit is found.
 
 use bulkhead_shared::{JobId, Verdict};
 

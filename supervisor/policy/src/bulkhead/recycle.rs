@@ -1,6 +1,6 @@
 //! Workers with a maximum number of jobs (`recycle.jobs`). A worker that was given its last job is asked to
-//! finish, and its successor takes the slot as soon as it is ready. The successor is started in advance,
-//! based on the pace of the jobs so far, and then stays on standby until its turn.
+//! finish, and a successor takes the slot as soon as possible. The successor is started in advance, based on
+//! the pace of the jobs so far, and then stays on standby until its turn.
 
 use super::Bulkhead;
 use super::life::RECYCLE_PAUSE;
@@ -126,8 +126,8 @@ impl<T> Bulkhead<T> {
         is_counted && worker.phase == Phase::Ready && worker.jobs_left(&self.limits) > 0
     }
 
-    /// Lets a successor on standby take the slot of an idle worker, so that a slot does not have two workers
-    /// for long when no jobs arrive.
+    /// Lets a successor on standby take the slot of an idle worker. So a slot does not have two workers for
+    /// long when no jobs arrive.
     pub(super) fn mind_turn(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_standby = worker.phase == Phase::Ready && matches!(worker.role, Role::Successor(_));

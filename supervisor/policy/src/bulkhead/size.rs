@@ -39,7 +39,7 @@ impl<T> Bulkhead<T> {
         self.jobs.is_empty()
     }
 
-    /// Returns the time since when there has been no job. Tracked only if [`crate::Limits::idle`] is
+    /// Returns the time at which the bulkhead became idle. Tracked only if [`crate::Limits::idle`] is
     /// configured.
     pub fn idle_since(&self) -> Option<Time> {
         self.idle_since
@@ -255,7 +255,7 @@ impl<T> Bulkhead<T> {
         self.follow_spent(now, slot, out);
     }
 
-    /// Takes one replaced worker without jobs out of its slot, so that the slot does not wait for the exit,
+    /// Takes one replaced worker without jobs out of its slot. The slot then does not wait for the exit,
     /// which a destructor may delay. Returns false if there is no such worker.
     pub(super) fn leave_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(place) = self.to_leave.pop() else { return false };
@@ -336,7 +336,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Applies new limits of tenants. Each tenant may now be at its share, or below.
+    /// Applies new limits of tenants. This may block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.own, general.as_ref());

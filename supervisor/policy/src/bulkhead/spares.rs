@@ -1,5 +1,5 @@
 //! Spares (`start.spares`): workers in a reserve, started and ready, without permits. A spare takes over a
-//! slot whose worker is sent SIGKILL, dies, has begun its last job, is replaced or is not ready yet. The
+//! slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The
 //! slot's previous worker moves to the reserve. When that worker is gone, the next spare is started in its
 //! place. So the number of workers, including dying ones, never exceeds the number of slots plus spares.
 //!
@@ -60,7 +60,7 @@ impl<T> Bulkhead<T> {
         is_at_work && is_free && self.has_live_reserve()
     }
 
-    /// Returns true if the slot should have a working worker, has none, and may get a spare.
+    /// Returns true if the slot should have a working worker, lacks one, and may get a spare.
     fn wants_spare(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
         if entry.is_reserve || entry.successor.is_some() {
@@ -96,8 +96,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the reserve. It is drained if it is
-    /// healthy, and otherwise continues to start or to die.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the reserve. A healthy worker is
+    /// drained there. Any other worker continues to start or to die.
     pub(super) fn take_over(
         &mut self,
         now: Time,

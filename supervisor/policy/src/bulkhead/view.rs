@@ -119,9 +119,9 @@ pub struct WorkerView {
     pub uptime: Duration,
     pub in_flight: u32,
     pub served: u64,
-    /// Number of workers that the slot got after the first, without recycling.
+    /// Number of restarts of the slot, without replacements by `recycle`.
     pub restarts: u64,
-    /// End of the slot's previous worker.
+    /// Description of the end of the slot's previous worker.
     pub last_exit: Option<String>,
     /// True if the worker fills its slot. False while the worker is starting as a successor or has been
     /// replaced.
@@ -140,7 +140,7 @@ pub struct WorkerView {
 pub struct StaffView {
     pub slot: u32,
     pub pid: Option<u32>,
-    /// One of [`crate::WORKER_STATES`].
+    /// State, from [`crate::WORKER_STATES`].
     pub state: &'static str,
     /// True if the worker fills its slot. False for spares, successors and replaced workers.
     pub is_current: bool,
@@ -178,7 +178,7 @@ pub struct HeldJob {
     pub id: JobId,
     /// Time since the dispatch.
     pub ran: Duration,
-    /// Number of dispatches of the job, including the current one.
+    /// Number of attempts, including the current one.
     pub attempts: u32,
     /// True if the worker has exited and had not read the job.
     pub is_unread: bool,
@@ -340,8 +340,8 @@ impl<T> Bulkhead<T> {
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
-        // The worker's own record cannot exonerate a job to leave a single other job as the culprit, so jobs
-        // that are unbegun by this record count as begun.
+        // By its own record, a worker could make one other job look like the only suspect. Jobs that are
+        // unbegun only by this record therefore count as begun.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);

@@ -14,7 +14,7 @@ use crate::workers::Phase;
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
-    /// The place is returned at this time even if the slot has no worker yet.
+    /// The withholding ends at this time even if the slot has no worker yet.
     until: Time,
 }
 
@@ -38,7 +38,7 @@ impl<T> Bulkhead<T> {
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
             if is_suspect && !has_paid && self.share(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
-                // The tenant keeps its number until the place is given back.
+                // The tenant keeps its number while the place is withheld.
                 self.tenants.begin(tenant);
                 self.tenants.get(tenant).withheld += 1;
                 self.block_by_share(tenant);
@@ -46,7 +46,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns each place whose slot has a ready worker or will get none, or whose time is up.
+    /// Ends the withholding of each place whose slot has a ready worker or will get none, or whose time is
+    /// up.
     pub(super) fn give_back_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -67,7 +68,7 @@ impl<T> Bulkhead<T> {
         entry.state.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the next time at which a place is returned because its time is up.
+    /// Returns the next time at which the withholding of a place ends because its time is up.
     pub(super) fn next_given_back(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }
