@@ -1,12 +1,13 @@
-//! An adaptive limit on the number of running jobs, driven by run times. The limit falls in proportion when most jobs
-//! take longer than `target`. This is the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, with
-//! a configured target instead of a guessed base line. The limit grows by its square root, the headroom of both, while
-//! all of it is in use. After growth that was too much, the next growth waits twice as long, so that the limit settles.
+//! An adaptive limit on the number of running jobs, based on measured run times. The limit falls in
+//! proportion when run times exceed `target`. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
+//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are
+//! in use, the limit grows by its square root, which is the headroom of both algorithms. After growth that
+//! proved too much, the next growth waits twice as long, so that the limit settles.
 //!
-//! Each tenant has one vote, whatever its number of jobs: the latency of a window is the lower median of the tenants'
-//! 90th percentiles. So the slow jobs of one tenant do not lower the limit for the others.
+//! Each tenant has one vote, whatever the number of jobs. The latency of a window is the lower median of the
+//! tenants' 90th percentiles. The slow jobs of one tenant therefore do not lower the limit for the others.
 //!
-//! It reads no clock, and moves only when a job has ended.
+//! The module reads no clock. The limit moves only when a job has ended.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// What the limit may be, and what it follows.
+/// Bounds, target and mode of an adaptive limit.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each is the configuration's key of the same name")]
 pub struct AdaptiveLimits {
@@ -27,47 +28,48 @@ pub struct AdaptiveLimits {
 }
 
 vocabulary! {
-    /// What an adaptive limit does.
+    /// Effect of an adaptive limit.
     AdaptiveMode {
-        /// It bounds how many jobs run.
+        /// Bounds the number of running jobs.
         Enforce = "enforce",
-        /// It only says what it would be.
+        /// Only reports the limit that would apply.
         Monitor = "monitor",
     }
 }
 
-/// A window is no shorter than this, and no shorter than twice `target`;
+/// Minimum length of a window. A window is also at least twice `target` long, up to [`WINDOW_MAX`].
 const WINDOW_MIN: Duration = Duration::from_millis(100);
-/// but not longer than this, if enough jobs have ended in it.
+/// Upper bound for the length that `target` asks for. A window still lasts until [`RUNS_MIN`] jobs are
+/// counted.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
-/// So many run times are looked at before a limit moves.
+/// Minimum number of run times in a window before the limit moves.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times kept for each vote of a window, the newest ones.
+/// Maximum number of run times kept per vote. Newer times replace older ones.
 const RUNS_MAX: usize = 128;
 
 /// Maximum number of tenants with a separate vote in a window. Further tenants share one more vote.
 const TENANTS_MAX: usize = 64;
 
-/// The longest that growth waits, in windows.
+/// Maximum number of windows that growth waits.
 const PAUSE_MAX: u32 = 32;
 
-/// One change in so long is told to operators.
+/// Minimum time between two reports to operators.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// An adaptive limit from outside.
+/// State of an adaptive limit, for snapshots.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdaptiveView {
-    /// The configured numbers.
+    /// Configuration in force.
     pub numbers: AdaptiveLimits,
-    /// The limit, or what it would be.
+    /// Current limit. In monitor mode, the limit that would apply.
     pub limit: u32,
-    /// The latency of the last full window: the lower median of the tenants' 90th percentiles.
+    /// Latency of the last complete window: the lower median of the tenants' 90th percentiles.
     pub latency: Option<Duration>,
 }
 
-/// A change that operators are to hear of.
+/// Change of the limit to report to operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Told {
     pub(crate) from: u32,
@@ -79,7 +81,7 @@ pub(crate) struct Told {
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
-    /// Index of the oldest one, once there are [`RUNS_MAX`].
+    /// Index of the oldest time once there are [`RUNS_MAX`] times. Until then, index for the next time.
     oldest: usize,
 }
 
@@ -103,21 +105,22 @@ pub(crate) struct Adaptive {
     numbers: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times of this window by vote, which is the number of a tenant; `None` is the vote that tenants beyond [`TENANTS_MAX`] share.
+    /// Run times of this window by vote. The key is a tenant's number. `None` is the vote shared by tenants
+    /// beyond [`TENANTS_MAX`].
     runs: BTreeMap<Option<u32>, Runs>,
-    /// The most permits that were taken when a job ended.
+    /// Maximum number of permits in use when a job of this window ended.
     in_use_max: u32,
-    /// Whether all of the limit was taken then, or kept for critical jobs.
+    /// True if all of the limit was in use, or reserved for critical jobs, when a job of this window ended.
     was_full: bool,
-    /// Whether a run was seen since it was last asked whether the window has ended.
+    /// True if a job was counted since the last call of [`Self::is_due`].
     has_news: bool,
-    /// Jobs that began before the limit fell say nothing of what it is now.
+    /// Jobs that began before this time do not count, because the limit was higher when they began.
     counts_from: Time,
-    /// Whether the last change was growth that has not proved itself yet.
+    /// True if the last change was growth that the next window has not confirmed yet.
     has_grown: bool,
-    /// Windows until it may grow.
+    /// Number of windows until the limit may grow.
     pause: u32,
-    /// How many it waits for after the next fall.
+    /// Number of windows that growth waits after the next fall.
     next_pause: u32,
     latency: Option<Duration>,
     told: u32,
@@ -125,7 +128,7 @@ pub(crate) struct Adaptive {
 }
 
 impl Adaptive {
-    /// It begins with all that it may be: as long as jobs are quick enough, a bulkhead is as if it had none.
+    /// Returns a limit that starts at the maximum, and has no effect as long as jobs are fast enough.
     pub(crate) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
         let limit = numbers.max;
         Self {
@@ -146,7 +149,7 @@ impl Adaptive {
         }
     }
 
-    /// Puts other numbers in force. What was learned holds within them.
+    /// Replaces the configuration. The current limit is kept, clamped to the new bounds.
     pub(crate) fn reconfigure(&mut self, numbers: AdaptiveLimits, now: Time) {
         if self.numbers == numbers {
             return;
@@ -157,13 +160,14 @@ impl Adaptive {
         self.begin_window(now);
     }
 
-    /// How many jobs may run, if it is in force.
+    /// Returns the maximum number of running jobs, or `None` in monitor mode.
     pub(crate) fn bound(&self) -> Option<u32> {
         (self.numbers.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
-    /// Counts a job that has ended, or that its client no longer waits for. `in_use` permits were taken then, and `kept`
-    /// more were reserved for critical jobs. A job that did not succeed counts only if it took too long.
+    /// Counts a job that has ended or was abandoned by its client. `in_use` permits were in use before that,
+    /// and `kept` more were reserved for critical jobs. A job that did not succeed counts only if it took
+    /// longer than `target`.
     pub(crate) fn ended(
         &mut self,
         now: Time,
@@ -184,18 +188,17 @@ impl Adaptive {
         }
     }
 
-    /// Whether a window has ended with a job. Then [those that still run](Self::running) are to be told of, and it is
-    /// [closed](Self::close).
+    /// Returns true if the window can be closed. The caller must then call [`running`](Self::running) for
+    /// each running job, and [`close`](Self::close).
     pub(crate) fn is_due(&mut self, now: Time) -> bool {
         let length = (self.numbers.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
         std::mem::take(&mut self.has_news)
             && now.since(self.window_from) >= length
-            // With fewer runs than this there would be few votes.
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a running job that is late already; otherwise only quick jobs would count. A job counts only in the
-    /// window in which it became late.
+    /// Counts a running job that has already exceeded `target`. Without these jobs, only fast jobs would
+    /// count. A job counts only in the window in which it became late.
     pub(crate) fn running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {
@@ -213,7 +216,8 @@ impl Adaptive {
         self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
     }
 
-    /// Moves the limit by what was seen in the window, and begins the next one. Says whether it grew or fell.
+    /// Adjusts the limit by the run times of the window, and begins the next window. Returns the direction of
+    /// the change.
     pub(crate) fn close(&mut self, now: Time) -> Ordering {
         let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
         let lower_median = votes.len().saturating_sub(1) / 2;
@@ -230,13 +234,14 @@ impl Adaptive {
         self.limit.cmp(&before)
     }
 
-    /// When the change since the last one that was told is to be told; `None` if there is none.
+    /// Returns the time at which the latest change must be reported, or `None` if there is no unreported
+    /// change.
     pub(crate) fn tells_at(&self) -> Option<Time> {
         let at = self.told_at.map_or(Time::ZERO, |at| at + TELL_AGAIN_AFTER);
         (self.limit != self.told && self.latency.is_some()).then_some(at)
     }
 
-    /// The change that is to be told now, if there is one.
+    /// Returns a change that is due for a report, and marks it as reported.
     pub(crate) fn take_told(&mut self, now: Time) -> Option<Told> {
         let latency = self.latency.filter(|_| self.tells_at().is_some_and(|at| at <= now))?;
         self.told_at = Some(now);
@@ -244,11 +249,12 @@ impl Adaptive {
         Some(Told { from, to: self.limit, latency })
     }
 
-    /// By as much as jobs took too long, and at most to the half.
+    /// Lowers the limit in proportion to the excess over `target`, at most to one half.
     fn fall(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.numbers.mode {
             AdaptiveMode::Enforce => self.limit,
-            // Nothing held them back, so that what ran is what took too long.
+            // In monitor mode the limit holds nothing back, so the jobs that ran concurrently caused the
+            // latency.
             AdaptiveMode::Monitor => self.in_use_max,
         };
         let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);
@@ -259,8 +265,9 @@ impl Adaptive {
         (self.pause, self.counts_from) = (self.next_pause, now);
     }
 
-    /// By its square root, if all of it was in use; but not to where jobs would take too long if their time grew with
-    /// their number, except by one: how else would one know?
+    /// Raises the limit by its square root if all permits were in use. The maximum is the limit at which run
+    /// times would reach `target`, assuming that run times grow in proportion. Always allows a step of one,
+    /// because only a trial shows whether one more job fits.
     fn grow(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);
@@ -284,7 +291,7 @@ impl Adaptive {
     }
 }
 
-/// `count` × `numerator` / `denominator`, rounded down.
+/// Returns `count` × `numerator` / `denominator`, rounded down.
 fn scaled(count: u32, numerator: u64, denominator: u64) -> u32 {
     let scaled = u128::from(count) * u128::from(numerator) / u128::from(denominator);
     u32::try_from(scaled).unwrap_or(u32::MAX)
@@ -310,7 +317,7 @@ mod tests {
         assert_eq!(adaptive.runs.len(), TENANTS_MAX + 1);
         assert!(adaptive.runs.values().all(|runs| runs.times.len() == RUNS_MAX));
         assert!(adaptive.is_due(now));
-        // 40 tenants are quick, 24 slow, and the other 936 are one more.
+        // 40 tenants are fast and 24 slow. The other 936 share one slow vote.
         assert_eq!((adaptive.close(now), adaptive.latency), (Ordering::Equal, Some(ms(5))));
     }
 }

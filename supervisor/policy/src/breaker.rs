@@ -1,6 +1,6 @@
-//! Whether jobs are let through to what a bulkhead depends on: closed → open → half-open → closed. The
-//! states are resilience4j's, the window of buckets is Hystrix's. It owns the evidence and counts the
-//! probes; it never sees a job.
+//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states are
+//! taken from resilience4j, the window of buckets from Hystrix. The breaker owns the evidence and counts the
+//! probes, and never sees a job.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -9,33 +9,35 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// The window moves in steps of this part of it, so what it covers is between 9 and 10 tenths of its span.
+/// Number of buckets of a window. The window moves by one bucket at a time, and so covers between 9 and 10
+/// tenths of the span.
 const BUCKETS: usize = 10;
 
-/// `open_for` grows with consecutive openings up to so many times itself.
+/// Maximum factor by which consecutive openings extend `open_for`.
 const OPEN_FOR_FACTOR_MAX: u32 = 8;
 
-/// When a breaker opens, and for how long.
+/// Configuration of a circuit breaker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BreakerLimits {
-    /// How far back calls count.
+    /// Length of the window in which calls count.
     pub window: Duration,
-    /// With fewer calls in the window there is no verdict.
+    /// Minimum number of calls in the window for a decision.
     pub min_calls: u32,
-    /// This share of failed calls opens it.
+    /// Share of failed calls that opens the breaker.
     pub failure_rate: f64,
-    /// A call that takes longer is slow.
+    /// Run time above which a call is slow.
     pub slow_call: Option<Duration>,
-    /// This share of slow calls opens it.
+    /// Share of slow calls that opens the breaker.
     pub slow_rate: f64,
-    /// How long it stays open the first time.
+    /// Duration of the first opening.
     pub open_for: Duration,
-    /// How many calls decide whether it closes.
+    /// Number of calls that decide if the breaker closes.
     pub probes: u32,
 }
 
 impl BreakerLimits {
-    /// Of no probes nothing could be learnt, and it would stay half-open for ever.
+    /// Returns the number of probes, but at least one, because a half-open breaker without probes would never
+    /// close.
     fn probes(&self) -> u32 {
         self.probes.max(1)
     }
@@ -45,8 +47,9 @@ impl BreakerLimits {
         self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
     }
 
-    /// Whether what was seen is too bad for so many calls. Reaching a rate is enough, as in resilience4j,
-    /// since a rate of 1 could not be exceeded; but a rate of 0 still wants one call to complain about.
+    /// Returns true if the calls in `seen` reach one of the rates, relative to `calls`. Reaching a rate is
+    /// enough, as in resilience4j, because a rate of 1 cannot be exceeded. A rate of 0 still requires one
+    /// failed or slow call.
     fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
         let reaches = |count: u32, rate: f64| count > 0 && share(count, calls) >= rate;
         reaches(seen.failures, self.failure_rate) || reaches(seen.slow, self.slow_rate)
@@ -54,51 +57,51 @@ impl BreakerLimits {
 }
 
 vocabulary! {
-    /// The four states by name.
+    /// State of a circuit breaker.
     #[derive(Default)]
     BreakerState {
-        /// Calls pass and are judged.
+        /// All calls pass and are judged.
         #[default]
         Closed = "closed",
-        /// No call passes for a time.
+        /// No call passes for some time.
         Open = "open",
-        /// A few calls pass to find out.
+        /// A few calls pass as probes.
         HalfOpen = "half_open",
-        /// No call passes until an operator says so.
+        /// No call passes until an operator releases the breaker.
         ForcedOpen = "forced_open",
     }
 }
 
-/// What a job that arrives now would be told.
+/// Decision about a job that arrives now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// It may pass.
+    /// The job may pass.
     Closed,
-    /// It may pass as a probe.
+    /// The job may pass as a probe.
     Probe,
-    /// Enough probes are under way; it is unknown when they end.
+    /// Enough probes are in progress, and their end is unknown.
     Probing,
-    /// It may not pass, and for how long that is certain: zero if only a ready worker is missing.
+    /// No job passes for at least `retry_after`. Zero if only a ready worker is missing.
     Open { retry_after: Duration },
-    /// It may not pass until an operator says so.
+    /// No job passes until an operator releases the breaker.
     ForcedOpen,
 }
 
 impl Admission {
-    /// Whether the job may pass.
+    /// Returns true if the job may pass.
     pub(crate) const fn is_admitted(self) -> bool {
         matches!(self, Self::Closed | Self::Probe)
     }
 }
 
-/// The right to one call. It goes back with the call's result, or through [`Breaker::give_back`]; it
-/// cannot be copied, so that no call counts twice.
+/// Permission for one call. Must be returned by [`Breaker::record`] or [`Breaker::give_back`]. Not `Clone`,
+/// so that no call counts twice.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a probe's claim that is dropped leaves the breaker half-open for ever"]
 pub(crate) enum Claim {
-    /// A call like any other.
+    /// An ordinary call.
     Call { epoch: u64 },
-    /// A call that decides whether the breaker closes.
+    /// A call that helps to decide if the breaker closes.
     Probe { epoch: u64 },
 }
 
@@ -110,41 +113,42 @@ impl Claim {
     }
 }
 
-/// What a call says of the dependency.
+/// Evidence of one call about the dependency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallResult {
-    /// It works, if perhaps slowly.
+    /// The dependency works, possibly slowly.
     Success,
-    /// It does not: the handler blames it, the worker crashed, or the deadline passed while the job ran.
+    /// The dependency failed: the handler blames it, the worker crashed, or the deadline passed during the
+    /// run.
     Failure,
-    /// Nothing: the call was cancelled, never ran, died of something else, or was the caller's own fault.
+    /// No evidence: the call was cancelled, never ran, was the caller's fault, or ended for another reason.
     Ignored,
 }
 
-/// The breaker went from one state to another, and on what evidence.
+/// Change of the breaker's state, with the evidence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
-    /// The state it left.
+    /// Previous state.
     pub from: BreakerState,
-    /// The state it is in.
+    /// New state.
     pub to: BreakerState,
-    /// The share of failed calls among those judged in the state it left.
+    /// Share of failed calls among the calls judged in the previous state.
     pub failure_rate: f64,
-    /// The share of slow calls among them.
+    /// Share of slow calls among the calls judged in the previous state.
     pub slow_rate: f64,
-    /// How many they were.
+    /// Number of calls judged in the previous state.
     pub calls: u32,
 }
 
-/// The breaker of one bulkhead.
+/// Circuit breaker of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Breaker {
-    /// Without limits it is never open but by force.
+    /// Configuration in force. Without limits, the breaker opens only by force.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Counts transitions. A claim from an earlier epoch says nothing about this one.
+    /// Number of transitions. A claim from an earlier epoch is no evidence in the current one.
     epoch: u64,
-    /// Openings in a row; those before a full window of being closed are forgotten.
+    /// Number of consecutive openings. Cleared when the breaker opens after being closed for a full window.
     openings: u32,
 }
 
@@ -157,13 +161,12 @@ enum State {
 }
 
 impl Breaker {
-    /// A closed breaker that has seen nothing.
+    /// Returns a closed breaker without evidence.
     pub(crate) fn new(limits: Option<BreakerLimits>) -> Self {
         let state = State::closed(Time::ZERO, limits.as_ref());
         Self { limits, state, epoch: 0, openings: 0 }
     }
 
-    /// Where it stands.
     pub(crate) const fn state(&self) -> BreakerState {
         match self.state {
             State::Closed { .. } => BreakerState::Closed,
@@ -173,8 +176,8 @@ impl Breaker {
         }
     }
 
-    /// When [`Self::advance`] is due. None without a ready worker: its arrival is what is waited for then,
-    /// and a moment that has passed would be waited for in a busy loop.
+    /// Returns the time at which [`Self::advance`] is due. `None` without a ready worker, because the
+    /// transition then waits for a worker, and a deadline in the past would cause a busy loop.
     pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {
         match self.state {
             State::Open { until } if has_ready_worker => Some(until),
@@ -184,8 +187,8 @@ impl Breaker {
 
     // Admission.
 
-    /// What a job that arrives now would be told. It changes nothing, so that jobs which are refused
-    /// later for other reasons cost no probe (Semian's `request_allowed?`).
+    /// Returns the decision about a job that arrives now. Changes no state, so that jobs rejected later for
+    /// other reasons use no probe (Semian's `request_allowed?`).
     pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
         match self.state {
             State::Closed { .. } => Admission::Closed,
@@ -198,7 +201,8 @@ impl Breaker {
         }
     }
 
-    /// Becomes half-open if its time has come. Due at [`Self::next_deadline`], and when a worker is ready.
+    /// Enters the half-open state if due. To be called at [`Self::next_deadline`] and when a worker becomes
+    /// ready.
     pub(crate) fn advance(&mut self, now: Time, has_ready_worker: bool) -> Option<Transition> {
         match self.state {
             State::Open { until } if until <= now && has_ready_worker => {
@@ -208,8 +212,8 @@ impl Breaker {
         }
     }
 
-    /// Lets the job at the head of the queue pass, or not. The first probe may find the breaker still
-    /// open, and then comes with the transition.
+    /// Claims a call for the next job, if the job may pass. The first probe may find the breaker still open,
+    /// and then also causes the transition.
     pub(crate) fn claim(&mut self, now: Time, has_ready_worker: bool) -> Option<(Claim, Option<Transition>)> {
         let admission = self.peek(now, has_ready_worker);
         if !admission.is_admitted() {
@@ -227,13 +231,13 @@ impl Breaker {
         Some((claim, transition))
     }
 
-    /// Whether it lets every job pass and learns nothing from it: there is nothing to claim then.
+    /// Returns true if every job passes without evidence being collected, so that no claim is needed.
     pub(crate) const fn is_absent(&self) -> bool {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Takes back the claim of a call that says nothing, so that another can probe in its stead
-    /// (resilience4j #544 and #935: half-open for ever).
+    /// Gives back the claim of a call without evidence, so that another call can be the probe. Otherwise the
+    /// breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn give_back(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -249,8 +253,8 @@ impl Breaker {
 
     // Evidence.
 
-    /// Judges a call that took so long. Calls begun before the last transition are not evidence any more:
-    /// what was slow when it opened must not open it again.
+    /// Judges a call by its result and run time. Calls begun before the last transition are ignored, because
+    /// calls that were slow when the breaker opened must not open it again.
     pub(crate) fn record(
         &mut self,
         now: Time,
@@ -285,8 +289,8 @@ impl Breaker {
         }
     }
 
-    /// Decides as soon as the missing probes cannot change the decision: it opens when those seen are too
-    /// bad even if all others succeed, and closes when all were seen.
+    /// Decides as soon as the remaining probes cannot change the result. The breaker opens once the rates are
+    /// reached even if all other probes succeed, and closes after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -324,7 +328,7 @@ impl Breaker {
         }
     }
 
-    /// What the present state has seen.
+    /// Returns the evidence collected in the current state.
     fn seen(&self, now: Time) -> Tally {
         match &self.state {
             State::Closed { window, .. } => window.sum(now),
@@ -333,8 +337,9 @@ impl Breaker {
         }
     }
 
-    /// Judges by other limits: what was seen under those before is no evidence any more. One that is open stays
-    /// open for as long as it was to be, and one that probes probes anew; what was opened by hand stays so.
+    /// Replaces the configuration and drops the evidence, which was judged by the previous limits. An open
+    /// breaker stays open until the time already set. A half-open breaker starts a new set of probes. A
+    /// forced-open breaker stays open.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
         self.limits = limits;
         let transition = match self.state {
@@ -350,20 +355,20 @@ impl Breaker {
         (transition.from != transition.to).then_some(transition)
     }
 
-    // By hand.
+    // Operator commands.
 
-    /// Lets nothing pass until [`Self::release`] or [`Self::reset`].
+    /// Blocks all calls until [`Self::release`] or [`Self::reset`].
     pub(crate) fn force_open(&mut self, now: Time) -> Option<Transition> {
         let seen = self.seen(now);
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Ends what [`Self::force_open`] began. It is closed then: what it knew before is out of date.
+    /// Ends [`Self::force_open`]. The breaker closes, because earlier evidence is outdated.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }
 
-    /// Forgets everything, even that it was forced open.
+    /// Closes the breaker and drops all evidence, even if the breaker was forced open.
     pub(crate) fn reset(&mut self, now: Time) -> Option<Transition> {
         self.openings = 0;
         let seen = self.seen(now);
@@ -383,7 +388,7 @@ impl State {
     }
 }
 
-/// Calls that were judged.
+/// Number of judged calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -409,28 +414,29 @@ impl Add for Tally {
     }
 }
 
-/// `count ÷ of`; of nothing, nothing.
+/// Returns `count` ÷ `of`, or 0 if `of` is 0.
 pub(crate) fn share(count: u32, of: u32) -> f64 {
     if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
 }
 
-/// Counts over the recent past, in fixed memory. What is older leaves bucket by bucket.
+/// Counts over the recent past in fixed memory. Old counts expire bucket by bucket.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
-    /// What a bucket spans, in nanoseconds.
+    /// Length of a bucket, in nanoseconds.
     width_ns: u64,
-    /// By the number of the bucket modulo their count: that number, and what was counted then.
+    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry stores its bucket number, because
+    /// entries are reused.
     buckets: [(u64, T); BUCKETS],
 }
 
 impl<T: Copy + Default + Add<Output = T>> Window<T> {
-    /// An empty window.
+    /// Returns an empty window.
     pub(crate) fn new(span: Duration) -> Self {
         let span_ns = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
         Self { width_ns: (span_ns / BUCKETS as u64).max(1), buckets: [(0, T::default()); BUCKETS] }
     }
 
-    /// What is counted now.
+    /// Returns the bucket for this time.
     pub(crate) fn bucket(&mut self, now: Time) -> &mut T {
         let number = now.0 / self.width_ns;
         let bucket = &mut self.buckets[(number % BUCKETS as u64) as usize];
@@ -440,7 +446,7 @@ impl<T: Copy + Default + Add<Output = T>> Window<T> {
         &mut bucket.1
     }
 
-    /// All that the window covers.
+    /// Returns the sum of all buckets in the window.
     pub(crate) fn sum(&self, now: Time) -> T {
         let number = now.0 / self.width_ns;
         let recent = self.buckets.iter().filter(|(n, _)| number.saturating_sub(*n) < BUCKETS as u64);
@@ -457,7 +463,7 @@ mod tests {
     const SLOW: Duration = Duration::from_secs(5);
     const FAST: Duration = Duration::ZERO;
 
-    /// The settings of resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
+    /// Settings of resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
     fn limits() -> BreakerLimits {
         BreakerLimits {
             window: 10 * SECOND,
@@ -478,7 +484,7 @@ mod tests {
         Breaker::new(Some(limits()))
     }
 
-    /// An open breaker, opened at this moment.
+    /// Returns a breaker that opened at this time.
     fn opened(now: Time) -> Breaker {
         let mut breaker = breaker();
         trip(&mut breaker, now);
@@ -494,14 +500,14 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// A claim that must be granted.
+    /// Returns a claim that must be granted.
     #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
         let Some((claim, _)) = breaker.claim(now, true) else { panic!("no claim: {breaker:?}") };
         claim
     }
 
-    /// One call from claim to result.
+    /// Makes one call, from claim to result.
     fn call(breaker: &mut Breaker, now: Time, result: CallResult, took: Duration) -> Option<Transition> {
         let claim = claim(breaker, now);
         breaker.record(now, claim, result, took)
@@ -514,8 +520,8 @@ mod tests {
         }
     }
 
-    /// resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`: the fifth call makes the verdict, even
-    /// if it succeeds.
+    /// resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`: the decision is made at the fifth call,
+    /// even if it succeeds.
     #[test]
     fn opens_when_the_failure_rate_is_reached() {
         let mut breaker = breaker();
@@ -551,7 +557,7 @@ mod tests {
     fn low_volume_does_not_trip() {
         let mut breaker = breaker();
         for second in 0..300 {
-            // Never five in a window.
+            // Never five calls in one window.
             if second % 3 == 0 {
                 assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
             }
@@ -559,7 +565,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Hystrix, `HealthCountsStream`: what has left the window counts no more.
+    /// Hystrix, `HealthCountsStream`: calls that have left the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -573,7 +579,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Semian, `request_allowed?`: true for an open circuit whose time has come, which stays open.
+    /// Semian, `request_allowed?`: returns true for an open circuit whose time is up, without changing the
+    /// state.
     #[test]
     fn peek_changes_nothing() {
         let mut breaker = opened(at(0));
@@ -642,8 +649,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): it needs none here. A probe that hangs ends
-    /// at its deadline, as a failure.
+    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): not needed here, because a hanging probe ends
+    /// at its deadline as a failure.
     #[test]
     fn a_probe_that_hangs_opens_it_again_at_its_deadline() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -655,9 +662,9 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
     }
 
-    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the same for slow
-    /// calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike there, it opens
-    /// as soon as the rest cannot change that.
+    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the counterpart for
+    /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j,
+    /// this breaker opens as soon as the remaining probes cannot prevent that.
     #[test]
     fn the_rates_judge_the_probes() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -675,8 +682,8 @@ mod tests {
         }
     }
 
-    /// A burst that began before the breaker opened ends when it is half-open, and is no evidence then: nor
-    /// does it give back claims that it does not have.
+    /// Calls that began before the breaker opened and end while it is half-open are no evidence, and return
+    /// no claims of the current epoch.
     #[test]
     fn calls_of_an_earlier_epoch_do_not_count() {
         let mut breaker = breaker();
@@ -695,8 +702,8 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval, which it
-    /// starts over whenever it closes; flapping would never be slowed down by that.
+    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval. resilience4j
+    /// resets the interval at each closing, which would never slow down flapping.
     #[test]
     fn open_for_doubles_up_to_eightfold_until_it_was_closed_for_a_window() {
         let mut breaker = opened(at(0));
@@ -778,8 +785,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// A window that slides lets go of successes too: that alone, or with a call that says nothing, is no
-    /// reason to open.
+    /// The window also drops old successes. Neither that alone nor an ignored call may open the breaker.
     #[test]
     fn only_evidence_opens_it() {
         let mut breaker = breaker();
@@ -794,7 +800,7 @@ mod tests {
         assert!(call(&mut breaker, at(12), Success, FAST).is_some_and(|t| t.calls == 6));
     }
 
-    /// A seeded sequence (SplitMix64).
+    /// Seeded random sequence (SplitMix64).
     struct Random(u64);
 
     impl Random {
@@ -811,7 +817,7 @@ mod tests {
         }
     }
 
-    /// A breaker, calls under way, and a naive list of what was judged in the present epoch.
+    /// A breaker, calls in progress, and a simple list of the calls judged in the current epoch.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -820,7 +826,7 @@ mod tests {
         is_ready: bool,
         under_way: Vec<Claim>,
         judged: Vec<(Time, Tally)>,
-        /// How often each state was entered.
+        /// Number of times that each state was entered.
         entered: [u32; 4],
     }
 
@@ -888,7 +894,7 @@ mod tests {
             assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
         }
 
-        /// What the last result must lead to, by the naive list.
+        /// Returns the transition that the last result must cause, computed from the list.
         fn expected(&self) -> Option<(BreakerState, u32)> {
             let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
             let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
@@ -905,7 +911,7 @@ mod tests {
             }
         }
 
-        /// Those that began no earlier than nine full tenths of a window before the present one.
+        /// Returns the calls that are no older than nine full tenths of a window before the current tenth.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -928,7 +934,7 @@ mod tests {
             }
         }
 
-        /// When all that is under way has come back, time enough has passed and a worker is ready, calls pass.
+        /// Checks that calls pass once all claims are returned, enough time has passed and a worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
                 self.breaker.give_back(claim);

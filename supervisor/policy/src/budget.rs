@@ -1,6 +1,6 @@
-//! How many retries a bulkhead may afford: a share of its recent calls, so that a dependency which fails
-//! everything is not asked for everything twice. A share of a window as in Finagle's `RetryBudget`, with
-//! a floor as failsafe-go's budgets have one.
+//! Retry budget of a bulkhead. Retries are limited to a share of the recent calls, so that a failing
+//! dependency does not cause twice the load. The share within a window is taken from Finagle's `RetryBudget`,
+//! the minimum number of retries from failsafe-go.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -8,27 +8,27 @@ use std::time::Duration;
 use crate::breaker::{Window, share};
 use crate::time::Time;
 
-/// How far back calls and retries count (Finagle's `ttl`).
+/// Length of the window in which calls and retries count (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// So many retries in a window are always allowed: a share of few calls is less than one retry, and the
-/// neighbours of one crash must all be able to try again. A retry may cost a worker, so this is a tenth
-/// of Finagle's.
+/// Number of retries that are always allowed in a window. A share of few calls would be less than one retry,
+/// but all jobs that were in a crashed worker must be able to try again. A retry may cost a worker, so this
+/// is a tenth of Finagle's value.
 const RETRIES_FLOOR: u32 = 10;
 
-/// Which retries are allowed.
+/// Limits for retries.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RetryLimits {
-    /// How often a job may be tried, the first time included.
+    /// Maximum number of attempts of a job, including the first.
     pub attempts: u32,
-    /// Retries may be this share of the calls.
+    /// Maximum ratio of retries to calls.
     pub budget: f64,
 }
 
-/// The calls and retries of one bulkhead.
+/// Calls and retries of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
-    /// Without limits there are no retries.
+    /// Configuration in force. Without limits there are no retries.
     limits: Option<RetryLimits>,
     window: Window<Spent>,
 }
@@ -51,17 +51,18 @@ impl Add for Spent {
 }
 
 impl RetryBudget {
-    /// A budget of which nothing is spent.
+    /// Returns an unused budget.
     pub(crate) fn new(limits: Option<RetryLimits>) -> Self {
         Self { limits, window: Window::new(WINDOW) }
     }
 
-    /// What was spent stays spent.
+    /// Replaces the limits. Counted calls and retries remain.
     pub(crate) fn reconfigure(&mut self, limits: Option<RetryLimits>) {
         self.limits = limits;
     }
 
-    /// Counts the first attempt of a job. Retries are no calls: they must not pay for further ones.
+    /// Counts the first attempt of a job. Retries do not count as calls, because they would then allow
+    /// further retries.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {
             return;
@@ -70,7 +71,8 @@ impl RetryBudget {
         bucket.calls = bucket.calls.saturating_add(1);
     }
 
-    /// Whether a job that was tried so often may be tried again. If so, that is spent.
+    /// Returns true if a job with this number of attempts may be retried. If so, charges the retry to the
+    /// budget.
     pub(crate) fn try_retry(&mut self, now: Time, attempts: u32) -> bool {
         let is_allowed = self.allows(now, attempts);
         if is_allowed {
@@ -80,7 +82,8 @@ impl RetryBudget {
         is_allowed
     }
 
-    /// A budget of nothing has no floor either: an operator who writes 0 means it.
+    /// Returns true if one more retry is within the budget. A `budget` of 0 allows no retries, not even
+    /// [`RETRIES_FLOOR`].
     fn allows(&self, now: Time, attempts: u32) -> bool {
         let Some(limits) = &self.limits else { return false };
         if attempts >= limits.attempts || limits.budget <= 0.0 {
@@ -102,12 +105,12 @@ mod tests {
         RetryBudget::new(Some(RetryLimits { attempts, budget }))
     }
 
-    /// How many retries pass if as many as possible are wanted now.
+    /// Returns the number of retries allowed at this time.
     fn spend(budget: &mut RetryBudget, now: Time) -> u32 {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// failsafe-go, `WithMinConcurrency`: so many retries whatever the share, with no call at all.
+    /// failsafe-go, `WithMinConcurrency`: the minimum is allowed even without any call.
     #[test]
     fn at_low_volume_the_floor_is_allowed() {
         let mut budget = budget(2, 0.2);
@@ -130,7 +133,7 @@ mod tests {
         }
     }
 
-    /// Finagle: deposits expire after `ttl`. Withdrawals do as well.
+    /// Finagle: deposits expire after `ttl`. Here, withdrawals expire as well.
     #[test]
     fn what_is_long_ago_does_not_count() {
         let mut budget = budget(2, 0.2);

@@ -1,6 +1,7 @@
-//! The state machine of one bulkhead: dispatch, deadlines and cancellation. Which jobs get in and which wait is in
-//! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`] and [`recycle`],
-//! how many jobs may run in [`permits`] and [`adapt`], the reserve in [`spares`], and how many workers there are to be in [`size`].
+//! State machine of one bulkhead: dispatch, deadlines and cancellation. The other parts are in submodules.
+//! [`admission`] has admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
+//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] bound the number of running jobs.
+//! [`spares`] has the spares, and [`size`] the number of workers.
 
 mod adapt;
 mod admission;
@@ -43,12 +44,12 @@ pub use life::describe as describe_end;
 pub use size::Activity;
 pub use view::{BulkheadState, Counters, HeldJob, PostMortem, StaffView, TenantView, WorkerView};
 
-/// One bulkhead. `T` is the caller's own record of a job.
+/// One bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
     activity: Activity,
-    /// Since when it has had no job, if that matters.
+    /// Time at which the bulkhead became idle. Tracked only if `idle` is configured.
     idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
@@ -58,51 +59,51 @@ pub struct Bulkhead<T> {
     slots: Vec<Slot>,
     slot_timers: Timers,
     queue: Queue,
-    /// Jobs that wait for a worker for themselves alone, oldest first.
+    /// Suspects, which wait for an idle worker; oldest first.
     suspects: VecDeque<u32>,
-    /// The worker that finishes what it has for the first of them.
+    /// Worker that takes no new jobs, in order to become idle for the first suspect.
     reserved: Option<u32>,
     tenants: Tenants,
     withheld: Vec<Withheld>,
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
-    /// The limit that adapts to how long jobs take, if there is one.
+    /// The adaptive limit, if configured.
     adaptive: Option<Box<Adaptive>>,
     load: Load,
-    /// Workers that may have more jobs ahead, by how many they have.
+    /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
     room: Load,
-    /// Jobs ahead that a client waits for.
+    /// Number of prefetched jobs that a client waits for.
     ahead: usize,
-    /// Workers that may have something ahead and take no more.
+    /// Workers that may have prefetched jobs to recall, because they take no more jobs.
     to_take_back: Vec<u32>,
-    /// True if the jobs ahead of all workers must be taken back.
+    /// True if all prefetched jobs must be recalled.
     takes_all_back: bool,
     /// Workers that are late to begin a job.
     lagging: Vec<u32>,
-    /// Jobs taken back that must be sent to the same worker again.
+    /// Recalled jobs that must be sent to the same worker again.
     to_send_again: Vec<u32>,
     /// Replaced workers that have answered all their jobs since the last event.
     to_leave: Vec<u32>,
-    /// Replaced workers that have left their slots and not exited yet, oldest first.
+    /// Replaced workers that have left their slots but have not exited, oldest first.
     exiting: VecDeque<u32>,
-    /// Workers that count towards the limit.
+    /// Number of workers that count towards the limit.
     ready: u32,
-    /// The permits of those workers.
+    /// Number of permits of all workers that count towards the limit.
     permits: u64,
-    /// Those of them that are taken.
+    /// Number of permits in use.
     in_use: u32,
-    /// As many were taken when the event came that is applied.
+    /// Permits in use before the current event.
     in_use_before: u32,
-    /// And those that were kept for critical jobs, as far as the adaptive limit wants to know.
+    /// Permits reserved for critical jobs before the current event (adaptive limit only).
     kept_before: u32,
-    /// Those that are held, also by workers that are not part of the limit any more.
+    /// Number of permits held, including those of workers that no longer count towards the limit.
     held: u32,
-    /// Slots that have, or will have, a worker.
+    /// Number of slots that have or will have a worker.
     live_slots: u32,
     generations: u32,
     spacing: Spacing,
-    /// Whether something has happened that a spare may have to answer.
+    /// True if a worker or slot has changed so that a spare may have to take over.
     is_reserve_concerned: bool,
     /// Slots that a rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
@@ -110,13 +111,13 @@ pub struct Bulkhead<T> {
     /// Smoothed time that a worker has a job, in nanoseconds.
     service_ns: u64,
     counters: Counters,
-    /// By the code of a priority: how long those that are turned away are asked to stay away, once one was.
+    /// Adaptive `Retry-After` by priority code, created at the first rejection.
     drops: [Option<Box<Drops>>; 3],
-    /// Whether the pressure on the queue has been told.
+    /// True if queue pressure has been reported.
     is_pressed: bool,
     evictions: Evictions,
     last_trouble: String,
-    /// What is told after the answers that it belongs to.
+    /// Reports to send after the answers that they refer to.
     late_notes: Vec<Note>,
 }
 
@@ -128,11 +129,11 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
-    /// Bytes that a waiting job takes in the tables here, which may be half empty.
+    /// Memory per waiting job in the tables of policy, which may be half empty, in bytes.
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
-    /// A bulkhead that has not started. Equal seeds and equal histories give equal decisions.
+    /// Returns a bulkhead that has not started. Equal seeds and equal histories give equal decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
         let retries = RetryBudget::new(limits.retry.clone());
@@ -197,8 +198,8 @@ impl<T> Bulkhead<T> {
         bulkhead
     }
 
-    /// Applies what happened at `now`, and appends what is to be done to `out`. Returns the job that a
-    /// submission became, if it was taken.
+    /// Applies an event that occurred at `now`, and appends the resulting actions to `out`. Returns the id of
+    /// a job that was accepted by [`Event::Submit`].
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
         self.in_use_before = self.in_use;
         if self.adaptive.is_some() {
@@ -256,9 +257,9 @@ impl<T> Bulkhead<T> {
         out.extend(self.late_notes.drain(..).map(Action::Note));
         let transition = self.breaker.advance(now, self.ready > 0);
         self.note_transition(transition, out);
-        // Whatever happened may have freed a permit, or made one less reserved.
+        // Any event may have freed a permit, or reduced the number of reserved permits.
         self.pump(now, out);
-        // A job that was taken back can have been the last one of a replaced worker.
+        // A recalled job can have been the last job of a replaced worker.
         while self.leave_slots(now, out) {
             self.fill_from_reserve(now, out);
             self.give_back_withheld(now);
@@ -269,7 +270,7 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// When [`Event::Tick`] is due.
+    /// Returns the time at which [`Event::Tick`] is due.
     pub fn next_deadline(&self) -> Option<Time> {
         let stop = match self.mode {
             Mode::Stopping { by } if !self.is_stopped() => Some(by),
@@ -284,24 +285,24 @@ impl<T> Bulkhead<T> {
         earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(earlier(rest, stop), tells_or_places))
     }
 
-    /// The caller's record of a job, as long as its client waits for it.
+    /// Returns the caller's record of a job while its client waits.
     pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).cargo.as_mut()
     }
 
-    /// Whether a job waits, so that it can be given up.
+    /// Returns true if the job is in the queue, so that [`Event::GiveUp`] can reject it.
     pub fn is_waiting(&self, job: JobId) -> bool {
         let place = self.jobs.find(job).and_then(|index| self.jobs.place(index));
         matches!(place, Some(Place::Queued | Place::Apart))
     }
 
-    /// Whether this incarnation of a worker has this job.
+    /// Returns true if this worker has this job with a permit.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, Place::InFlight { .. })))
     }
 
-    /// Returns the index and the place of a job that is in flight in this incarnation of a worker, or ahead of it.
+    /// Returns index and place of a job that this worker has, with a permit or prefetched.
     fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, Place)> {
         let index = self.jobs.find(job)?;
         let place = self.jobs.place(index)?;
@@ -309,18 +310,18 @@ impl<T> Bulkhead<T> {
         (at == worker.place && self.worker(worker).is_some()).then_some((index, place))
     }
 
-    /// The numbers in force.
+    /// Returns the limits in force.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Counts a job that was refused before it reached this state machine: it was malformed, too large,
-    /// or there was no memory for it.
+    /// Counts a job that was rejected before it reached the state machine, because it was malformed or too
+    /// large, or because memory was short.
     pub fn count_refused(&mut self, reason: RejectReason) {
         self.counters.count_refused(reason);
     }
 
-    /// The next number of the seeded sequence (SplitMix64, Steele et al. 2014).
+    /// Returns the next number of the seeded sequence (SplitMix64, Steele et al. 2014).
     fn draw(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
@@ -331,7 +332,8 @@ impl<T> Bulkhead<T> {
 
     // Dispatch.
 
-    /// Gives a job to a worker, if the breaker lets it pass.
+    /// Dispatches a job to a worker if the payload is not quarantined and the breaker lets the job pass.
+    /// Rejects the job otherwise.
     fn give(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
             self.answer(now, index, rejection(RejectReason::Quarantined), out);
@@ -373,7 +375,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A job is in a worker's hands from now on.
+    /// Assigns a job to a worker.
     fn hand_over(&mut self, now: Time, index: u32, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let job = self.jobs.get(index);
@@ -408,7 +410,7 @@ impl<T> Bulkhead<T> {
 
     // Answers.
 
-    /// Tells the client. The job itself stays where it is.
+    /// Sends the client its answer. The job stays where it is.
     fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let Some(cargo) = job.cargo.take() else { return };
@@ -436,7 +438,7 @@ impl<T> Bulkhead<T> {
         }
         match job.place {
             Place::InFlight { since, .. } => ran += now.since(since),
-            // It has begun, as the verdict says.
+            // The verdict says that the job has begun.
             Place::Ahead { .. } => attempts += 1,
             _ => {}
         }
@@ -457,7 +459,7 @@ impl<T> Bulkhead<T> {
         out.push(Action::Answer(answer));
     }
 
-    /// Counts a call that a worker had. A job that is answered from the queue has no claim.
+    /// Reports a call to the breaker. A job that is answered from the queue has no claim.
     fn tell_breaker(&mut self, now: Time, index: u32, verdict: &Verdict, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
@@ -481,7 +483,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (arrival, is_wanted) = (job.arrival, job.cargo.is_some());
         if !is_wanted && !is_told {
-            // Its client was told long ago: the worker came round after all.
+            // The client was answered earlier, for example at the deadline, and the worker has now finished.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -503,14 +505,14 @@ impl<T> Bulkhead<T> {
         self.after_job(now, worker.place);
     }
 
-    /// Takes a job that is in flight out of its worker's hands and out of the table.
+    /// Removes a job in flight from its worker and from the table.
     fn release(&mut self, index: u32) {
         debug_assert!(self.jobs.get(index).cargo.is_none(), "released without an answer");
         self.withdraw(index);
         self.forget(index);
     }
 
-    /// Takes a job that is in flight out of its worker's hands.
+    /// Removes a job in flight from its worker.
     fn withdraw(&mut self, index: u32) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -574,7 +576,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Answers a job that is in flight, and asks its worker to stop. The permit stays taken.
+    /// Answers a job in flight and asks its worker to cancel it. The permit stays in use.
     fn abandon(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         self.answer(now, index, verdict, out);
         let Place::InFlight { worker: place, .. } = self.jobs.get(index).place else { return };
@@ -591,7 +593,7 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.place {
             Place::Ahead { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit is over and starts again, since the job has not begun.
+            // The run limit has expired before the job began, and starts again with the next dispatch.
             _ if deadline_at > now && job.is_repeatable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
@@ -641,11 +643,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when no client
-    /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline or run limit: so
-    /// a client can end its own work early, but never its neighbours'. One that [ends each by itself](Self::patience) has
-    /// longer while clients wait for others. Until then it takes no new jobs. While it
-    /// sends a result that is too large, `grace` counts [from the last bytes](Self::sends_on).
+    /// Decides if a worker must be killed because of its jobs. The worker is killed after `grace` if no
+    /// client waits for any of the worker's jobs. It is also killed if a job has passed the bulkhead's own
+    /// deadline or run limit. So a client can end its own job early, but not the jobs of others. A worker
+    /// that [ends each job itself](Self::patience) has more time while clients wait for other jobs. Until the
+    /// kill, the worker takes no new jobs. While the worker sends a result that is too large, `grace` starts
+    /// again [with each data received](Self::sends_on).
     pub(super) fn review(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         match worker.phase {
@@ -658,7 +661,7 @@ impl<T> Bulkhead<T> {
         if is_stuck && worker.kill_at.is_none() {
             worker.kill_at = Some(kill_at);
         } else if is_stuck && self.limits.jobs_end_alone {
-            // Perhaps no client waits any more.
+            // The patience may have become shorter, because no client waits any more.
             worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
         } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
             worker.kill_at = None;
@@ -689,12 +692,12 @@ impl<T> Bulkhead<T> {
 
     // Tables.
 
-    /// Not one that is dead, of which nothing more can be heard.
+    /// Returns a worker that has not exited. No further frames of an exited worker are valid.
     fn worker(&self, id: WorkerId) -> Option<&Worker> {
         self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id && !w.is_dead())
     }
 
-    /// The worker of a slot, dead or alive.
+    /// Returns the worker that fills a slot, even if the worker has exited.
     fn worker_of(&self, slot: u32) -> Option<&Worker> {
         self.workers[self.slots[slot as usize].state.worker()? as usize].as_ref()
     }
@@ -704,7 +707,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Which is less, of those there are.
+/// Returns the earlier of two values, or the only one.
 fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(a.min(b)),
@@ -712,13 +715,13 @@ fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     }
 }
 
-/// What a call says of the health of what the workers depend on.
+/// Classifies a verdict as evidence about the dependency of the workers.
 fn judge(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,
         Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,
         Verdict::DeadlineRunning => CallResult::Failure,
-        // Others brought the worker down, or we did.
+        // Another job crashed the worker, or the supervisor stopped it.
         Verdict::Crashed { reason: CrashReason::Collateral | CrashReason::Stopped, .. } => {
             CallResult::Ignored
         }

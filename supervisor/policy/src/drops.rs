@@ -1,23 +1,23 @@
-//! How long callers that were turned away for load are asked to stay away: one second at first, doubled while
-//! many keep being turned away, and a second less whenever few were. Kubernetes' API Priority and Fairness
-//! adapts its `Retry-After` in this way, after TCP's congestion window.
+//! Adaptive `Retry-After` for load, after Kubernetes' API Priority and Fairness and TCP's congestion window.
+//! The value starts at one second, doubles while many jobs are rejected, and falls by one second whenever few
+//! were rejected.
 
 use std::time::Duration;
 
 use crate::time::Time;
 
-/// The longest, in seconds, and so how far back refusals matter.
+/// Maximum value in seconds, and therefore also the number of past seconds that matter.
 const SECONDS_MAX: u64 = 32;
 
-/// The refusals of one class of jobs.
+/// Rejections of one priority class.
 #[derive(Clone, Debug)]
 pub(crate) struct Drops {
     seconds: u64,
-    /// When it was doubled last, in seconds.
+    /// Second in which the value was last doubled.
     raised_at: u64,
     current: u64,
     count: u64,
-    /// How many were turned away in a second, by that second's remainder; the second itself stands beside.
+    /// Number of rejections in each past second, with that second. The index is the second modulo the length.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
@@ -28,7 +28,7 @@ impl Default for Drops {
 }
 
 impl Drops {
-    /// A job is turned away. Returns how long its client should stay away.
+    /// Counts a rejected job. Returns the time that its client should wait.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {
@@ -40,7 +40,7 @@ impl Drops {
         Duration::from_secs(self.seconds)
     }
 
-    /// Judges by the last seconds, as many as callers were asked to stay away.
+    /// Adjusts the value by the rejections in the last `seconds` seconds.
     fn adapt(&mut self, second: u64) {
         let is_recent = |at: u64| at < second && second - at <= self.seconds;
         let recent: u64 = self.history.iter().filter(|(at, _)| is_recent(*at)).map(|(_, count)| count).sum();
@@ -58,7 +58,7 @@ impl Drops {
 mod tests {
     use super::*;
 
-    /// The table of `TestDroppedRequestsTracker` in Kubernetes: seconds, drops, and what is asked after them.
+    /// Table of `TestDroppedRequestsTracker` in Kubernetes: second, number of drops, expected value.
     #[test]
     fn the_table_of_kubernetes() {
         let table = [

@@ -1,4 +1,4 @@
-//! The jobs of a bulkhead, by small numbers. In which order they wait is the queue's business.
+//! The jobs of a bulkhead, by small numbers. The order of waiting jobs belongs to the queue.
 
 use std::time::Duration;
 
@@ -11,29 +11,30 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Bits of a [`JobId`] that are the place in the table; also bounds how many jobs there can be.
+/// Number of bits of a [`JobId`] that hold the index in the table. Limits the number of jobs.
 const INDEX_BITS: u32 = 24;
 
-/// Jobs that a bulkhead can hold at once.
+/// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// A table of up to this many places is kept, however few of them are in use.
+/// Table size, in entries, up to which memory is never released.
 const KEPT_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// The caller's record; gone once the client has its answer, though a worker may still be at it.
+    /// Caller's record. Taken when the client is answered, even if a worker still has the job.
     pub(crate) cargo: Option<T>,
     pub(crate) received: Time,
-    /// When it has waited for too long, if it had no turn by then.
+    /// End of the queue timeout. Cleared by a recall with a permit, and ignored after an attempt that
+    /// crashed.
     pub(crate) patience_until: Option<Time>,
-    /// When the client is answered at the latest.
+    /// Time at which the client is answered at the latest.
     pub(crate) deadline_at: Time,
-    /// When the worker is ended for it, whatever else runs there.
+    /// Time at which the worker is killed for this job, whatever other jobs run there.
     pub(crate) hard_deadline_at: Time,
-    /// How long a worker may have it; forever without a limit.
+    /// Maximum time from a dispatch until the client is answered.
     pub(crate) run_limit: Duration,
-    /// How long until the worker is ended for it, whatever else runs there.
+    /// Maximum time from a dispatch until the worker is killed for this job, whatever other jobs run there.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
@@ -42,77 +43,78 @@ pub(crate) struct Job<T> {
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
-    /// What it takes on a link.
+    /// Number of bytes that the job takes on a worker's link.
     pub(crate) bytes: u32,
-    /// The job's number in the order in which its worker's jobs were sent.
+    /// The job's number in the order in which the jobs of its worker were sent.
     pub(crate) arrival: u64,
-    /// Number of times that the job came back from a worker that had not begun it.
+    /// Number of recalls from workers that had not begun the job.
     pub(crate) returned: u8,
-    /// Worker from which the job was last taken back.
+    /// Worker from which the job was last recalled.
     pub(crate) taken_from: Option<WorkerId>,
     pub(crate) attempts: u32,
-    /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.
+    /// Number of times that a worker died without having read the job. Not counted in `attempts`.
     pub(crate) taken_back: u32,
-    /// True if the job counts as a call in the retry budget.
+    /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
-    /// Whether it gets a worker for itself alone, since it may have brought one down.
+    /// True if the job may have crashed a worker and must therefore run alone in a worker.
     pub(crate) is_suspect: bool,
-    /// What came of it when it was given out before.
+    /// Result of earlier attempts.
     pub(crate) before: Option<Box<Before>>,
-    /// Its word to the breaker, while a worker has it and its client waits.
+    /// Claim of the circuit breaker, while a worker has the job and the client waits.
     pub(crate) claim: Option<Claim>,
     pub(crate) place: Place,
 }
 
-/// What came of the attempts before.
+/// Result of the attempts so far.
 #[derive(Debug)]
 pub(crate) struct Before {
-    /// How the last of them ended.
+    /// Outcome of the last attempt.
     pub(crate) crash: Verdict,
-    /// How long workers had it.
+    /// Total run time of all attempts.
     pub(crate) ran: Duration,
-    /// The process that had it last.
+    /// Process id of the last worker that had the job.
     pub(crate) worker_pid: Option<u32>,
 }
 
 impl<T> Job<T> {
-    /// The time limit that applies.
+    /// Returns the deadline, counted from the submission.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
     }
 
-    /// When the client of one that was given out then is answered at the latest.
+    /// Returns the time at which the client must be answered if the job was dispatched at `since`.
     pub(crate) fn answer_by(&self, since: Time) -> Time {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// When the worker that was given it then is ended for it.
+    /// Returns the time at which the worker is killed for the job if the job was dispatched at `since`.
     pub(crate) fn end_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
 }
 
-/// Where a job is.
+/// State of a job.
 #[derive(Clone, Copy)]
 pub(crate) enum Place {
     Entered,
     Queued,
-    /// Waits for a worker for itself alone.
+    /// The job is a suspect that waits for an idle worker.
     Apart,
-    /// Waits, and was sent to a worker that is to begin it when it has answered for those before.
+    /// The job is prefetched: it was sent to a worker that begins the job after all earlier jobs are
+    /// answered.
     Ahead {
         worker: u32,
     },
     InFlight {
         worker: u32,
-        /// Where in the worker's list.
+        /// Index in the worker's list of jobs.
         index: u32,
         since: Time,
-        /// Whether the bulkhead's own deadline has passed for it.
+        /// True if the job has passed the bulkhead's own deadline or run limit.
         is_overdue: bool,
-        /// Whether the worker is gone and cannot have begun it.
+        /// True if the worker is dead and cannot have begun the job.
         is_unread: bool,
-        /// Whether its client was told that the result is too large, and the worker still sends it.
+        /// True if the client was told that the result is too large while the worker still sends it.
         is_oversized: bool,
     },
 }
@@ -121,7 +123,7 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// With no more jobs than these it is worth to look for memory at the end of the table. Each look halves it.
+    /// Number of jobs at or below which the next removal tries to shrink the table. Halved with each attempt.
     few: usize,
 }
 
@@ -132,17 +134,17 @@ impl<T> Default for Jobs<T> {
 }
 
 impl<T> Jobs<T> {
-    /// Whether there is no job at all.
+    /// Returns true if there are no jobs.
     pub(crate) fn is_empty(&self) -> bool {
         self.free.len() == self.table.len()
     }
 
-    /// Whether there can be no further job.
+    /// Returns true if no further job can be added.
     pub(crate) fn is_full(&self) -> bool {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }
 
-    /// Enters a job that may take `limit` and returns its index. The table must not be full.
+    /// Adds a job with the deadline `limit` and returns its index. The table must not be full.
     pub(crate) fn insert(
         &mut self,
         now: Time,
@@ -153,7 +155,7 @@ impl<T> Jobs<T> {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
-                // Of many bulkheads most have one job at a time.
+                // Most bulkheads have one job at a time.
                 self.table.reserve_exact(1);
             }
             self.table.push(None);
@@ -192,14 +194,14 @@ impl<T> Jobs<T> {
         index
     }
 
-    /// The index of a job, if it is still here.
+    /// Returns the index of a job that has not been removed.
     pub(crate) fn find(&self, id: JobId) -> Option<u32> {
         let index = (id.0 & ((1 << INDEX_BITS) - 1)) as u32;
         let job = self.table.get(index as usize)?.as_ref()?;
         (job.id == id).then_some(index)
     }
 
-    /// The job at an index that was taken from this table and not removed since.
+    /// Returns the job at an index. The job must not have been removed.
     #[expect(clippy::expect_used, reason = "an index without a job is a bug in this crate")]
     pub(crate) fn get(&mut self, index: u32) -> &mut Job<T> {
         self.table[index as usize].as_mut().expect("a job stands at each index in use")
@@ -209,7 +211,7 @@ impl<T> Jobs<T> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
     }
 
-    /// Whether a result of a job that is too large is still coming.
+    /// Returns true if a worker still sends a result of this job that is too large.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
         matches!(self.place(index), Some(Place::InFlight { is_oversized: true, .. }))
     }
@@ -226,13 +228,13 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_ref().map_or(JobId(0), |job| job.id)
     }
 
-    /// Removes a job that is not queued.
+    /// Removes a job that is in no queue and no worker.
     pub(crate) fn remove(&mut self, index: u32) {
         debug_assert!(matches!(self.get(index).place, Place::Entered));
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > KEPT_MAX {
-            // Nothing is left of a flood; neither is its memory.
+            // All jobs of a burst are gone, so the memory can be released.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }
@@ -245,7 +247,7 @@ impl<T> Jobs<T> {
         }
     }
 
-    /// Gives back what lies behind the last job that is left of a flood; the next ones go to the front.
+    /// Shrinks the table to the last job. New jobs go to free places at the front.
     fn give_back(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);
@@ -253,7 +255,7 @@ impl<T> Jobs<T> {
         self.free = (0..len as u32).rev().filter(|&index| self.table[index as usize].is_none()).collect();
     }
 
-    /// The jobs that wait, in no order.
+    /// Returns the waiting jobs, in no particular order.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let is_queued = |job: &Job<T>| matches!(job.place, Place::Queued | Place::Apart);
         (0..self.table.len() as u32)

@@ -1,9 +1,9 @@
-//! The decisions of a bulkhead as a pure state machine.
+//! The decisions of one bulkhead, as a pure state machine.
 //!
-//! [`Bulkhead`] owns all truth about one bulkhead: its queue, its workers and their slots, which job is
-//! in flight where, and the history of restarts. It is told what happened ([`Event`]) and when, and
-//! answers with what is to be done ([`Action`]). It never blocks, does no I/O, reads no clock and draws
-//! no random number: a seed and the time come in as arguments, so that a history can be replayed.
+//! [`Bulkhead`] owns the queue, the workers and their slots, the assignment of jobs to workers, and the
+//! restart history. The caller passes in each [`Event`] with the current time and performs the returned
+//! [`Action`]s. The crate never blocks, does no I/O, reads no clock and draws no random numbers except from
+//! the given seed. Time and seed are arguments, so that a history can be replayed.
 //!
 //! ```
 //! use bulkhead_policy::{Abilities, Action, Bulkhead, Event, Limits, Submission, Time};

@@ -1,4 +1,4 @@
-//! What a bulkhead is allowed and how it is kept alive, as plain verified values.
+//! Limits and settings of a bulkhead, as plain validated values.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::budget::RetryLimits;
 use crate::poison::PoisonLimits;
 use crate::rate::RateLimit;
 
-/// The numbers of one bulkhead. Their meaning is that of the configuration's keys of the same names.
+/// Limits of one bulkhead.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each is the configuration's key of the same name")]
 pub struct Limits {
@@ -24,14 +24,14 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// Whether a worker ends each job by itself, with all that it has started, as it does for `exec`.
+    /// True if a worker kills all processes of a job itself, as a worker for `exec` does.
     pub jobs_end_alone: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
-    /// The share of the permits that only critical jobs get; below 1.
+    /// Share of the permits that is reserved for critical jobs; below 1.
     pub critical_reserve: f64,
     pub pressure: Pressure,
     pub overflow: Overflow,
@@ -41,11 +41,12 @@ pub struct Limits {
     pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
     pub adaptive: Option<AdaptiveLimits>,
-    /// After so long without a job its workers are stopped; see [`crate::Event::Rest`].
+    /// Time without a job after which the workers are stopped; see [`crate::Event::Rest`].
     pub idle: Option<Duration>,
 }
 
-/// When a filling queue is told, and when it is closed to all but critical jobs: shares of its capacity.
+/// Thresholds for queue pressure, as shares of the queue's capacity. Above `reject`, only critical jobs are
+/// accepted.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each is the configuration's key of the same name")]
 pub struct Pressure {
@@ -54,41 +55,43 @@ pub struct Pressure {
 }
 
 vocabulary! {
-    /// What a full queue does with the next job.
+    /// Handling of a job that arrives at a full queue.
     Overflow {
-        /// Turns it away, unless a job of a lower class waits, which then leaves.
+        /// Rejects the job, unless a job of a lower class waits. The newest such job is then rejected
+        /// instead.
         Reject = "reject",
-        /// The same, but the oldest job of the tenant that holds most of the queue leaves.
+        /// Like `Reject`, but if no job of a lower class waits, the oldest job of the tenant with the most
+        /// queued jobs is evicted.
         EvictOldest = "evict-oldest",
     }
 }
 
-/// A tenant's share of common workers.
+/// Limits of each tenant that shares the bulkhead's workers.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct TenantLimits {
-    /// Over it a job waits.
+    /// Maximum number of jobs in flight. Further jobs wait.
     pub max_in_flight: Option<u32>,
-    /// Over it a job is turned away.
+    /// Maximum number of queued jobs. Further jobs are rejected.
     pub max_queue: Option<u32>,
-    /// Tenants, by name, that have numbers of their own.
+    /// Overrides for single tenants, by name.
     pub own: BTreeMap<String, OwnNumbers>,
-    /// Tenants, sorted by name, that the caller counts by themselves, from start to stop; see
-    /// [`crate::Bulkhead::label`].
+    /// Sorted names of the tenants with separate metrics; see [`crate::Bulkhead::label`]. Must not change
+    /// while the bulkhead exists.
     pub labelled: Arc<[String]>,
 }
 
-/// One tenant's own numbers, each in place of what holds for all of them.
+/// Overrides for one tenant. `None` leaves the general limit in force.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct OwnNumbers {
-    /// In place of [`TenantLimits::max_in_flight`].
+    /// Override for [`TenantLimits::max_in_flight`].
     pub max_in_flight: Option<u32>,
-    /// In place of [`TenantLimits::max_queue`].
+    /// Override for [`TenantLimits::max_queue`].
     pub max_queue: Option<u32>,
-    /// In place of [`Limits::rate_limit`].
+    /// Override for [`Limits::rate_limit`].
     pub rate_limit: Option<RateLimit>,
 }
 
-/// When and how fast a dead worker is replaced.
+/// Restart policy for workers that have ended.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each is the configuration's key of the same name")]
 pub struct Restart {
@@ -100,62 +103,63 @@ pub struct Restart {
 }
 
 vocabulary! {
-    /// Which deaths are followed by a replacement.
+    /// Ends after which a worker is restarted. Whatever the policy, a worker that was given all jobs that
+    /// `recycle.jobs` allows and then exits cleanly is followed by another.
     RestartPolicy {
-        /// All.
+        /// Every end.
         Always = "always",
-        /// All but an exit with status 0 while idle.
+        /// Every end except an exit with status 0 while idle.
         OnFailure = "on-failure",
-        /// None.
+        /// No end.
         Never = "never",
     }
 }
 
 vocabulary! {
-    /// How a worker comes to be.
+    /// Method of starting a worker.
     StartMode {
-        /// Each process is started anew.
+        /// Starts a new process.
         Spawn = "spawn",
-        /// Each process is forked from a template, which is initialised once.
+        /// Forks a process from a template that was initialised once.
         Fork = "fork",
     }
 }
 
-/// How long a worker may take to begin, and how many are kept ready.
+/// Limits for the start of a worker, and the number of spares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
-    /// Until its hello.
+    /// Maximum time from the start of the process to the hello.
     pub handshake: Duration,
-    /// From its hello until it is ready.
+    /// Maximum time from the hello until the worker is ready.
     pub ready: Duration,
-    /// How a worker comes to be; for the owner of the workers.
+    /// Method of starting a worker. Policy only uses this to allow more time for forks.
     pub mode: StartMode,
-    /// Workers that are kept ready beside those that run jobs.
+    /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,
 }
 
-/// How often a worker must be heard.
+/// Limits for heartbeats.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Health {
-    /// The interval of its heartbeats.
+    /// Heartbeat interval.
     pub heartbeat: Duration,
-    /// So many missed ones in a row mean that it hangs.
+    /// Number of consecutive missed heartbeats after which a worker counts as hung.
     pub missed: u32,
 }
 
-/// When a worker that works is replaced all the same.
+/// Limits after which a healthy worker is replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {
-    /// After so many jobs.
+    /// Number of jobs.
     pub jobs: Option<u64>,
-    /// When it holds so many bytes.
+    /// Resident set size, in bytes.
     pub rss: Option<u64>,
-    /// When it is so old.
+    /// Time since the spawn.
     pub age: Option<Duration>,
 }
 
 impl Default for Limits {
-    /// The configuration's defaults.
+    /// Returns the defaults of the configuration.
     fn default() -> Self {
         let seconds = Duration::from_secs;
         Self {

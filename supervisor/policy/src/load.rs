@@ -1,18 +1,20 @@
-//! Which worker gets the next job: those that may take one, by how many they have. An idle worker comes
-//! first, else the least loaded, the lowest number among equals (its caches are the warmest). Every
-//! operation is O(1) for up to 64 workers and one word per further 64.
+//! Choice of the worker for the next job: the worker with the fewest jobs, and the lowest number among
+//! equals, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one word
+//! for each further 64 workers.
 
-/// Workers by load. A worker moves one level at a time, which is what keeps the lowest level known.
+/// Workers by number of jobs. The level of a worker changes by at most one at a time, so the lowest occupied
+/// level is cheap to maintain.
 #[derive(Default)]
 pub(crate) struct Load {
-    /// By level, a bit for each worker that stands there.
+    /// For each level, a bitmap of the workers at that level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
 impl Load {
-    /// Brings a worker up to date that stands at level `is`, if it is to be here, and is known to stand at `was`.
+    /// Moves a worker from level `was` to level `is` and stores the new level in `was`. `None` means that the
+    /// worker is not in the table.
     pub(crate) fn list(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {
@@ -24,7 +26,7 @@ impl Load {
         }
     }
 
-    /// Enters a worker that has `level` jobs.
+    /// Adds a worker with `level` jobs.
     fn insert(&mut self, worker: u32, level: u32) {
         let (level, word) = (level as usize, worker as usize / 64);
         if self.levels.len() <= level {
@@ -40,7 +42,7 @@ impl Load {
         self.count += 1;
     }
 
-    /// Takes a worker out that has `level` jobs.
+    /// Removes a worker with `level` jobs.
     fn remove(&mut self, worker: u32, level: u32) {
         let word = &mut self.levels[level as usize][worker as usize / 64];
         debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");
@@ -51,7 +53,7 @@ impl Load {
         }
     }
 
-    /// The worker for the next job.
+    /// Returns the worker for the next job.
     pub(crate) fn least(&self) -> Option<u32> {
         if self.count == 0 {
             return None;

@@ -1,5 +1,5 @@
-//! What a bulkhead is told and what it answers. `T` is the caller's own record of a job; it is carried
-//! along, and comes back with the job's answer.
+//! Events that a bulkhead handles and actions that it returns. `T` is the caller's record of a job. Policy
+//! stores the record and returns it with the job's answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,49 +14,52 @@ use crate::rate::RateLimit;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// One incarnation of a worker. A message from an earlier one does not match it.
+/// Identity of one worker process. The generation keeps a late message from an earlier worker in the same
+/// place from matching.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
-    /// The place in the bulkhead's table of workers.
+    /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Counts every worker the bulkhead has started.
+    /// Sequence number of the start, counted over all workers of the bulkhead.
     pub generation: u32,
 }
 
-/// A job that asks to be taken.
+/// Request to accept a job.
 #[derive(Clone, Debug)]
 pub struct Submission<T> {
-    /// The caller's own record of it.
+    /// Caller's record of the job.
     pub cargo: T,
-    /// The least sequence number that the job can have: its [`JobId`] is made of that. A caller with several bulkheads
-    /// counts over all of them, so that no two jobs have the same.
+    /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several
+    /// bulkheads counts over all bulkheads, so that job ids are unique.
     pub sequence: u64,
-    /// The time limit asked for; `None` for the bulkhead's own. Clamped to `deadline_max`.
+    /// Requested deadline, clamped to `deadline_max`. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
-    /// The longest run of each attempt, from its dispatch; the bulkhead's own applies beside it.
+    /// Maximum run time of each attempt, from the dispatch. The bulkhead's own `run_limit` applies in
+    /// addition.
     pub run_limit: Option<Duration>,
-    /// How much it matters.
+    /// Priority class.
     pub priority: Priority,
-    /// Whether it may safely run twice.
+    /// True if the job may safely run twice.
     pub idempotent: bool,
-    /// Whether the caller keeps what it takes to give it to another worker.
+    /// True if the caller keeps the payload, so that the job can be dispatched again.
     pub is_repeatable: bool,
-    /// What tells its operation and payload from all others, if poison is watched for.
+    /// Digest of operation and payload, if the bulkhead detects poison payloads.
     pub digest: Option<Digest>,
-    /// Whether another bulkhead passed it on: it was counted and charged there, and its deadline stands.
+    /// True if another bulkhead passed the job on. The other bulkhead has already counted and charged the
+    /// job, and `deadline_max` does not apply.
     pub is_guest: bool,
-    /// The tenant of the job: what [`crate::Bulkhead::tenant`] said just before.
+    /// Tenant of the job, from a [`crate::Bulkhead::tenant`] call just before this submission.
     pub tenant: TenantId,
-    /// What it counts against the rate limit and its tenant's share of the turns.
+    /// Cost of the job for the rate limit and for the tenant's share of turns in the queue.
     pub cost: u32,
-    /// What it takes on the link of a worker.
+    /// Number of bytes that the job takes on a worker's link.
     pub bytes: u32,
-    /// The worker that it is to go to, if that one has a permit when the job comes.
+    /// Preferred worker, used if it has a free permit at submission.
     pub prefers: Option<WorkerId>,
 }
 
 impl<T> Submission<T> {
-    /// A job that asks for nothing special.
+    /// Returns a submission with default options.
     pub fn new(cargo: T) -> Self {
         Self {
             cargo,
@@ -76,349 +79,356 @@ impl<T> Submission<T> {
     }
 }
 
-/// What a worker says of a job.
+/// Result of a job, as reported by a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// It is done.
+    /// The job succeeded.
     Ok,
-    /// The handler could not.
+    /// The handler failed.
     Failed(HandlerFailure),
-    /// The program that ran it died by a signal; the worker is well.
+    /// The program that ran the job was killed by a signal. The worker itself is healthy.
     ProgramCrashed {
-        /// How: by a signal, as the worker saw it, or by what the supervisor knows to be behind that.
+        /// Signal that the worker saw, or a more precise cause that the supervisor knows.
         death: Death,
-        /// A sentence for people.
+        /// Human-readable message.
         message: String,
     },
 }
 
-/// How a worker's process ended.
+/// Cause of a process's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
-    /// With this exit status.
+    /// Exited with this status.
     Exit(i32),
-    /// By the signal of this number.
+    /// Killed by the signal with this number.
     Signal(i32),
-    /// It made this system call, which its sandbox forbids; empty if it cannot be named.
+    /// Killed for this system call, which the sandbox forbids. Empty if the call has no known name.
     Violation(&'static str),
-    /// The kernel killed it, since it had more memory than it may.
+    /// Killed by the kernel for exceeding the memory limit.
     Oom,
-    /// It was ended, since it had more in its temporary folder than it may.
+    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
     Overfull,
 }
 
-/// What a worker can, beyond what every worker can.
+/// Optional capabilities of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Abilities {
-    /// Its heartbeats can be demanded while jobs run.
+    /// True if the worker sends heartbeats while jobs run.
     pub has_dispatch_thread: bool,
-    /// It can be told another `max_in_flight` than it was welcomed with.
+    /// True if `max_in_flight` can be changed after the welcome.
     pub can_resize: bool,
 }
 
-/// Agreement between a worker and the supervisor on the jobs that the worker has begun. A worker begins jobs in the
-/// order in which they were sent, and writes the number of each job before it begins.
+/// Shared record of the jobs that a worker has begun. The worker begins jobs in the order in which they were
+/// sent, and writes the number of each job before beginning the job.
 pub trait Claims: std::fmt::Debug + Send {
-    /// Number of the last job begun, counted from 1 in the order of sending.
+    /// Returns the number of the last job begun, counted from 1 in the order of sending.
     fn begun(&self) -> u64;
 
-    /// Takes back all jobs up to number `up_to`, the last one sent, except jobs already begun. Returns the number of
-    /// the last job begun. If the worker was just about to begin that job, it gives the job back by
-    /// [`Event::Returned`].
+    /// Recalls all jobs up to number `up_to`, the last job sent, except jobs already begun. Returns the
+    /// number of the last job begun. If the worker was just about to begin that job, the worker returns the
+    /// job with [`Event::Returned`].
     fn take_back(&self, up_to: u64) -> u64;
 }
 
-/// What happened.
+/// Input of the state machine.
 #[derive(Debug)]
 pub enum Event<T> {
-    /// The supervisor starts.
+    /// The bulkhead must start its workers.
     Start,
-    /// Time has passed: see [`crate::Bulkhead::next_deadline`].
+    /// Time has passed. Due at [`crate::Bulkhead::next_deadline`].
     Tick,
-    /// A client hands over a job.
+    /// A client submits a job.
     Submit(Submission<T>),
-    /// The client no longer wants a job, or went away.
+    /// A client cancels a job or has disconnected.
     Cancel {
-        /// Which.
+        /// Job to cancel.
         job: JobId,
-        /// True if a job that has begun continues.
+        /// True if the job must continue once it has begun.
         unless_begun: bool,
     },
-    /// There is no memory for a job that waits: it is to make room. One that a worker has stays.
+    /// The memory for waiting jobs is exhausted. Rejects a waiting job. Does nothing if a worker has the job.
     GiveUp {
-        /// Which.
+        /// Job to reject.
         job: JobId,
     },
     /// A worker's process runs.
     Spawned {
-        /// Which.
+        /// Worker that was spawned.
         worker: WorkerId,
-        /// Its process.
+        /// Process id.
         pid: u32,
     },
-    /// A worker's process could not be started. It will not be heard of again.
+    /// A worker's process could not be started. No further event follows for this worker.
     SpawnFailed {
-        /// Which.
+        /// Worker that could not be started.
         worker: WorkerId,
-        /// Why, for people.
+        /// Human-readable cause.
         message: String,
     },
-    /// A worker has said hello, and was welcomed.
+    /// A worker sent its hello and was welcomed.
     Hello {
-        /// Which.
+        /// Worker that sent the hello.
         worker: WorkerId,
-        /// What it can.
+        /// Capabilities announced by the worker.
         can: Abilities,
-        /// The worker's record of begun jobs. Without a record no job is sent ahead or taken back.
+        /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
         claims: Option<Box<dyn Claims>>,
     },
-    /// A worker needs more time to initialise.
+    /// A worker asks for more time to initialise.
     ExtendStart {
-        /// Which.
+        /// Worker that asks.
         worker: WorkerId,
-        /// How much from now.
+        /// Requested time, counted from now.
         more: Duration,
     },
-    /// A worker says what it is doing. What it said last before it failed to start is told with the failure.
+    /// A worker reports its status. If the start fails, the last status becomes part of the failure message.
     Said {
-        /// Which.
+        /// Worker that reports.
         worker: WorkerId,
-        /// Its words.
+        /// Status text.
         text: String,
     },
-    /// A worker can take jobs.
+    /// A worker is ready for jobs.
     Ready {
-        /// Which.
+        /// Worker that is ready.
         worker: WorkerId,
     },
-    /// A worker was heard: a heartbeat or anything else.
+    /// A heartbeat or any other frame arrived from a worker.
     Heard {
-        /// Which.
+        /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at this time, by what it wrote where that is looked up when it has been silent.
+    /// A worker was alive at an earlier time, according to a timestamp that the worker wrote. The caller
+    /// reads the timestamp only of silent workers.
     WasAlive {
-        /// Which.
+        /// Worker that was alive.
         worker: WorkerId,
-        /// When; not later than now.
+        /// Time of the timestamp, not later than now.
         at: Time,
     },
-    /// The answer to [`Action::Look`].
+    /// Answer to [`Action::Look`].
     Looked {
-        /// Which worker.
+        /// Worker that was examined.
         worker: WorkerId,
-        /// Whether it wanted to run since [`Action::Watch`] and hardly could: its silence is the machine's.
+        /// True if the worker wanted to run since [`Action::Watch`] and got hardly any processor time. The
+        /// silence is then the machine's fault.
         is_starved: bool,
     },
-    /// A worker answers for a job.
+    /// A worker reports the result of a job.
     Replied {
-        /// Which.
+        /// Worker that reports.
         worker: WorkerId,
-        /// The job, as the worker claims.
+        /// Job, according to the worker.
         job: JobId,
-        /// What it says.
+        /// Result of the job.
         reply: Reply,
     },
-    /// A worker gives back a job that was taken back as it was about to begin it.
+    /// A worker returns a job that was recalled just when the worker was about to begin the job.
     Returned {
-        /// Which.
+        /// Worker that returns the job.
         worker: WorkerId,
-        /// The job, as the worker claims.
+        /// Job, according to the worker.
         job: JobId,
         /// The job's number in the order of sending, according to the worker.
         arrival: u64,
     },
-    /// A worker has begun to send a result that is too large. All that is heard of the worker from here on is a
-    /// part of it, until [`Event::Replied`] says that it has ended.
+    /// A worker has begun to send a result that exceeds the size limit. Until [`Event::Replied`], all data
+    /// from the worker belongs to this result.
     Oversized {
-        /// Which.
+        /// Worker that sends the result.
         worker: WorkerId,
-        /// The job, as the worker claims.
+        /// Job, according to the worker.
         job: JobId,
-        /// What the client is told.
+        /// Failure to report to the client.
         failure: HandlerFailure,
     },
-    /// A worker broke the protocol, or closed its link and lives on. It is not to be believed further.
+    /// A worker violated the protocol, or closed its link while the process lives on. Nothing that the worker
+    /// sent can be trusted any more.
     Broke {
-        /// Which.
+        /// Worker that violated the protocol.
         worker: WorkerId,
-        /// How, for people.
+        /// Human-readable description of the violation.
         message: String,
     },
-    /// A worker says that it takes no more jobs and will exit.
+    /// A worker announces that it takes no more jobs and will exit.
     Stopping {
-        /// Which.
+        /// Worker that will exit.
         worker: WorkerId,
     },
-    /// A worker that is gone, as will be told next, has not read anything of this job and cannot any more: it
-    /// has not begun it.
+    /// A dead worker had read no byte of this job, so it cannot have begun the job. Comes before
+    /// [`Event::Exited`].
     Unread {
-        /// Which.
+        /// Worker that died.
         worker: WorkerId,
-        /// Its job.
+        /// Job that was not read.
         job: JobId,
     },
-    /// The same by the word of the worker alone, which it left where it outlives it.
+    /// A dead worker had not begun this job, according to a record that the worker itself wrote. Comes before
+    /// [`Event::Exited`].
     Unbegun {
-        /// Which.
+        /// Worker that died.
         worker: WorkerId,
-        /// Its job.
+        /// Job that was not begun.
         job: JobId,
     },
-    /// A worker's process is gone. What descends from it may live on, and its slot is taken until
-    /// [`Event::Swept`] follows.
+    /// A worker's process has exited. Descendants may still live. The slot stays occupied until
+    /// [`Event::Swept`].
     Exited {
-        /// Which.
+        /// Worker that exited.
         worker: WorkerId,
-        /// How.
+        /// Cause of the exit.
         death: Death,
     },
-    /// All that descended from a worker that has exited is gone as well.
+    /// All descendants of an exited worker are gone.
     Swept {
-        /// Which.
+        /// Worker whose descendants are gone.
         worker: WorkerId,
     },
-    /// The supervisor itself had to end a worker and all that descended from it, with everything else: its
-    /// keeper died. Nothing follows.
+    /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all
+    /// workers. No further event follows for this worker.
     Lost {
-        /// Which.
+        /// Worker that is gone.
         worker: WorkerId,
     },
-    /// How many bytes a worker holds.
+    /// A worker's memory usage was measured.
     Memory {
-        /// Which.
+        /// Worker that was measured.
         worker: WorkerId,
-        /// Resident bytes.
+        /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was held up: silence until now says nothing about the workers.
+    /// The supervisor itself was paused. Silence until now says nothing about the workers.
     HeldUp,
-    /// Replace each worker, one after the other.
+    /// Replaces all workers, one after the other.
     Restart,
-    /// Take no more jobs.
+    /// Rejects queued jobs and accepts no new ones. Jobs in flight continue.
     Drain,
-    /// Take jobs again.
+    /// Accepts jobs again after [`Event::Drain`].
     Resume,
-    /// Forget the restart history; failed slots try again now; the breaker closes.
+    /// Clears the restart history, starts failed slots at once, closes the breaker, and releases quarantined
+    /// payloads.
     Reset,
-    /// Put other numbers in force, at once and without dropping a job.
+    /// Changes single limits at once, without dropping a job.
     Change(Change),
-    /// Put all of these in force, at once and without dropping a job. Deadlines and queue timeouts are those of
-    /// the time a job came in.
+    /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
+    /// not change.
     Reconfigure(Box<Limits>),
-    /// Workers that are started from now on run something else: replace each, one after the other, when such a
-    /// one is ready. Until then it goes on.
+    /// New workers run another program or configuration from now on. Replaces all workers, one after the
+    /// other. Each old worker continues until its replacement is ready.
     Replace,
-    /// Put one tenant's own numbers in force.
+    /// Sets the limits of one tenant.
     ChangeTenant {
-        /// Which.
+        /// Name of the tenant.
         tenant: String,
-        /// All that it has of its own from now on.
+        /// Complete set of the tenant's own limits.
         numbers: OwnNumbers,
     },
-    /// Nothing is to be done here for now: stop the workers, and start them again with [`Event::Start`].
+    /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
     Rest,
-    /// [`Event::Start`] will come soon: jobs may wait for it.
+    /// Announces an [`Event::Start`], so that jobs may wait for workers.
     Await,
-    /// Open the breaker by hand, or leave it to itself again.
+    /// Forces the breaker open, or releases a forced-open breaker.
     ForceBreaker {
-        /// Whether it is to be open.
+        /// True to force the breaker open, false to release it.
         open: bool,
     },
-    /// Stop: in-flight jobs may go on until `by`.
+    /// Stops the bulkhead. Queued jobs are rejected at once, jobs in flight may continue until `by`.
     Stop {
-        /// When patience ends.
+        /// Time at which the remaining workers are killed.
         by: Time,
     },
 }
 
-/// What is to be done.
+/// Output of the state machine. The caller must perform each action.
 #[derive(Debug)]
 pub enum Action<T> {
-    /// Start a process for this worker.
+    /// Start a process for a worker.
     Spawn {
-        /// Which.
+        /// Id of the new worker.
         worker: WorkerId,
-        /// The slot it is for.
+        /// Slot that the worker is started for.
         slot: u32,
-        /// Why the slot gets another one; `None` for its first.
+        /// Cause of the restart. `None` for the first worker of the slot.
         again: Option<RestartCause>,
     },
-    /// Give a job to a worker. The caller's record is at [`crate::Bulkhead::cargo_mut`].
+    /// Send a job to a worker. [`crate::Bulkhead::cargo_mut`] returns the caller's record of the job.
     Dispatch {
-        /// The worker that gets it.
+        /// Worker to send the job to.
         worker: WorkerId,
-        /// Which job.
+        /// Job to send.
         job: JobId,
-        /// The time that is left for it.
+        /// Time left for the job.
         remaining: Duration,
-        /// Whether it only waits there, as far as anybody is concerned.
+        /// True if the job is prefetched. A prefetched job counts as queued until the worker begins it.
         is_ahead: bool,
     },
-    /// A job was taken back from a worker that had not begun it.
+    /// A job was recalled from a worker that had not begun the job.
     TookBack {
-        /// The worker.
+        /// Worker that had the job.
         worker: WorkerId,
-        /// Which job.
+        /// Job that was recalled.
         job: JobId,
     },
-    /// Ask a worker to stop work on a job.
+    /// Ask a worker to stop working on a job.
     Cancel {
-        /// The worker.
+        /// Worker that has the job.
         worker: WorkerId,
-        /// Which job.
+        /// Job to stop.
         job: JobId,
     },
-    /// A worker is silent. Note how much processor time it has had, and has waited for.
+    /// A worker is silent. Record how much processor time it has had and how long it has waited for a
+    /// processor.
     Watch {
-        /// Which.
+        /// Worker to examine.
         worker: WorkerId,
     },
-    /// It still is. Compare, and say so by [`Event::Looked`], in any case.
+    /// The worker is still silent. Compare with the values recorded at [`Action::Watch`], and always answer
+    /// with [`Event::Looked`].
     Look {
-        /// Which.
+        /// Worker to examine.
         worker: WorkerId,
     },
-    /// Tell a worker how many jobs it may be given at once from now on.
+    /// Send a worker its new `max_in_flight`.
     Limit {
-        /// The worker.
+        /// Worker to inform.
         worker: WorkerId,
-        /// How many.
+        /// New maximum number of jobs in flight.
         max_in_flight: u32,
     },
-    /// Ask a worker to finish what it has and exit.
+    /// Ask a worker to finish its jobs and exit.
     Drain {
-        /// The worker.
+        /// Worker to drain.
         worker: WorkerId,
     },
-    /// Kill a worker and all that descends from it. It is over when it is reported as exited.
+    /// Kill a worker and all its descendants. The kill is complete at [`Event::Exited`].
     Kill {
-        /// The worker.
+        /// Worker to kill.
         worker: WorkerId,
-        /// Why.
+        /// Reason for the kill.
         reason: KillReason,
     },
-    /// Tell the client what became of its job.
+    /// Send the client the outcome of its job.
     Answer(Answer<T>),
-    /// Tell the operator what happened.
+    /// Report an occurrence to operators.
     Note(Note),
 }
 
-/// Numbers to put in force; what is absent stays.
+/// Changed limits. `None` leaves a limit unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Worker processes. Those that are too many finish what they have.
+    /// Number of worker processes. Surplus workers finish their jobs first.
     pub processes: Option<u32>,
-    /// Jobs in flight per worker. Where there are more, as many go on until they end.
+    /// Maximum number of jobs in flight per worker. Running jobs above a lower maximum continue.
     pub max_in_flight: Option<u32>,
-    /// Jobs that may wait. A queue that is longer empties by itself.
+    /// Maximum number of queued jobs. A lower maximum removes no job from the queue.
     pub max_queue: Option<u32>,
-    /// Another rate limit, or none. What was charged stays charged.
+    /// New rate limit, or `Some(None)` for no limit. Earlier charges remain.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
 impl Change {
-    /// Puts the numbers into others.
+    /// Applies the changes to `limits`.
     pub fn put_into(self, limits: &mut Limits) {
         limits.processes = self.processes.unwrap_or(limits.processes);
         limits.max_in_flight = self.max_in_flight.unwrap_or(limits.max_in_flight);
@@ -427,56 +437,56 @@ impl Change {
     }
 }
 
-/// What became of a job.
+/// Final outcome of a job.
 #[derive(Debug)]
 pub struct Answer<T> {
-    /// Which job; `None` if it was never entered.
+    /// Job id. `None` if the job was rejected at submission.
     pub job: Option<JobId>,
-    /// The caller's record of it.
+    /// Caller's record of the job.
     pub cargo: T,
-    /// What became of it.
+    /// Outcome.
     pub verdict: Verdict,
-    /// How often a worker was given it.
+    /// Number of attempts. A dispatch that the worker had not begun does not count.
     pub attempts: u32,
-    /// How long it waited.
+    /// Total time in the queue.
     pub queued: Duration,
-    /// How long a worker had it.
+    /// Total time in workers.
     pub ran: Duration,
-    /// The process that had it last.
+    /// Process id of the last worker that had the job.
     pub worker_pid: Option<u32>,
-    /// Whether the same job may be sent again.
+    /// True if the client may submit the job again.
     pub retryable: bool,
-    /// How long to wait before that.
+    /// Time that the client should wait before submitting the job again.
     pub retry_after: Option<Duration>,
-    /// The limit that applied.
+    /// Deadline that applied, counted from the submission.
     pub deadline: Duration,
-    /// The limit of each run, if one applied.
+    /// Run limit that applied to each attempt, if any.
     pub run_limit: Option<Duration>,
 }
 
-/// Why the supervisor kills a worker.
+/// Reason for killing a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KillReason {
-    /// A job in it would not end.
+    /// A job in the worker did not end in time.
     Deadline,
-    /// It was not heard.
+    /// The worker sent no heartbeats.
     Hung,
-    /// It broke the protocol, and how.
+    /// The worker violated the protocol as described.
     Protocol(String),
-    /// It did not say hello in time.
+    /// The worker sent no hello within `start.handshake`.
     NoHello,
-    /// It was not ready in time.
+    /// The worker was not ready within `start.ready`.
     NotReady,
-    /// It was replaced, or is to stop, and does not go by itself.
+    /// The worker was asked to exit and did not.
     Overdue,
-    /// It had not begun yet, and is not needed any more.
+    /// The worker has run no job and is no longer needed.
     Unwanted,
-    /// The keeper of the workers died.
+    /// The keeper died.
     KeeperDied,
 }
 
 impl KillReason {
-    /// A sentence for people.
+    /// Returns a sentence for operators and clients. Its subject "it" is the worker.
     pub fn describe(&self) -> String {
         match self {
             Self::Deadline => "a job in it went on after its deadline, run limit or cancellation, or after a result that \
@@ -496,43 +506,43 @@ impl KillReason {
 }
 
 vocabulary! {
-    /// Why a worker that works is replaced.
+    /// Reason for replacing a healthy worker.
     RecycleReason {
-        /// `recycle.jobs`.
+        /// `recycle.jobs` was reached.
         Jobs = "jobs",
-        /// `recycle.rss`.
+        /// `recycle.rss` was exceeded.
         Memory = "rss",
-        /// `recycle.age`.
+        /// `recycle.age` was reached.
         Age = "age",
-        /// By hand.
+        /// An operator requested a restart.
         Restart = "restart",
-        /// It cannot be told how many jobs it may be given now.
+        /// `max_in_flight` grew, and the worker cannot change its maximum.
         Resize = "resize",
-        /// It runs what is not to be run any more.
+        /// The worker runs an outdated program or configuration.
         Reload = "reload",
     }
 }
 
 vocabulary! {
-    /// Why a slot gets another worker, as metrics have it.
+    /// Cause of a worker restart, as used in metrics.
     #[repr(u8)]
     #[expect(missing_docs, reason = "the names say it")]
     RestartCause {
-        // How the one before ended by itself.
+        // The previous worker ended by itself.
         Exit = "exit",
         Signal = "signal",
         Oom = "oom",
         Violation = "violation",
-        // Why it was killed.
+        // The supervisor killed the previous worker.
         Protocol = "protocol",
         Hung = "hung",
         Deadline = "deadline",
         NotReady = "not_ready",
         Stopped = "stopped",
         KeeperDied = "keeper_died",
-        /// It could not be started at all.
+        /// The previous worker could not be started.
         NotStarted = "not_started",
-        // Why it was replaced.
+        // The previous worker was replaced.
         Jobs = RecycleReason::Jobs.name(),
         Memory = RecycleReason::Memory.name(),
         Age = RecycleReason::Age.name(),
@@ -543,12 +553,12 @@ vocabulary! {
 }
 
 impl RestartCause {
-    /// Returns true if the worker before was only replaced in time, as `recycle` asks.
+    /// Returns true if the previous worker was replaced because of a `recycle` limit.
     pub(crate) const fn is_recycling(self) -> bool {
         matches!(self, Self::Jobs | Self::Memory | Self::Age)
     }
 
-    /// Of a worker that is gone.
+    /// Returns the cause for a worker that has ended.
     pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
         match (killed, death) {
             (Some(KillReason::Deadline), _) => Self::Deadline,
@@ -578,167 +588,167 @@ impl From<RecycleReason> for RestartCause {
     }
 }
 
-/// Why a slot has no worker and gets none.
+/// Reason for a slot to stay without a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// Its workers failed too often.
+    /// Workers of the slot failed too often.
     Failed,
-    /// `restart.policy` says so.
+    /// `restart.policy` forbids a restart.
     Policy,
 }
 
-/// What an operator may want to know.
+/// Occurrence to report to operators.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Note {
-    /// A process runs.
+    /// A worker's process was started.
     WorkerStarted {
-        /// Which.
+        /// Worker that was started.
         worker: WorkerId,
-        /// Its slot.
+        /// Slot of the worker.
         slot: u32,
-        /// Its process.
+        /// Process id.
         pid: u32,
     },
-    /// It can take jobs.
+    /// A worker became ready for jobs.
     WorkerReady {
-        /// Which.
+        /// Worker that is ready.
         worker: WorkerId,
-        /// Its process.
+        /// Process id.
         pid: u32,
-        /// How long that took since the spawn.
+        /// Time since the spawn.
         after: Duration,
     },
-    /// It could not be started.
+    /// A worker could not be started.
     WorkerNotStarted {
-        /// Its slot.
+        /// Slot of the worker.
         slot: u32,
-        /// Why, for people.
+        /// Human-readable cause.
         message: String,
     },
-    /// It is gone.
+    /// A worker exited.
     WorkerExited {
-        /// Which.
+        /// Worker that exited.
         worker: WorkerId,
-        /// Its slot.
+        /// Slot of the worker.
         slot: u32,
-        /// Its process.
+        /// Process id.
         pid: u32,
-        /// How.
+        /// Cause of the exit.
         death: Death,
-        /// Why, if the supervisor killed it.
+        /// Reason, if the supervisor killed the worker.
         killed: Option<KillReason>,
-        /// How long it ran.
+        /// Time since the spawn.
         uptime: Duration,
-        /// How many jobs it answered.
+        /// Number of jobs that the worker answered.
         served: u64,
-        /// How many it held.
+        /// Number of jobs that the worker held at its exit.
         in_flight: u32,
     },
-    /// It is being killed.
+    /// The supervisor kills a worker.
     WorkerKilled {
-        /// Its process.
+        /// Process id.
         pid: u32,
-        /// Why.
+        /// Reason for the kill.
         reason: KillReason,
     },
-    /// A spare has taken a slot.
+    /// A spare took over a slot.
     SpareTookOver {
-        /// Which.
+        /// Worker that took over.
         worker: WorkerId,
-        /// The slot.
+        /// Slot that was taken over.
         slot: u32,
-        /// Its process.
+        /// Process id.
         pid: u32,
     },
-    /// Its replacement is ready, and it is being drained.
+    /// A worker is drained because it is being replaced.
     WorkerRecycled {
-        /// Its process.
+        /// Process id of the old worker.
         pid: u32,
-        /// Why.
+        /// Reason for the replacement.
         reason: RecycleReason,
     },
-    /// What is to be run now does not start: the worker that runs what was before goes on.
+    /// A replacement with the new program or configuration failed to start. The old worker continues.
     ReplacementFailed {
-        /// The slot.
+        /// Slot of the worker.
         slot: u32,
-        /// Why, for people.
+        /// Human-readable cause.
         message: String,
-        /// When it is tried again.
+        /// Time until the next attempt.
         again_in: Duration,
     },
-    /// The next worker of a slot is started later.
+    /// The next worker of a slot starts after a delay.
     RestartBackoff {
-        /// The slot.
+        /// Slot that waits.
         slot: u32,
-        /// In how long.
+        /// Length of the delay.
         delay: Duration,
     },
-    /// No slot has a worker, or will have one soon.
+    /// No slot has a worker or will get one soon.
     BulkheadFailed {
-        /// Why the last one stopped.
+        /// Reason for the stop of the last slot.
         reason: StopReason,
-        /// What went wrong last, for people.
+        /// Human-readable description of the last failure.
         message: String,
     },
-    /// A job whose worker died is given to another.
+    /// A job will be retried because its worker or its program died.
     JobRetried {
-        /// Which.
+        /// Job to retry.
         job: JobId,
-        /// How often it was given out so far.
+        /// Number of attempts so far.
         attempts: u32,
-        /// How it ended the last time.
+        /// Outcome of the last attempt.
         crash: Verdict,
-        /// The process that had it.
+        /// Process id of the worker that had the job.
         worker_pid: Option<u32>,
     },
-    /// A payload has killed so many workers that it is kept out.
+    /// A payload has caused too many crashes and is quarantined.
     JobQuarantined {
-        /// The job that was the last of them.
+        /// Job that caused the last of these crashes.
         job: JobId,
-        /// The payload.
+        /// Digest of the payload.
         digest: Digest,
     },
-    /// The breaker has opened, closed, or begun to probe.
+    /// The breaker changed its state.
     Breaker(Transition),
-    /// The queue fills.
+    /// The queue has reached the share `pressure.warn` of its capacity.
     QueuePressure {
-        /// Jobs that wait.
+        /// Number of queued jobs.
         queued: usize,
-        /// Jobs that may.
+        /// Capacity of the queue.
         capacity: usize,
     },
-    /// The adaptive limit has moved since it was last told.
+    /// The adaptive limit has changed since the last report.
     LimitAdapted {
-        /// What it was.
+        /// Limit at the last report.
         from: u32,
-        /// What it is.
+        /// Current limit.
         to: u32,
-        /// 90th percentile of run times: the lower median over the tenants.
+        /// Lower median of the tenants' 90th percentiles of run times.
         latency: Duration,
-        /// What it follows.
+        /// Configuration of the adaptive limit.
         numbers: AdaptiveLimits,
     },
-    /// Jobs are turned away for their rate.
+    /// Jobs are rejected because of a rate limit.
     TenantThrottled {
-        /// The tenant over its own limit, empty for jobs without a tenant. `None`: the limit is that of the bulkhead.
+        /// Tenant that exceeds its own limit, empty for jobs without a tenant. `None` means the limit of the
+        /// bulkhead.
         tenant: Option<Arc<str>>,
-        /// When the next one would pass.
+        /// Time until the next job would pass.
         retry_after: Duration,
     },
     /// A tenant has more than half of the recent evictions.
     TenantEvictions {
-        /// Which.
+        /// Name of the tenant.
         tenant: Arc<str>,
-        /// Its share, from 0 to 1.
+        /// Share of the evictions, from 0 to 1.
         share: f64,
     },
-    /// It takes no more jobs.
+    /// The bulkhead no longer accepts jobs.
     Draining,
-    /// It takes jobs again.
+    /// The bulkhead accepts jobs again.
     Resumed,
 }
 
-/// A rejection that names no worker and keeps no state.
 pub(crate) fn rejection(reason: RejectReason) -> Verdict {
     Verdict::rejected(reason)
 }

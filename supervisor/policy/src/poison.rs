@@ -1,6 +1,6 @@
-//! Payloads that kill their workers. A payload that was alone in a worker when that died is remembered by
-//! its digest, which the caller makes; after a few such deaths it is quarantined. As in a message queue's
-//! dead letters (SQS, `maxReceiveCount`), others are served while it is kept out.
+//! Quarantine for payloads that kill workers. A payload that was the only job of a dying worker is recorded
+//! by its digest, which the caller computes. After several such crashes the payload is quarantined while
+//! other jobs run, like dead letters in a message queue (SQS, `maxReceiveCount`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// So many crashes are remembered, and so many digests quarantined, whatever comes. The oldest go first.
+/// Maximum number of recorded crashes, and of quarantined digests. The oldest are dropped first.
 const REMEMBERED_MAX: usize = 4096;
 
-/// What tells a payload, with what is to be done with it, from all others. Its maker chooses a function
-/// under which no client can find a second payload for the same digest.
+/// Digest of a payload together with its operation. The caller must use a collision-resistant function, so
+/// that no client can make a second payload with the same digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Digest(u64, u64);
 
@@ -23,41 +23,41 @@ impl From<u128> for Digest {
 }
 
 impl fmt::Display for Digest {
-    /// 32 hexadecimal digits.
+    /// Writes 32 hexadecimal digits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}{:016x}", self.0, self.1)
     }
 }
 
-/// When a payload is quarantined, and for how long.
+/// Conditions and duration of a quarantine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoisonLimits {
-    /// After so many crashes.
+    /// Number of crashes that cause a quarantine.
     pub crashes: u32,
-    /// Within this time; and for this time after the last of them.
+    /// Time in which the crashes must occur, and duration of the quarantine after the last crash.
     pub within: Duration,
 }
 
-/// The payloads of one bulkhead that crashed it.
+/// Crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Without limits nothing is remembered.
+    /// Configuration in force. Without limits no crash is recorded.
     limits: Option<PoisonLimits>,
-    /// Every crash, the oldest first. A crash is rare and costs a process, so that a search through all of
-    /// them does not matter then; and a stream of ever new payloads cannot push out a quarantined one.
+    /// All recorded crashes, oldest first. Crashes are rare and cost a process, so a linear search is
+    /// acceptable. A flood of new payloads can displace crashes, but no quarantined payload.
     crashes: VecDeque<(Time, Digest)>,
-    /// Digests that are quarantined, and since when. This is asked for every job. It is ordered because a
-    /// hash table would draw a random key.
+    /// Quarantined digests and the time of their last crash. Looked up for every job. A `BTreeMap`, because a
+    /// `HashMap` would draw a random key.
     quarantined: BTreeMap<Digest, Time>,
 }
 
 impl Poison {
-    /// A bulkhead that no payload has crashed yet.
+    /// Returns a record without crashes.
     pub(crate) fn new(limits: Option<PoisonLimits>) -> Self {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
 
-    /// What was seen, and not forgotten yet, is judged by these from now on.
+    /// Replaces the limits. Crashes that are still recorded count under the new limits.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<PoisonLimits>) {
         match (std::mem::replace(&mut self.limits, limits), &self.limits) {
             (_, None) => self.reset(),
@@ -66,8 +66,8 @@ impl Poison {
         }
     }
 
-    /// Remembers that a worker died with this payload, and no other, in its hands. Returns whether the
-    /// payload is quarantined now.
+    /// Records that a worker died while this payload was its only job. Returns true if the payload is now
+    /// quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -82,19 +82,19 @@ impl Poison {
         self.quarantined.contains_key(&digest)
     }
 
-    /// Whether this payload is kept out.
+    /// Returns true if the payload is quarantined.
     pub(crate) fn is_quarantined(&self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         self.quarantined.get(&digest).is_some_and(|&since| now.since(since) < limits.within)
     }
 
-    /// How many payloads are kept out.
+    /// Returns the number of quarantined payloads.
     pub(crate) fn len(&self, now: Time) -> usize {
         let Some(limits) = &self.limits else { return 0 };
         self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
     }
 
-    /// Lets all in again, and forgets their crashes.
+    /// Releases all payloads and forgets their crashes.
     pub(crate) fn reset(&mut self) {
         self.crashes.clear();
         self.quarantined.clear();
@@ -135,7 +135,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// SQS, `maxReceiveCount`: the third failure puts it aside, and nothing else.
+    /// SQS, `maxReceiveCount`: the third failure quarantines this payload and no other.
     #[test]
     fn the_third_crash_quarantines_that_payload_and_no_other() {
         let mut poison = poison();
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// Erlang's `supervisor`, restart intensity: only what falls within the period counts.
+    /// Erlang's `supervisor`, restart intensity: only crashes within the period count.
     #[test]
     fn crashes_far_apart_do_not_count_together() {
         let mut poison = poison();
@@ -170,7 +170,7 @@ mod tests {
         assert!(!poison.record_crash(at(100), d(7)), "its earlier crashes are forgotten");
     }
 
-    /// A job that was dispatched before its twin was quarantined.
+    /// The job was dispatched before another copy caused the quarantine.
     #[test]
     fn a_crash_while_quarantined_renews_it() {
         let mut poison = poison();

@@ -1,57 +1,56 @@
-//! The jobs of one bulkhead that wait, and whose turn is next: strictly by class; within a class by
-//! turns over the tenants, each with the same share by cost; within a tenant oldest first. It knows
-//! nothing of a job but its number, class, tenant and cost, and never decides that one is to leave.
+//! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority.
+//! Within a class, tenants take turns with equal shares by cost. Within a tenant, the oldest job is first.
+//! The queue knows a job's number, class, tenant and cost, and never decides to reject a job.
 //!
-//! Within a class it is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
-//! Deficit Round Robin", 1995): in each round every tenant earns a quantum, and its oldest job goes once
-//! the tenant has earned what it costs. The paper takes a quantum as large as the largest job, so that
-//! no round is walked for nothing; but then a tenant's small jobs go many in a row. Here the quantum is
-//! 1, so that small jobs of different tenants alternate, and rounds are not walked but computed: a
-//! tenant whose oldest job costs `c` has its turn `c` rounds ahead and stands in the slot of that round
-//! until then; a bitmap tells which slot is the next that is taken. To share what waits by fair queuing
-//! within each class, and the care that a tenant does not save up turns while it cannot use them
-//! ("windup"), are from Kubernetes' API Priority and Fairness (KEP-1040).
+//! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
+//! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and the tenant's oldest job is
+//! served once its cost is earned. The quantum of the paper is as large as the largest job, so that no round
+//! is visited in vain, but a tenant's small jobs then run many in a row. Here the quantum is 1, so that small
+//! jobs of different tenants alternate, and rounds are computed instead of visited. A tenant whose oldest job
+//! costs `c` has its turn `c` rounds later and stands in the slot of that round. A bitmap gives the next
+//! occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up unused turns
+//! ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
 //!
-//! Every operation is O(1), amortised over the growth and return of memory: every order is a linked list
-//! through a vector by job or by tenant, so that a job leaves the middle without a search.
+//! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list
+//! through a vector by job or tenant, so that a job can be removed from the middle without a search.
 
 use bulkhead_shared::Priority;
 
 #[cfg(test)]
 mod tests;
 
-/// What a job is charged at most: those that ask for more share as if they asked for this much. It
-/// bounds how many rounds there can be ahead, and with them the slots and the bitmap.
+/// Maximum cost that is charged for a job. Bounds the number of rounds ahead, and so the slots and the
+/// bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Slots that a class has at first: one word of the bitmap.
+/// Initial number of slots of a class: one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Tables of up to this many places are kept when the queue is empty.
+/// Table size, in entries, up to which memory is never released.
 const KEPT_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
 
-/// The waiting jobs of one bulkhead. The numbers of jobs and tenants are to be small, since there is a
-/// place for each up to the highest.
+/// The waiting jobs of one bulkhead. Numbers of jobs and tenants should be small, because the tables have an
+/// entry for each number up to the highest.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
-    /// By the code of the priority.
+    /// Indexed by the code of the priority.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// By tenant; holds as well for one that has nothing here.
+    /// Indexed by tenant. Also remembered for tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Jobs entered since memory was last given back: they pay for doing it again.
+    /// Number of jobs added since memory was last released. Amortises the next release.
     entered: usize,
 }
 
 impl Queue {
-    /// Bytes that a job takes in the tables here.
+    /// Memory per job in these tables, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
-    /// Enters a job behind all others of its tenant and class. O(1).
+    /// Adds a job behind all others of its tenant and class. O(1).
     pub(crate) fn push(&mut self, job: u32, class: Priority, tenant: u32, cost: u32) {
         let cost = cost.clamp(1, COST_MAX);
         if self.jobs.enter(job, Entry { class, tenant, cost, age: self.jobs.newest + 1 }) {
@@ -62,8 +61,8 @@ impl Queue {
         }
     }
 
-    /// Enters a job before all others of its class, tenants that are blocked aside: it had its turn and
-    /// was returned unread. It was charged then, and is not charged again. O(1).
+    /// Adds a job before all others of its class, except that a blocked tenant stays blocked. The job was
+    /// already charged at its first turn. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -73,26 +72,26 @@ impl Queue {
         }
     }
 
-    /// Takes a job out from wherever it waits, at no charge; does nothing if it does not wait. O(1).
+    /// Removes a job without charging its tenant. Does nothing if the job does not wait. O(1).
     pub(crate) fn remove(&mut self, job: u32) {
         self.take(job, Leave::Cancelled);
     }
 
-    /// The job whose turn is next, among classes from `lowest` up. O(1).
+    /// Returns the next job among the classes from `lowest` up. O(1).
     pub(crate) fn peek(&self, lowest: Priority) -> Option<u32> {
         let allowed = Priority::ALL.iter().rev().take_while(|&&class| class >= lowest);
         allowed.map(|&class| &self.classes[class as usize]).find_map(Class::next)
     }
 
-    /// Takes out the job that [`Queue::peek`] shows, and charges its tenant. O(1).
+    /// Removes the job that [`Queue::peek`] returns, and charges its tenant. O(1).
     pub(crate) fn pop(&mut self, lowest: Priority) -> Option<u32> {
         let job = self.peek(lowest)?;
         self.take(job, Leave::Served);
         Some(job)
     }
 
-    /// Keeps a tenant out of the rounds until it is unblocked: its jobs and its place stay, and neither
-    /// does it earn anything nor lose what it has. O(1).
+    /// Excludes a tenant from the rounds. The tenant keeps its jobs and its position, and neither earns nor
+    /// loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
         if self.is_blocked.len() <= index {
@@ -103,7 +102,7 @@ impl Queue {
         }
     }
 
-    /// Lets a tenant take part again, first in the round in which it has its turn. O(1).
+    /// Readmits a tenant, in front of the others in the round of its turn. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -111,33 +110,34 @@ impl Queue {
         }
     }
 
-    /// How many jobs wait, those of blocked tenants included. O(1).
+    /// Returns the number of waiting jobs, including jobs of blocked tenants. O(1).
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// How many jobs of a class wait. O(1).
+    /// Returns the number of waiting jobs of a class. O(1).
     #[cfg(test)]
     pub(crate) fn len_of(&self, class: Priority) -> usize {
         self.classes[class as usize].len
     }
 
-    /// How many jobs of a tenant wait. O(1).
+    /// Returns the number of waiting jobs of a tenant. O(1).
     pub(crate) fn len_of_tenant(&self, tenant: u32) -> usize {
         self.ranking.len_of(tenant)
     }
 
-    /// The job of a class that came last: the first to be shed. O(1).
+    /// Returns the newest job of a class, which is the first to be shed. O(1).
     pub(crate) fn newest(&self, class: Priority) -> Option<u32> {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// The tenant that has most jobs here; among equals, the one that has had so many the longest. O(1).
+    /// Returns the tenant with the most waiting jobs. Among equals, the tenant that reached this number
+    /// first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
 
-    /// The oldest job of a tenant, of whatever class: the one to evict. O(1).
+    /// Returns the oldest job of a tenant in any class, which is the job to evict. O(1).
     pub(crate) fn oldest(&self, tenant: u32) -> Option<u32> {
         let of_each_class = self.classes.iter().filter_map(|class| class.oldest(tenant));
         of_each_class.min_by_key(|&job| self.jobs.get(job).map(|entry| entry.age))
@@ -164,8 +164,8 @@ impl Queue {
         }
     }
 
-    /// Gives back what a flood has left behind. As many jobs must have come as there are places, so that
-    /// one high number that comes and goes does not grow and drop a table each time.
+    /// Releases memory after a burst. Requires that as many jobs were added as the tables have places.
+    /// Otherwise a single high number that comes and goes would grow and shrink a table each time.
     fn give_back(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
@@ -179,39 +179,40 @@ impl Queue {
     }
 }
 
-/// Why a job leaves.
+/// Reason for removing a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Leave {
-    /// It has its turn; its tenant pays for it.
+    /// The job was served, so its tenant is charged.
     Served,
-    /// It would wait no longer, or was made to.
+    /// The job was cancelled or rejected.
     Cancelled,
 }
 
-/// What is known of a waiting job.
+/// Data of a waiting job.
 #[derive(Clone, Copy)]
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// What its tenant has to earn before it goes; nothing for one that was returned.
+    /// Cost that the tenant must earn first. Zero for a job that was put back.
     cost: u32,
-    /// Grows with every job that comes; those that are returned count down, since they are older.
+    /// Position in the order of arrival. New jobs count up. Jobs that are put back count down, because they
+    /// are older.
     age: i64,
 }
 
 #[derive(Default)]
 struct Jobs {
     table: Vec<Option<Entry>>,
-    /// The jobs of one tenant and class.
+    /// Links between the jobs of one tenant and class.
     of_flow: Links,
-    /// The jobs of one class, whatever the tenant.
+    /// Links between the jobs of one class.
     of_class: Links,
     newest: i64,
     oldest: i64,
 }
 
 impl Jobs {
-    /// Whether the job could be entered: it must not be here yet.
+    /// Returns true if the job was added. A job must not be added twice.
     fn enter(&mut self, job: u32, entry: Entry) -> bool {
         debug_assert!(job != NONE && entry.tenant != NONE, "{NONE} stands for none");
         let index = job as usize;
@@ -235,21 +236,21 @@ impl Jobs {
     }
 }
 
-/// The jobs of one class.
+/// The waiting jobs of one class.
 #[derive(Default)]
 struct Class {
     len: usize,
     by_age: List,
-    /// By tenant.
+    /// Indexed by tenant.
     flows: Vec<Flow>,
-    /// Tenants that have a turn ahead.
+    /// Tenants that wait for a turn.
     rounds: Rounds,
-    /// Tenants that have jobs that were returned, the latest first. They need no turn.
+    /// Tenants with jobs that were put back, latest first. These jobs need no turn.
     returned: List,
     returned_links: Links,
 }
 
-/// The jobs of one tenant and class.
+/// The waiting jobs of one tenant and class.
 #[derive(Clone, Default)]
 struct Flow {
     waiting: List,
@@ -257,15 +258,15 @@ struct Flow {
     turn: Turn,
 }
 
-/// When the oldest waiting job of a flow goes.
+/// Turn of the oldest waiting job of a flow.
 #[derive(Clone, Copy, Default)]
 enum Turn {
-    /// None waits.
+    /// No job waits.
     #[default]
     None,
-    /// In this round.
+    /// The turn is in this round.
     At(u64),
-    /// So many rounds after the tenant is unblocked.
+    /// The tenant is blocked. The turn is this number of rounds after the unblocking.
     In(u64),
 }
 
@@ -319,8 +320,8 @@ impl Class {
         }
     }
 
-    /// Gives a flow whose oldest job has left the turn of the next, or none. What was earned for a job
-    /// that was cancelled counts for the next one, but only as far as that one costs: a tenant cannot save up.
+    /// Sets the turn of a flow after its oldest job was removed. Earnings for a cancelled job count for the
+    /// next job, up to the cost of that job, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, leave: Leave) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -345,7 +346,7 @@ impl Class {
         }
     }
 
-    /// The job whose turn is next.
+    /// Returns the next job of the class.
     fn next(&self) -> Option<u32> {
         let returned = self.flow(self.returned.first).map(|flow| flow.returned.first);
         returned.or_else(|| Some(self.flow(self.rounds.first()?)?.waiting.first))
@@ -392,16 +393,16 @@ impl Class {
     }
 }
 
-/// Which tenants have their turn in which round. No turn is further ahead than the highest cost, so that
-/// a ring of slots, one for each round from now on, holds them all.
+/// Tenants by the round of their turn. No turn is further ahead than the maximum cost, so a ring with one
+/// slot per round holds all turns.
 #[derive(Default)]
 struct Rounds {
-    /// The round of the turn that came last.
+    /// Round of the last turn.
     now: u64,
-    /// The tenants of each round, in order; the number of slots is a power of two.
+    /// Tenants of each round, in order. The number of slots is a power of two.
     slots: Vec<List>,
     links: Links,
-    /// A bit for each slot that is taken.
+    /// A bit for each occupied slot.
     words: Vec<u64>,
     /// A bit for each word that is not zero.
     summary: u64,
@@ -429,7 +430,7 @@ impl Rounds {
         }
     }
 
-    /// Moves a tenant from one round behind the others of another, or out.
+    /// Moves a tenant to the end of another round, or removes it.
     fn shift(&mut self, tenant: u32, from: u64, to: Option<u64>) {
         self.remove(tenant, from);
         if let Some(turn) = to {
@@ -437,7 +438,7 @@ impl Rounds {
         }
     }
 
-    /// The tenant whose turn is next.
+    /// Returns the tenant whose turn is next.
     fn first(&self) -> Option<u32> {
         if self.summary == 0 {
             return None;
@@ -447,7 +448,7 @@ impl Rounds {
         if ahead != 0 {
             return some(self.slots[word * 64 + ahead.trailing_zeros() as usize].first);
         }
-        // The words after it, and at last, once around, itself again.
+        // Search the following words and finally, after wrapping around, the rest of the current word.
         let turned = self.summary.rotate_right(word as u32 + 1);
         let word = (word + 1 + turned.trailing_zeros() as usize) % 64;
         some(self.slots[word * 64 + self.words[word].trailing_zeros() as usize].first)
@@ -464,7 +465,7 @@ impl Rounds {
         slot
     }
 
-    /// Sees to it that there is a slot for a turn. It grows a few times at most, see [`COST_MAX`].
+    /// Ensures that the ring has a slot for a turn. Grows only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
         debug_assert!(ahead <= COST_MAX as usize, "no turn is {ahead} rounds ahead");
@@ -486,14 +487,14 @@ impl Rounds {
     }
 }
 
-/// Tenants by how many jobs they have here. A count moves by one at a time, which is what keeps the
-/// highest known.
+/// Tenants by number of waiting jobs. A number changes by one at a time, so the highest one is cheap to
+/// maintain.
 #[derive(Default)]
 struct Ranking {
-    /// By tenant.
+    /// Indexed by tenant.
     lens: Vec<usize>,
     links: Links,
-    /// The tenants that have one job, two jobs and so on, up to the most that any has.
+    /// Tenants with one job, two jobs and so on, up to the highest number.
     ranks: Vec<List>,
 }
 
@@ -514,7 +515,7 @@ impl Ranking {
         self.lens[index] += 1;
     }
 
-    /// Takes a job off a tenant that has one.
+    /// Decrements the number of jobs of a tenant that has at least one.
     fn subtract(&mut self, tenant: u32) {
         let index = tenant as usize;
         self.lens[index] -= 1;
@@ -535,7 +536,7 @@ impl Ranking {
     }
 }
 
-/// The ends of a linked list.
+/// First and last item of a linked list.
 #[derive(Clone, Copy)]
 struct List {
     first: u32,
@@ -554,7 +555,7 @@ impl List {
     }
 }
 
-/// The links of lists over the same numbers; a number is in one of them at most.
+/// Links of several lists over the same set of numbers. A number is in at most one list.
 #[derive(Default)]
 struct Links(Vec<Link>);
 
@@ -583,32 +584,32 @@ impl Links {
         *self.before(list, link.after) = item;
     }
 
-    /// Takes out an item that is in this list.
+    /// Removes an item from the list that contains it.
     fn remove(&mut self, list: &mut List, item: u32) {
         let link = self.0[item as usize];
         *self.after(list, link.before) = link.after;
         *self.before(list, link.after) = link.before;
     }
 
-    /// What says which item comes after this one; with none before it, which is the first.
+    /// Returns the cell that names the successor of `item`, or the list's first item if `item` is [`NONE`].
     fn after<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.first } else { &mut self.0[item as usize].after }
     }
 
-    /// What says which item comes before this one; with none after it, which is the last.
+    /// Returns the cell that names the predecessor of `item`, or the list's last item if `item` is [`NONE`].
     fn before<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.last } else { &mut self.0[item as usize].before }
     }
 }
 
-/// A number that is not [`NONE`].
+/// Returns `None` for [`NONE`].
 fn some(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// One step of work, counted by the tests that hold the queue to be O(1).
+/// Counts one step of work, for tests that check that operations are O(1).
 fn step() {
     #[cfg(test)]
     tests::count_step();

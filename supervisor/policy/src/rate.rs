@@ -1,6 +1,6 @@
-//! Rate limiting by the generic cell rate algorithm (ITU-T I.371; as a limiter of requests: Brandur Leach,
-//! "Rate limiting, cells, and GCRA"). One moment is all the state there is: when the bucket will have
-//! drained. Over any window `t` at most `per_second × t + burst` pass, whatever the arrivals look like.
+//! Rate limit by the generic cell rate algorithm (ITU-T I.371; as a limiter of requests: Brandur Leach, "Rate
+//! limiting, cells, and GCRA"). The only state is the time at which the bucket will have drained. Over any
+//! window `t`, at most `per_second × t + burst` pass, whatever the arrival pattern.
 
 use std::time::Duration;
 
@@ -8,43 +8,44 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// How much may pass.
+/// Rate limit of a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// In the long run; above 0.
+    /// Long-term rate; above 0.
     pub per_second: f64,
-    /// At once, after a pause; at least 1.
+    /// Maximum cost that can pass at once after a pause; at least 1.
     pub burst: u32,
-    /// Which jobs share it.
+    /// Scope of the limit.
     pub per: RatePer,
 }
 
 vocabulary! {
-    /// Which jobs share a rate limit.
+    /// Scope of a rate limit.
     RatePer {
-        /// All jobs of the bulkhead.
+        /// All jobs of the bulkhead share one limit.
         Bulkhead = "bulkhead",
-        /// The jobs of each tenant have their own.
+        /// Each tenant has a separate limit.
         Tenant = "tenant",
     }
 }
 
-/// Why a job does not pass.
+/// Reason for a rejection by the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// It would after this time, if no other job came.
+    /// The job would pass after this time if no other job passed before.
     For(Duration),
-    /// It costs more than the burst, and never will.
+    /// The job costs more than the burst and will never pass.
     ForEver,
 }
 
-/// When a bucket will have drained, in nanoseconds of [`Time`], however late that is. Zero is a bucket that is
-/// empty.
+/// Time at which the bucket will have drained, in nanoseconds of [`Time`] but in 128 bits, so that it never
+/// overflows. Zero is an empty bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
 
 impl Bucket {
-    /// Lets a job of this cost pass, or says when it would.
+    /// Charges a job of this cost. Returns the required wait if the job exceeds the limit, and charges
+    /// nothing then.
     pub(crate) fn take(&mut self, now: Time, limit: &RateLimit, cost: u32) -> Result<(), Excess> {
         if cost > limit.burst {
             return Err(Excess::ForEver);
@@ -60,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Another limit is in force: what was charged stays charged, by its cost and not by the time that it took
-    /// under the limit before.
+    /// Adjusts the bucket to another limit. Earlier charges keep their cost, not the time that they took to
+    /// drain under the previous limit, and never exceed the new burst.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -72,8 +73,8 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// How long so much takes in the long run. One takes whole nanoseconds, never less than the rate says,
-    /// and never more than six centuries.
+    /// Returns the time that this cost takes at the long-term rate. A cost of one takes a whole number of
+    /// nanoseconds, rounded up, so that the rate is never exceeded. The maximum is about six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }
@@ -131,7 +132,7 @@ mod tests {
         other.rescale(ms(0), &slow, &fast);
         assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are spent");
         assert!(other.take(ms(0), &fast, 1).is_err());
-        // And never more than a burst, however much was allowed before.
+        // Carried-over charges never exceed the new burst.
         bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
         assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }

@@ -1,5 +1,5 @@
-//! How a slot's failures become delays and, when there are too many, a stop. A pure function of
-//! moments, like the restart intensity of Erlang's `supervisor`: no timers.
+//! Restart policy of a slot: turns failures into delays and, if there are too many, into a stop. Like the
+//! restart intensity of Erlang's `supervisor`, this is a pure function of timestamps and needs no timers.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -7,39 +7,39 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// A worker that was up for so long and did a job has proved itself.
+/// A worker that was ready for this long and has answered a job clears the failure history of its slot.
 pub(crate) const PROVEN_AFTER: Duration = Duration::from_secs(60);
 
-/// Workers of a bulkhead that may die in vain one after the other, each under its first jobs, before starts are
+/// Number of consecutive workers of a bulkhead that may die during their first jobs before restarts are
 /// spaced.
 const IN_VAIN_AT_ONCE: u32 = 10;
 
-/// From then on, from one start in the bulkhead to the next. The kernel works on starts and ends of processes for
-/// milliseconds that it does not give back to others: a hundred a second can be borne, a thousand cannot.
+/// Minimum time between two spaced starts in the bulkhead. The kernel spends milliseconds of uninterruptible
+/// work on the start and end of a process. A machine can bear a hundred starts a second, but not a thousand.
 const IN_VAIN_PACE: Duration = Duration::from_millis(10);
 
-/// What to do after a death that says the worker is unfit.
+/// Decision after a death that shows that the worker is unfit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Start another one at this moment.
+    /// Start another worker at this time.
     At(Time),
-    /// It failed too often: probe again at this moment.
+    /// The slot has failed too often. Start a probe at this time.
     Failed { probe_at: Time },
 }
 
-/// The failures of one slot.
+/// Failure history of one slot.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    /// The moments of the newest failures, at most `max + 1`.
+    /// Times of the newest failures, at most `max + 1`.
     failures: VecDeque<Time>,
-    /// Failures since the worker last proved itself.
+    /// Number of failures since a worker last cleared the history.
     streak: u32,
-    /// Whether the slot has failed and its next worker is a probe.
+    /// True if the slot has failed and its next worker is a probe.
     is_probing: bool,
 }
 
 impl History {
-    /// Counts a failure. `random` decides the jitter.
+    /// Counts a failure. `random` determines the jitter.
     pub(crate) fn failed(&mut self, now: Time, limits: &Restart, random: u64) -> Next {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);
@@ -49,15 +49,16 @@ impl History {
         let recent = self.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
         if self.is_probing || recent > limits.max as usize {
             self.is_probing = true;
-            // A backoff of nothing must not become a loop.
+            // A `backoff_max` of zero must not cause a busy loop.
             let pause = limits.backoff_max.max(Duration::from_millis(100));
             return Next::Failed { probe_at: now + pause };
         }
         Next::At(now + self.delay(limits, random))
     }
 
-    /// The first failure is answered at once; then the ceiling doubles, and chance picks below it
-    /// (full jitter, so that slots which failed together do not return together).
+    /// Returns no delay for the first failure. After that, the ceiling doubles, and the delay is random
+    /// between zero and the ceiling (full jitter), so that slots that failed together do not restart
+    /// together.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
         let Some(doublings) = self.streak.checked_sub(2) else { return Duration::ZERO };
         let factor = 1_u32.checked_shl(doublings.min(30)).unwrap_or(u32::MAX);
@@ -66,25 +67,27 @@ impl History {
         ceiling.mul_f64(share)
     }
 
-    /// The worker proved itself.
+    /// Clears the history.
     pub(crate) fn proven(&mut self) {
         *self = Self::default();
     }
 }
 
-/// How a bulkhead answers workers that were fit, and died under their first jobs all the same: at once; but when
-/// there are many in a row, it is the jobs, and the starts are spaced, whatever the number of slots. Each job is
-/// told at once what became of it; what waits is the next worker.
+/// Spacing of restarts after workers that became ready and then died during their first jobs. Single deaths
+/// of this kind cause an immediate restart. Many in a row are the fault of the jobs, so restarts are then
+/// spaced over the whole bulkhead, whatever the number of slots. Spacing delays only the next worker. The
+/// jobs get their outcomes at once.
 #[derive(Debug, Default)]
 pub(crate) struct Spacing {
-    /// Workers that died in vain since another end.
+    /// Number of consecutive workers that died during their first jobs.
     in_vain: u32,
-    /// The last start that was spaced.
+    /// Time of the last spaced start.
     last: Option<Time>,
 }
 
 impl Spacing {
-    /// Counts the end of a worker: in vain, if it did no job. Returns when the next may start.
+    /// Counts the end of a worker. `in_vain` is true if the worker died during its first jobs. Returns the
+    /// time at which the next worker may start.
     pub(crate) fn died(&mut self, now: Time, in_vain: bool) -> Time {
         self.in_vain = if in_vain { self.in_vain.saturating_add(1) } else { 0 };
         if self.in_vain <= IN_VAIN_AT_ONCE {

@@ -1,6 +1,8 @@
-//! Room in tables of which there is one for each bulkhead: most have one entry, and there may be thousands of them.
+//! Growth of tables that exist once per bulkhead. Most tables have one entry, and there may be thousands of
+//! bulkheads.
 
-/// Makes room for one more entry: exactly so much in a small table, which the standard library would give room for four.
+/// Makes room for one more entry. Doubles the capacity, starting at one. The standard library would start at
+/// four.
 pub(crate) fn reserve_few<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));

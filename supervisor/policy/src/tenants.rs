@@ -1,6 +1,6 @@
-//! The tenants of a bulkhead by small numbers. A tenant that has jobs keeps its number; of those that have
-//! none, the ones that were here last are remembered, so that the memory is bounded and what is forgotten
-//! first is what matters least: a tenant that has been idle for long has an empty bucket anyway.
+//! Tenants of a bulkhead, by small numbers. A tenant with jobs keeps its number. Of tenants without jobs, a
+//! bounded number of the most recent ones is remembered. Forgetting the others costs little, because the rate
+//! limit's bucket of a long idle tenant is empty anyway.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,16 +10,16 @@ use crate::rate::{Bucket, RateLimit};
 use crate::room::reserve_few;
 use crate::time::Time;
 
-/// A tenant's number. It stays the same while the tenant has jobs, and may be another's after that.
+/// Number of a tenant. Stable while the tenant has jobs; may be reused for another tenant afterwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
 impl TenantId {
-    /// Jobs that name no tenant.
+    /// Number for jobs without a tenant.
     pub const NONE: Self = Self(0);
 }
 
-/// Tenants without jobs that are remembered.
+/// Maximum number of remembered tenants without jobs.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -27,23 +27,23 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of jobs, queued and in flight, and of withheld places.
+    /// Number of jobs, queued and in flight, plus withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places withheld for workers that its jobs have ended.
+    /// Number of places withheld because the tenant's jobs have ended workers.
     pub(crate) withheld: u32,
-    /// Jobs that wait ahead of a worker.
+    /// Number of prefetched jobs.
     pub(crate) ahead: u32,
     pub(crate) bucket: Bucket,
     pub(crate) own: OwnNumbers,
-    /// Its place among the labelled; behind the last one if it is not among them.
+    /// Index in the sorted list of labelled tenants, or its length if the tenant is not listed.
     pub(crate) label: u32,
-    /// Jobs that asked to be taken, whatever became of them.
+    /// Number of submissions, whatever their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
-    /// When it was last told to operators that it is throttled.
+    /// Last time that a throttling of this tenant was reported.
     pub(crate) throttled_at: Option<Time>,
-    /// Its place among the idle, from the one that has been idle for longest.
+    /// Links of the list of idle tenants, ordered by the time at which each became idle.
     older: u32,
     newer: u32,
 }
@@ -51,7 +51,7 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// The numbers of tenants that have some of their own, whether they are remembered or not.
+    /// Overrides by tenant name, also for tenants that are not remembered.
     own: HashMap<Box<str>, OwnNumbers>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -61,7 +61,7 @@ pub(crate) struct Tenants {
 }
 
 impl Tenants {
-    /// Without any tenant yet.
+    /// Returns a table without tenants.
     pub(crate) fn new(limits: &TenantLimits) -> Self {
         Self::with_idle_max(limits, IDLE_MAX)
     }
@@ -78,13 +78,13 @@ impl Tenants {
             idle: 0,
             idle_max,
         };
-        // It is never idle, and so never forgotten.
+        // The entry for jobs without a tenant is never idle, so it is never forgotten.
         tenants.enter("");
         tenants.get(TenantId::NONE).jobs = 1;
         tenants
     }
 
-    /// The number of a tenant, for now: until the next is asked for, or for as long as it has jobs.
+    /// Returns the number of a tenant. The number is valid until the next call, or while the tenant has jobs.
     pub(crate) fn find_or_enter(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;
@@ -101,7 +101,7 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Gives a tenant other numbers of its own. Returns its number, if it is here.
+    /// Replaces a tenant's overrides. Returns the tenant's number if the tenant is remembered.
     pub(crate) fn set_own(
         &mut self,
         now: Time,
@@ -125,7 +125,7 @@ impl Tenants {
         Some(TenantId(index))
     }
 
-    /// Puts these numbers in force, and takes those of all other tenants away.
+    /// Replaces the overrides of all tenants.
     pub(crate) fn reconfigure(
         &mut self,
         now: Time,
@@ -141,12 +141,12 @@ impl Tenants {
         }
     }
 
-    /// Every tenant that is known.
+    /// Returns the numbers of all tenants in the table.
     pub(crate) fn ids(&self) -> impl Iterator<Item = TenantId> + use<> {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// The rate limit of all that have none of their own is another one.
+    /// Adjusts the buckets of all tenants without a separate rate limit to a new general limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
         for tenant in self.table.iter_mut().filter(|tenant| tenant.own.rate_limit.is_none()) {
@@ -166,7 +166,7 @@ impl Tenants {
         &self.table[id.0 as usize].name
     }
 
-    /// A job of the tenant has been taken.
+    /// Counts an accepted job of the tenant.
     pub(crate) fn begin(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs += 1;
@@ -175,7 +175,7 @@ impl Tenants {
         }
     }
 
-    /// A job of the tenant has left.
+    /// Counts the end of a job of the tenant.
     pub(crate) fn end(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs -= 1;
@@ -184,12 +184,13 @@ impl Tenants {
         }
     }
 
-    /// Every tenant that is remembered and named.
+    /// Returns all remembered tenants that have a name.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantId, &Tenant)> {
         self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }
 
-    /// A number for a tenant that has none: a new one, or that of the tenant that has been idle for longest.
+    /// Assigns a number to a new tenant. At the maximum of idle tenants, reuses the number of the tenant that
+    /// has been idle the longest.
     fn enter(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
         let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));
@@ -212,7 +213,7 @@ impl Tenants {
             self.table.push(tenant);
             self.table.len() as u32 - 1
         };
-        // That of jobs without a tenant is never looked up.
+        // The entry for jobs without a tenant is not found by name.
         if !name.is_empty() {
             self.by_name.insert(name, index);
         }
@@ -256,7 +257,7 @@ mod tests {
         tenants.begin(busy);
         let (a, b) = (tenants.find_or_enter("a"), tenants.find_or_enter("b"));
         assert_eq!(tenants.find_or_enter("a"), a);
-        // b has been idle for longest.
+        // Tenant b has been idle the longest.
         let c = tenants.find_or_enter("c");
         assert_eq!(c, b);
         let known = |name: &str| tenants.by_name.get(name).copied();

@@ -1,17 +1,17 @@
-//! The time as policy knows it: nanoseconds since an origin that the caller picks.
+//! Time in nanoseconds since an origin that the caller chooses.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
-/// A moment, in nanoseconds since the caller's origin. Sums saturate.
+/// Point in time, in nanoseconds since the caller's origin. Arithmetic saturates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Time(pub u64);
 
 impl Time {
-    /// The origin.
+    /// The caller's origin.
     pub const ZERO: Time = Time(0);
 
-    /// How long after `earlier` this is; zero if it is not after it.
+    /// Returns the time from `earlier` to `self`, or zero if `self` is not later.
     pub fn since(self, earlier: Time) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
@@ -33,7 +33,7 @@ impl Sub<Duration> for Time {
     }
 }
 
-/// In 64 bits, and no more than they hold.
+/// Returns the duration in nanoseconds, saturated to 64 bits.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

@@ -1,41 +1,44 @@
-//! One timer for each of many small numbers. Most are set in the order of their times, since jobs of one bulkhead have as
-//! a rule the same limit: they stand in a line, in which a timer is set and cleared at once. The others stand in a binary
-//! heap that knows where each number stands, in O(log n). What is cleared leaves nothing behind but a place in the line,
-//! and of these no more than of timers.
+//! One timer for each of many small numbers. Most timers are set in the order of their times, because jobs of
+//! one bulkhead usually have the same limit. These timers stand in a queue, where setting and clearing are
+//! O(1). All others stand in a binary heap with an index of positions, where both are O(log n). A cleared
+//! timer leaves only an empty place in the queue, and the number of empty places is bounded by the number of
+//! set timers.
 
 use std::collections::VecDeque;
 
 use crate::time::Time;
 
-/// Where a number stands: a place in the heap, or with [`IN_LINE`] the number of a place in the line.
+/// Position of a number: an index in the heap or, with [`IN_LINE`], the number of a place in the queue.
 type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_LINE: Position = 1 << 31;
-/// Such numbers begin anew.
+/// Place numbers wrap around at this mask.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Places of the line that may be empty, however few are not.
+/// Number of empty places in the queue that are always tolerated.
 const EMPTY_MAX: usize = 64;
 
-/// Timers by number; the numbers are to be small, since there is a place for each up to the highest.
+/// Timers by number. Numbers should be small, because the table has an entry for each number up to the
+/// highest.
 #[derive(Default)]
 pub struct Timers {
-    /// In the order of their times, with the first and the last one set. Any other may have been cleared, or stand elsewhere by now.
+    /// The queue, ordered by time. The first and the last place are always set. A place in between is stale
+    /// if its timer was cleared or moved.
     line: VecDeque<(Time, u32)>,
-    /// The number of the line's first place, which counts on for ever.
+    /// Number of the first place. Wraps around.
     first: u32,
-    /// How many in the line are set.
+    /// Number of set timers in the queue.
     standing: usize,
     heap: Vec<(Time, u32)>,
     position: Vec<Position>,
 }
 
 impl Timers {
-    /// Bytes that a timer takes.
+    /// Memory per timer, in bytes.
     pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<Position>();
 
-    /// When the next timer is due.
+    /// Returns the time of the next timer.
     #[inline]
     pub fn next(&self) -> Option<Time> {
         self.least().map(|(at, _)| at)
@@ -49,7 +52,7 @@ impl Timers {
         }
     }
 
-    /// Takes out one timer that is due.
+    /// Clears and returns one timer that is due at `now`.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
         let (at, number) = self.least()?;
         (at <= now).then(|| {
@@ -58,7 +61,7 @@ impl Timers {
         })
     }
 
-    /// Sets, or moves, the timer of `number`.
+    /// Sets or moves the timer of `number`.
     pub fn set(&mut self, number: u32, at: Time) {
         let index = number as usize;
         if self.position.len() <= index {
@@ -86,8 +89,9 @@ impl Timers {
         }
     }
 
-    /// Sees to it that the timer of `number` is due at `at` at the latest. One that is due earlier stays: a caller
-    /// that moves it again and again looks anew when it is due.
+    /// Ensures that the timer of `number` is due no later than `at`. An earlier timer stays, so that a caller
+    /// that often postpones a timer does no work. The caller must check its own deadline when the timer
+    /// fires.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
@@ -102,7 +106,7 @@ impl Timers {
         }
     }
 
-    /// Clears the timer of `number`, if it has one.
+    /// Clears the timer of `number`, if set.
     pub fn clear(&mut self, number: u32) {
         let Some(position) = self.position.get_mut(number as usize) else { return };
         match std::mem::replace(position, ABSENT) {
@@ -122,9 +126,9 @@ impl Timers {
         }
     }
 
-    // The line.
+    // The queue.
 
-    /// The number of a place in the line.
+    /// Returns the number of a place in the queue.
     fn numbered(&self, place: usize) -> Position {
         IN_LINE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
     }
@@ -139,7 +143,7 @@ impl Timers {
             .is_some_and(|(_, number)| self.position[*number as usize] == self.numbered(place))
     }
 
-    /// Both ends of the line are set again, and not too many places between them empty.
+    /// Removes stale places from both ends of the queue, and all stale places if there are too many.
     fn close_up(&mut self) {
         while !self.line.is_empty() && !self.stands_at(0) {
             self.line.pop_front();
@@ -213,7 +217,7 @@ mod tests {
     #[test]
     fn timers_that_are_set_in_order_take_no_more_places_than_there_are_of_them() {
         let mut timers = Timers::default();
-        // One that stays, and others that come and go behind it.
+        // One timer stays at the front while later timers come and go.
         timers.set(0, Time(0));
         for n in 1..100_000_u32 {
             timers.set(1 + n % 10, Time(u64::from(n)));
@@ -258,7 +262,7 @@ mod tests {
         for step in 0..20_000_u64 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let number = (state >> 33) as u32 % 50;
-            // Some times are set in order, others are not, as the hours change.
+            // The order of times alternates between random and mostly ascending.
             let at = Time(if step / 1000 % 2 == 0 { (state >> 20) % 1000 } else { step + (state >> 20) % 3 });
             match (state >> 60) % 4 {
                 0 => {

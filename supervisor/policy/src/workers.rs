@@ -1,6 +1,6 @@
-//! The workers of a bulkhead and the slots they fill. A worker is one process; a slot is the place that
-//! is to have one. While a worker is being replaced, the slot's successor and the worker that leaves
-//! stand beside it in the table.
+//! The workers of a bulkhead and the slots that they fill. A worker is one process. A slot is a position that
+//! should have a worker. While a worker is being replaced, the table of workers also has the slot's successor
+//! and the worker that leaves.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,21 +11,21 @@ use crate::restart::History;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// How long it may take until an ordered process runs: the keeper starts one after the other.
-/// `start.handshake` begins when it runs.
+/// Maximum time until an ordered process runs. Long, because the keeper starts processes one after the other.
+/// The time of `start.handshake` begins once the process runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The same where it is forked: its template may ask for more time to initialise, and is ended when it takes too much by what
-/// owns the workers, with which the start fails.
+/// Maximum time until a process forked from a template runs. The template may ask for more time to initialise,
+/// and the owner of the workers kills a template that takes too long. The start then fails.
 const FORK_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
-    /// The slot that bears what it still runs, and answers for how it ends: the last that it filled.
+    /// Last slot that the worker filled. Running jobs and the end of the worker are accounted to this slot.
     pub(crate) owes: u32,
-    /// Whether its slot is of the reserve.
+    /// True if the worker's slot is a reserve slot, for spares.
     pub(crate) is_spare: bool,
     pub(crate) role: Role,
     pub(crate) phase: Phase,
@@ -34,19 +34,20 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard: Time,
     pub(crate) silence: Silence,
-    /// How often in a row its silence was the machine's.
+    /// Number of consecutive silences that were blamed on the machine.
     pub(crate) forgiven: u32,
     pub(crate) has_dispatch_thread: bool,
-    /// How often it was told to be heard.
+    /// Heartbeat interval that the worker was given.
     pub(crate) heartbeat: Duration,
     pub(crate) revision: Revision,
-    /// Whether it can be told another `max_in_flight`.
+    /// True if the worker can change its `max_in_flight`.
     pub(crate) can_resize: bool,
-    /// How many jobs at once it was told to expect; nothing yet without a limit.
+    /// `max_in_flight` that the worker was last sent. `u32::MAX` before the welcome.
     pub(crate) promised: u32,
-    /// The worker's record of begun jobs, if there is one: then jobs may be sent ahead and taken back.
+    /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
     pub(crate) claims: Option<Box<dyn Claims>>,
-    /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were taken back.
+    /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were
+    /// recalled.
     pub(crate) sent: u64,
     pub(crate) begun_last: u64,
     pub(crate) taken: u64,
@@ -54,113 +55,117 @@ pub(crate) struct Worker {
     pub(crate) check_at: Option<Time>,
     /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
     pub(crate) is_stalled: bool,
-    /// Jobs ahead of the worker, oldest first.
+    /// Prefetched jobs, oldest first.
     pub(crate) ahead: VecDeque<u32>,
     pub(crate) ahead_bytes: u32,
-    /// Its level in the table of those that may have more ahead.
+    /// Level of the worker in the table of workers with free prefetch slots.
     pub(crate) room: Option<u32>,
-    /// When it was last given a job, or answered for one.
+    /// Last time that the worker was given a job with a permit or answered a job.
     pub(crate) turned_at: Time,
     /// Number of checks since `turned_at` that found the worker late to begin a job.
     pub(crate) lag: u8,
-    /// Whose jobs it has, if they are all of one.
+    /// Tenant of the worker's jobs, if all belong to the same tenant.
     pub(crate) tenant: Option<TenantId>,
-    /// Whether it is kept for a job that is to be alone.
+    /// Exclusive use of the worker by one suspect job.
     pub(crate) apart: Apart,
-    /// Indexes of the jobs it holds.
+    /// Indexes of the jobs with a permit.
     pub(crate) jobs: Vec<u32>,
-    /// How many of those it had not begun, by its own word alone; it is gone.
+    /// Number of jobs that the dead worker had not begun, according to the worker's own record.
     pub(crate) unbegun: usize,
-    /// How many of those a client still waits for.
+    /// Number of jobs with a permit that a client still waits for.
     pub(crate) wanted: u32,
-    /// How many of those have passed the bulkhead's own deadline.
+    /// Number of jobs with a permit that have passed the bulkhead's own deadline or run limit.
     pub(crate) overdue: u32,
-    /// When it is killed, unless it does what it should before.
+    /// Time at which the worker is killed, unless it replies or exits before.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
-    /// Jobs that it was given.
+    /// Number of jobs given to the worker.
     pub(crate) begun: u64,
-    /// Whether those are as many as it may be given.
+    /// True if the worker has been given all jobs that `recycle.jobs` allows.
     pub(crate) is_spent: bool,
-    /// No replacement is tried before this. Of one that waits for its turn: when it is seen whether that still
-    /// comes.
+    /// No replacement of this worker is tried before this time. For a successor on standby, the next time to
+    /// check if the slot's worker still gets jobs.
     pub(crate) succession_after: Time,
-    /// When it is looked at next whether it is too old.
+    /// Next time to check `recycle.age`.
     pub(crate) age_after: Time,
-    /// Its level in the table of those that may take a job.
+    /// Level of the worker in the table of workers that may take a job.
     pub(crate) listed: Option<u32>,
-    /// Whether it counts towards the limit.
+    /// True if the worker counts towards the limit.
     pub(crate) counted: bool,
-    /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered for all jobs.
+    /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered all
+    /// jobs.
     pub(crate) has_left: bool,
-    /// Whether it had been sent SIGKILL when another took its slot: what it has is no debt.
+    /// True if the worker was already sent SIGKILL when its slot was reassigned. The worker's jobs then do
+    /// not count towards the limit.
     pub(crate) is_written_off: bool,
-    /// Permits that it adds to the limit.
+    /// Number of permits that the worker adds to the limit.
     pub(crate) permits: u32,
-    /// Jobs that it adds to the debt of its slot.
+    /// Number of jobs that the worker adds to the overcommit of its slot.
     pub(crate) debt: u32,
-    /// What it said last before it was ready.
+    /// Last status received before the worker became ready.
     pub(crate) last_words: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It fills its slot.
+    /// The worker fills its slot.
     #[default]
     Current,
-    /// It will fill its slot once it is ready; if that is to have begun only so many jobs, not before it has.
+    /// The worker takes over the slot once ready. If the reason is `recycle.jobs`, the successor first waits
+    /// until the current worker was given its last job.
     Successor(RecycleReason),
-    /// It has been replaced.
+    /// The worker was replaced.
     Retired,
 }
 
-/// What a worker runs.
+/// Program and configuration that a worker runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
-    /// What is to be run now.
+    /// Current program and configuration.
     #[default]
     New,
-    /// What was to be run before. If a replacement did not start, the next one is tried at `again_at`.
+    /// Outdated program or configuration. If a replacement failed to start, the next attempt is made at
+    /// `again_at`.
     Old { again_at: Option<Time> },
 }
 
-/// What is done about a worker that should have been heard.
+/// State of the check of a worker that missed its heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Silence {
-    /// Nothing: it was heard.
+    /// The worker is not silent.
     #[default]
     None,
-    /// Until then it is watched.
+    /// Processor time is being observed until this time.
     Watched { until: Time },
-    /// The shell was asked what it saw.
+    /// The caller was asked for the result of the observation.
     Asked,
 }
 
-/// Whether a worker takes jobs beside each other.
+/// Exclusive use of a worker by one suspect job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Apart {
-    /// It does.
+    /// The worker runs ordinary jobs.
     #[default]
     No,
-    /// It finishes what it has, for one that is to be alone.
+    /// The worker takes no new jobs, so that it becomes idle for a suspect.
     Reserved,
-    /// One that is to be alone runs.
+    /// A suspect runs alone in the worker.
     Taken,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Ordered or spawned, not heard yet.
+    /// The process was ordered or spawned, and has sent no hello.
     Handshaking { until: Time },
-    /// Has said hello.
+    /// The worker has sent its hello and initialises.
     Initializing { until: Time },
-    /// Takes jobs.
+    /// The worker takes jobs.
     Ready,
-    /// Finishes what it has, and exits.
+    /// The worker finishes its jobs and exits.
     Draining,
-    /// Killed, and not yet gone.
+    /// The worker was sent SIGKILL and has not exited.
     Killing(KillReason),
-    /// Gone and reported; what it left behind is being swept up.
+    /// The worker has exited, and its descendants are being reaped.
     Dead(End),
 }
 
@@ -170,23 +175,23 @@ impl Default for Phase {
     }
 }
 
-/// What the end of a worker says of it.
+/// Consequences of a worker's end for its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct End {
-    /// It is not fit for work: it would not start, or ended without a reason.
+    /// The worker did not start, or ended without having done a job.
     pub(crate) is_unfit: bool,
-    /// It exited with 0 while it had nothing to do.
+    /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
-    /// It died of its first jobs.
+    /// The worker became ready and died during its first jobs.
     pub(crate) is_in_vain: bool,
-    /// It was ended before it had begun, for one that runs something else.
+    /// The worker was killed before it had begun a job, because it was no longer needed.
     pub(crate) is_unwanted: bool,
-    /// It had begun as many jobs as it may.
+    /// The worker had been given all jobs that `recycle.jobs` allows.
     pub(crate) is_spent: bool,
 }
 
 impl End {
-    /// Of one that did not even start.
+    /// End of a worker whose process could not be started.
     pub(crate) const NOT_STARTED: Self =
         Self { is_unfit: true, is_clean: false, is_in_vain: false, is_unwanted: false, is_spent: false };
 }
@@ -212,17 +217,17 @@ impl Worker {
         }
     }
 
-    /// Whether it has no job and none is ahead of it.
+    /// Returns true if the worker has neither running nor prefetched jobs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.ahead.is_empty()
     }
 
-    /// Whether its process is gone.
+    /// Returns true if the process has exited.
     pub(crate) fn is_dead(&self) -> bool {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Why it was killed, until its end is reported.
+    /// Returns the reason of a kill that has not been followed by an exit.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -230,38 +235,38 @@ impl Worker {
         }
     }
 
-    /// Its process, while there is one.
+    /// Returns the process id while the process runs.
     pub(crate) fn living_pid(&self) -> Option<u32> {
         self.pid.filter(|_| !self.is_dead())
     }
 
-    /// Whether its permits are part of the limit.
+    /// Returns true if the worker's permits are part of the limit.
     pub(crate) fn is_available(&self) -> bool {
         let is_at_work = self.role == Role::Current && !self.is_spare;
         self.phase == Phase::Ready && self.kill_at.is_none() && is_at_work
     }
 
-    /// Whether it is in the reserve, and was not put there as it died.
+    /// Returns true if the worker is in the reserve, unless it was moved there while being killed or dead.
     pub(crate) fn is_kept_spare(&self) -> bool {
         self.is_spare && self.role == Role::Current && !self.is_written_off
     }
 
-    /// Whether it waits in the reserve.
+    /// Returns true if the worker is a spare that is ready for jobs.
     pub(crate) fn is_ready_spare(&self) -> bool {
         self.phase == Phase::Ready && self.role == Role::Current && self.is_spare
     }
 
-    /// How many jobs it may still be given.
+    /// Returns the number of jobs that the worker may still be given.
     pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.begun))
     }
 
-    /// How long it may be silent: the beats it may miss, and one on its way.
+    /// Returns the maximum silence: the time of `missed` heartbeats, plus one that may be in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
 
-    /// When it is to be replaced, after an attempt that failed.
+    /// Returns the time of the next attempt to replace an outdated worker after a failed attempt.
     pub(crate) fn replaced_again_at(&self) -> Option<Time> {
         match (self.revision, self.role) {
             (Revision::Old { again_at }, Role::Current) => again_at,
@@ -269,7 +274,8 @@ impl Worker {
         }
     }
 
-    /// Whether it has to be heard: always, if its heartbeats do not depend on its handlers.
+    /// Returns true if the worker must send heartbeats. A worker without a dispatch thread must send
+    /// heartbeats only while idle.
     pub(crate) fn owes_heartbeats(&self) -> bool {
         self.has_dispatch_thread || self.jobs.is_empty()
     }
@@ -291,7 +297,7 @@ impl Worker {
     }
 }
 
-/// What a worker can be doing, in the words used in every interface.
+/// Names of worker states, as used in every interface.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",
@@ -307,64 +313,65 @@ pub const WORKER_STATES: [&str; 9] = [
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
-    /// Whether its worker is a spare.
+    /// True if the slot belongs to the reserve, for spares.
     pub(crate) is_reserve: bool,
     pub(crate) successor: Option<u32>,
-    /// Number of replaced workers that are neither gone nor [without jobs](Worker::has_left).
+    /// Number of replaced workers that have neither exited nor [left](Worker::has_left).
     pub(crate) retired: u32,
-    /// Jobs that those still run.
+    /// Overcommit: number of jobs still running in replaced workers.
     pub(crate) debt: u32,
-    /// Permits that all its workers have taken of the limit.
+    /// Number of permits of the limit that the slot's workers use.
     pub(crate) in_use: u32,
-    /// Permits that all its workers hold, be they part of the limit or not.
+    /// Number of permits that the slot's workers hold, whether part of the limit or not.
     pub(crate) held: u32,
     pub(crate) history: History,
     pub(crate) restarts: u64,
-    /// How it stood when it was put to rest, if its worker was not to start then.
+    /// State before the bulkhead rested, if the next worker was not due then.
     pub(crate) resting: Option<SlotState>,
-    /// Whether its next worker follows another.
+    /// True if the next worker is a restart.
     pub(crate) has_had_worker: bool,
-    /// What became of the last worker that ended.
+    /// Cause of the last worker's end.
     pub(crate) last_end: Option<RestartCause>,
-    /// Whether its first start has ended, well or not.
+    /// True if the first start has succeeded or failed.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
 }
 
 #[derive(Clone, Copy, Default)]
 pub(crate) enum SlotState {
-    /// Before the start, and at rest.
+    /// The bulkhead has not started, rests, or stops.
     #[default]
     Empty,
-    /// It is to have a worker once it may, or once the one before is gone.
+    /// A worker will start at [`Event::Start`](crate::Event::Start), or once the previous worker is gone.
     Awaiting,
-    /// There are more slots than are wanted now.
+    /// The slot exceeds the configured number of workers.
     Closed,
-    /// This worker fills it.
+    /// This worker fills the slot.
     Occupied(u32),
-    /// The next worker is started at this moment.
+    /// The next worker starts at this time.
     Backoff { until: Time },
-    /// Too many failures; probed again at `probe_at`, if ever.
+    /// Workers failed too often, or `restart.policy` forbids a restart. The next probe starts at `probe_at`,
+    /// if at all.
     Stopped { probe_at: Option<Time> },
 }
 
 impl SlotState {
-    /// The place of the slot's worker.
+    /// Returns the place of the worker that fills the slot.
     pub(crate) fn worker(&self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(*place) } else { None }
     }
 
-    /// Whether a worker is here or will come in the ordinary way.
+    /// Returns true if the slot has a worker or will get one without a probe.
     pub(crate) fn is_live(&self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
 
-    /// Whether a worker is here, or comes once the one before is gone.
+    /// Returns true if the slot has a worker or gets one once the previous worker is gone.
     pub(crate) fn is_occupied(&self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
 
-    /// Whether there is to be a worker at some time, come what may.
+    /// Returns true if the slot should have a worker, even if none will start.
     pub(crate) fn is_wanted(&self) -> bool {
         !matches!(self, Self::Empty | Self::Closed)
     }

@@ -1,5 +1,5 @@
-//! The adaptive limit under jobs whose time depends on how many run: that it comes down, goes up again, stays where
-//! it belongs, and lets all jobs through.
+//! The adaptive limit with jobs whose run time depends on the number of running jobs. Checks that the limit
+//! falls, rises, settles where it should, and lets all jobs through.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,10 +16,11 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// Workers that do the jobs of `waiting` clients, one after the other each, and what was seen of the limit.
+/// Workers that run jobs of `waiting` clients, each of which submits its jobs one after the other, and a
+/// record of the limit.
 struct Load {
     stage: Stage,
-    /// Jobs that run, by when they end.
+    /// Running jobs, by the time of their end.
     ends: BTreeMap<(Time, u64), JobId>,
     seen: usize,
     waiting: usize,
@@ -35,7 +36,7 @@ impl Load {
         Self { stage, ends: BTreeMap::new(), seen: 0, waiting, random: 7, done: 0, limits: Vec::new() }
     }
 
-    /// Up to a tenth more or less.
+    /// Returns a factor between 0.9 and 1.1.
     fn jitter(&mut self) -> f64 {
         self.random = self.random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         0.9 + (self.random >> 33) as f64 / (1_u64 << 31) as f64 / 5.0
@@ -45,7 +46,7 @@ impl Load {
         self.stage.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
     }
 
-    /// Goes on for so long with jobs that take `service(running)`.
+    /// Runs for `time` with jobs that take `service(running)`.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.stage.now + time;
         while self.stage.now < end {
@@ -77,7 +78,7 @@ impl Load {
         }
     }
 
-    /// The least and the greatest limit of the last while.
+    /// Returns the lowest and the highest limit in the last `last`.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -101,7 +102,8 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Cores that are shared: 5 ms each while there are enough, in proportion beyond.
+/// Returns the run time on shared cores: 5 ms while there is a core for each job, and proportionally more
+/// beyond.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
@@ -110,16 +112,16 @@ fn cores(count: usize) -> impl Fn(usize) -> Duration {
 fn it_settles_where_jobs_take_the_target_and_follows_a_step_of_the_service_time() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     assert_eq!(load.limit(), 64, "it begins with all");
-    // Sixteen at once take 20 ms on four cores.
+    // Sixteen concurrent jobs take 20 ms on four cores.
     load.run(60 * SECOND, cores(4));
     let (low, high) = load.range(30 * SECOND);
     assert!(low >= 10 && high <= 18, "{low} to {high}");
     assert!(load.changes(30 * SECOND) <= 60, "{} changes in 30 s", load.changes(30 * SECOND));
-    // Four times as slow: four at once.
+    // Four times as slow, so four concurrent jobs take 20 ms.
     load.run(30 * SECOND, cores(1));
     let (low, high) = load.range(20 * SECOND);
     assert!(low >= 2 && high <= 5, "{low} to {high}");
-    // So fast that all is well.
+    // Fast enough for any number of jobs.
     load.run(15 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
     assert_eq!(load.range(5 * SECOND), (64, 64));
@@ -173,8 +175,8 @@ fn an_unused_limit_does_not_grow_and_a_few_slow_jobs_do_not_lower_it() {
     assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
 }
 
-/// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for each
-/// tenant. Returns the least limit in that time.
+/// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for
+/// each tenant. Returns the lowest limit in that time.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut stage = Stage::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -207,7 +209,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert_eq!(least_limit(&[("a", 2, slow), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 2, SECOND), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 1, quick), ("d", 1, quick)]), Some(8));
-    // Not even while the quick ones have hardly any job.
+    // Not even while the fast tenant has hardly any jobs.
     assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
     assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
     assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
@@ -233,7 +235,7 @@ fn failures_that_come_quickly_say_nothing_and_hung_jobs_count_at_their_deadline(
     assert!(view.is_some_and(|view| view.limit == 8 && view.latency.is_none()), "of 800 failures");
     for _ in 0..2 {
         let jobs: Vec<JobId> = (0..8).map(|_| stage.job()).collect();
-        // The clients are told; the worker comes round just after.
+        // The clients are answered at the deadline, and the worker replies just after.
         stage.wait(200 * MS);
         let given: Vec<JobId> = jobs.into_iter().filter(|job| stage.was_given_out(*job)).collect();
         given.into_iter().for_each(|job| stage.reply(job));
@@ -253,7 +255,7 @@ fn monitoring_bounds_nothing_and_says_what_the_limit_would_be() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Ordinary jobs cannot take what is kept for critical ones, and it grows without that.
+/// Ordinary jobs cannot use permits reserved for critical jobs. The limit must rise without them.
 #[test]
 fn it_grows_again_beside_a_reserve_for_critical_jobs() {
     for reserve in [0.1, 0.25, 0.5] {
@@ -266,7 +268,7 @@ fn it_grows_again_beside_a_reserve_for_critical_jobs() {
     }
 }
 
-/// As long as jobs take too long, what is told falls, however many run.
+/// While jobs take too long, the reported limit falls, however many jobs run.
 #[test]
 fn monitoring_never_rises_while_jobs_take_too_long() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
@@ -298,7 +300,7 @@ fn operators_hear_of_it_at_most_every_ten_seconds_and_of_where_it_ended() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// What was held back is told when its time has come, and not with the next job.
+/// A change that was held back is reported when it is due, not with the next job.
 #[test]
 fn where_it_ended_is_told_though_no_job_comes() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -342,7 +344,7 @@ fn other_numbers_hold_at_once_and_what_was_learned_stays_within_them() {
     assert_eq!((load.stage.bulkhead.limit(), load.stage.bulkhead.available()), (4, 0));
 }
 
-/// The reserve is a share of what may run, not of what might.
+/// The reserve is a share of the current limit, not of the maximum.
 #[test]
 fn the_reserve_for_critical_jobs_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));

@@ -1,6 +1,6 @@
-//! Cases of other systems, each with its source: what their tests demand, or what their users reported. Those
-//! about permits, deadlines and workers stand in `cases.rs`, those about the breaker, the queue and the budget
-//! beside each of them.
+//! Cases from tests and bug reports of other systems, each with its source. Cases about permits, deadlines
+//! and workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are beside their
+//! code.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -19,7 +19,8 @@ fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
 
 // Resizing.
 
-/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: what waits gets a permit as soon as there are more.
+/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit
+/// grows.
 #[test]
 fn growth_wakes_a_waiter_at_once() {
     let mut stage = Stage::ready(limits(1, 1, 4));
@@ -33,8 +34,9 @@ fn growth_wakes_a_waiter_at_once() {
     assert_eq!(stage.bulkhead.limit(), 3);
 }
 
-/// resilience4j, `SemaphoreBulkhead.changeConfig` waits until as many permits are free; here no caller waits, and
-/// what runs goes on. Semian, `test_resize_tickets_decrease_with_worker_expiry`: the target is reached.
+/// resilience4j, `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here no caller
+/// blocks, and running jobs continue. Semian, `test_resize_tickets_decrease_with_worker_expiry`: the target
+/// is reached.
 #[test]
 fn shrinking_does_not_block_and_reaches_its_target_under_load() {
     let mut stage = Stage::ready(limits(2, 4, 100));
@@ -67,7 +69,7 @@ fn a_limit_of_zero_rejects_all() {
     assert_eq!(stage.rejected(RejectReason::QueueFull), 1);
     stage.reply(running);
     stage.expect(running, "ok", None);
-    // Its worker was told to go, and is followed by another once there is a limit again.
+    // The worker was drained. Another one is started once the limit is above 0 again.
     stage.apply(change(Some(1), None));
     let job = stage.job();
     stage.die(stage.newest_worker(), Death::Exit(0));
@@ -75,8 +77,8 @@ fn a_limit_of_zero_rejects_all() {
     assert!(stage.was_given_out(job));
 }
 
-/// Semian, `test_resize_tickets_increase` and `_decrease`, of workers: the new ones come at once, those that
-/// are too many finish what they have.
+/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start at once,
+/// surplus workers finish their jobs.
 #[test]
 fn processes_come_and_go_with_their_number() {
     let mut stage = Stage::ready(limits(1, 1, 10));
@@ -101,10 +103,10 @@ fn processes_come_and_go_with_their_number() {
     assert_eq!(stage.bulkhead.available(), 1);
 }
 
-// Who shares.
+// Sharing.
 
-/// Netflix concurrency-limits lets 10 batch and 7 live calls in on a limit of 10, since a partition may always
-/// have its share. Here a reserve is kept free, and the sum never exceeds the limit.
+/// Netflix concurrency-limits admits 10 batch and 7 live calls with a limit of 10, because a partition can
+/// always use its share. Here a reserve is kept free, and the sum never exceeds the limit.
 #[test]
 fn partitions_never_overshoot() {
     let mut stage = Stage::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
@@ -113,15 +115,16 @@ fn partitions_never_overshoot() {
     let live = (0..20).filter_map(|_| stage.submit_as(Priority::Critical, "")).count();
     assert_eq!(live, 7);
     assert_eq!(stage.bulkhead.in_flight(), stage.bulkhead.limit());
-    // The other way round what is not reserved can be borrowed.
+    // Critical jobs may use permits that are not reserved.
     let mut stage = Stage::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
     let live = (0..20).filter_map(|_| stage.submit_as(Priority::Critical, "")).count();
     assert_eq!(live, 10);
     assert_eq!(stage.submit_as(Priority::BestEffort, ""), None);
 }
 
-/// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline: `queueWaitTime` of
-/// a request of 60 s is 15 s. Here the file says how long; without it a job waits until its deadline.
+/// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline: the
+/// `queueWaitTime` of a request with 60 s is 15 s. Here the wait is configured. Without it, a job waits until
+/// its deadline.
 #[test]
 fn the_wait_in_the_queue_is_bounded_by_the_deadline_and_by_the_file() {
     let deadline = 60 * SECOND;
@@ -140,8 +143,8 @@ fn the_wait_in_the_queue_is_bounded_by_the_deadline_and_by_the_file() {
     }
 }
 
-/// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: who asks ten times as much gets no
-/// more than its share while the other still wants something.
+/// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: a tenant with ten times the
+/// demand gets no more than its share while the other tenant has waiting jobs.
 #[test]
 fn unequal_flows_get_equal_shares() {
     let mut stage = Stage::ready(limits(1, 1, 200));
@@ -157,11 +160,11 @@ fn unequal_flows_get_equal_shares() {
         let cargo = stage.answers.last().and_then(|answer| answer.cargo.checked_sub(2));
         served.push(cargo.is_some_and(|cargo| cargo % 11 == 0));
     }
-    // The first had no tenant; of the next twenty each has ten.
+    // The first job had no tenant. Of the next twenty, each tenant has ten.
     assert_eq!(served[1..].iter().filter(|&&is_modest| is_modest).count(), 10);
 }
 
-// The breaker, with jobs behind it.
+// The breaker, with jobs.
 
 fn breaker() -> BreakerLimits {
     BreakerLimits {
@@ -175,7 +178,7 @@ fn breaker() -> BreakerLimits {
     }
 }
 
-/// Five crashes, one after the other, and the worker that follows.
+/// Returns a stage with an open breaker after five crashes, and a ready worker.
 fn tripped(max_in_flight: u32) -> Stage {
     let mut stage = Stage::ready(Limits { breaker: Some(breaker()), ..limits(1, max_in_flight, 10) });
     for _ in 0..5 {
@@ -187,7 +190,7 @@ fn tripped(max_in_flight: u32) -> Stage {
     stage
 }
 
-/// Hystrix, `testLowVolumeDoesNotTripCircuit`: few calls say nothing, however bad they are.
+/// Hystrix, `testLowVolumeDoesNotTripCircuit`: few calls are no evidence, however bad they are.
 #[test]
 fn low_volume_does_not_trip() {
     let mut stage = Stage::ready(Limits { breaker: Some(breaker()), ..limits(1, 1, 0) });
@@ -214,8 +217,8 @@ fn half_open_admits_so_many_probes_and_no_more() {
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe that says nothing gives its place
-/// to another. Here it is cancelled, or its deadline is over before its turn comes.
+/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe without evidence returns its
+/// permission. Here the probe is cancelled, or its deadline passes before its turn.
 #[test]
 fn a_probe_whose_outcome_is_ignored_gives_its_permission_back() {
     let mut stage = tripped(8);
@@ -231,8 +234,8 @@ fn a_probe_whose_outcome_is_ignored_gives_its_permission_back() {
     }
 }
 
-/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end do not keep it half-open for ever. Here
-/// the deadline of the probe is that maximum.
+/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end do not keep the breaker half-open
+/// forever. Here, the deadline of the probe is the maximum.
 #[test]
 fn half_open_ends_when_a_probe_has_waited_its_maximum() {
     let mut stage = tripped(8);
@@ -245,7 +248,8 @@ fn half_open_ends_when_a_probe_has_waited_its_maximum() {
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `testCircuitBreakerSlowCallRateThresholdExceeded`: slow calls open it, though all succeed.
+/// resilience4j, `testCircuitBreakerSlowCallRateThresholdExceeded`: slow calls open the breaker although all
+/// succeed.
 #[test]
 fn slow_calls_open_it() {
     let mut stage = Stage::ready(Limits { breaker: Some(breaker()), ..limits(1, 8, 0) });
@@ -256,7 +260,8 @@ fn slow_calls_open_it() {
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `transitionToForcedOpenState`: nothing passes until an operator says so, whatever the time.
+/// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker,
+/// however long that takes.
 #[test]
 fn forced_open_stays_until_it_is_released() {
     let mut stage = Stage::ready(limits(1, 2, 5));
@@ -278,7 +283,8 @@ fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// failsafe-go, `RetryPolicy` with a budget: a few retries are always within it, and then its share counts.
+/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. Beyond that, the share
+/// applies.
 #[test]
 fn the_budget_has_a_floor_and_then_a_share() {
     let mut stage = Stage::ready(retrying(1, 0.01));
@@ -286,7 +292,7 @@ fn the_budget_has_a_floor_and_then_a_share() {
     while stage.answers.len() < jobs.len() {
         let worker = stage.newest_worker();
         stage.die(worker, Death::Signal(11));
-        // So many in a row are not answered at once.
+        // Restarts are spaced after many consecutive deaths.
         stage.wait(20 * MS);
         stage.bring_up(stage.newest_worker());
     }
@@ -294,8 +300,8 @@ fn the_budget_has_a_floor_and_then_a_share() {
     assert_eq!(stage.bulkhead.counters().crashed, 30);
 }
 
-/// A worker with four jobs dies. Erlang's advice for such a case is to find the one that did it: each is tried
-/// again by itself, so that an innocent one never dies of the same neighbour twice.
+/// A worker with four jobs dies. Erlang's advice for such a case is to find the culprit. Each job is retried
+/// alone, so that an innocent job never dies because of the same neighbour twice.
 #[test]
 fn the_suspects_of_a_shared_crash_are_tried_again_one_by_one() {
     let mut stage = Stage::ready(retrying(4, 1.0));
@@ -324,7 +330,7 @@ fn the_suspects_of_a_shared_crash_are_tried_again_one_by_one() {
     assert!(stage.was_given_out(fresh));
 }
 
-/// A retry that would come after the deadline does not come; what is told is what happened.
+/// A job is not retried after its deadline. The outcome is that of the first attempt.
 #[test]
 fn a_retry_never_comes_after_the_deadline() {
     let mut stage = Stage::ready(retrying(1, 1.0));
@@ -336,7 +342,7 @@ fn a_retry_never_comes_after_the_deadline() {
     assert_eq!(stage.answers[0].attempts, 1);
 }
 
-/// SQS, `maxReceiveCount`: the message that was received so often is put aside, and others are served.
+/// SQS, `maxReceiveCount`: a message that was received too often is set aside, and other messages are served.
 #[test]
 fn a_payload_that_kills_again_and_again_is_kept_out() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
@@ -351,7 +357,7 @@ fn a_payload_that_kills_again_and_again_is_kept_out() {
     assert_eq!(stage.submit_payload(7), None);
     assert_eq!(stage.last_reason(), Some("quarantined"));
     let Some(other) = stage.submit_payload(8) else { panic!("another payload is kept out") };
-    // Beside another one it cannot be told which did it.
+    // With two jobs in the worker, the culprit is unknown.
     let beside = stage.job();
     stage.die(stage.holder(other), Death::Signal(11));
     stage.expect(beside, "crashed", Some("signal"));
@@ -361,7 +367,8 @@ fn a_payload_that_kills_again_and_again_is_kept_out() {
     assert!(stage.submit_payload(7).is_some());
 }
 
-/// Six bad payloads must not close a bulkhead to all others: deaths under jobs are no failed starts.
+/// Six bad payloads must not close a bulkhead to all other jobs, because deaths during jobs are not failed
+/// starts.
 #[test]
 fn quarantine_does_not_cost_the_worker_its_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
@@ -369,7 +376,7 @@ fn quarantine_does_not_cost_the_worker_its_slot() {
     for payload in 0..50 {
         let Some(job) = stage.submit_payload(payload) else { panic!("it has not been here before") };
         stage.die(stage.holder(job), Death::Signal(11));
-        // So many in a row are not answered at once.
+        // Restarts are spaced after many consecutive deaths.
         stage.wait(20 * MS);
         stage.bring_up(stage.newest_worker());
     }
@@ -380,8 +387,8 @@ fn quarantine_does_not_cost_the_worker_its_slot() {
 
 // Rest.
 
-/// systemd's socket activation with an idle timeout: workers go when nothing is to be done, and come with the
-/// next job; what was learnt is kept.
+/// systemd's socket activation with an idle timeout: workers stop when there is nothing to do, and start with
+/// the next job. Learned state is kept.
 #[test]
 fn an_idle_bulkhead_rests_and_wakes() {
     let mut stage = Stage::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });

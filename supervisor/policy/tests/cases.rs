@@ -1,5 +1,5 @@
-//! Rules with a name: what other systems learned the hard way, and what the design promises. The source
-//! of each stands above it.
+//! Named rules: lessons of other systems and promises of the design. The source of each rule is in its
+//! comment.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,8 +16,8 @@ use stage::{MS, SECOND, Stage, limits};
 
 // Permits.
 
-/// Polly, `BulkheadScenarios`: of L calls on N permits and Q places min(L, N) execute and
-/// max(0, L - N - Q) are rejected; all permits are back in the end.
+/// Polly, `BulkheadScenarios`: of L calls on N permits and Q queue places, min(L, N) execute and max(0, L - N
+/// - Q) are rejected. All permits are free in the end.
 #[test]
 fn so_many_run_so_many_wait_and_the_rest_is_rejected() {
     for (processes, max_in_flight, queue) in [(1, 1, 0), (1, 4, 2), (4, 1, 2), (2, 3, 0), (3, 2, 7)] {
@@ -42,7 +42,7 @@ fn so_many_run_so_many_wait_and_the_rest_is_rejected() {
     }
 }
 
-/// Failsafe #393: waiters that time out must not take a permit with them.
+/// Failsafe #393: waiting jobs that time out must not take a permit with them.
 #[test]
 fn eight_waiters_that_timed_out_leave_full_capacity() {
     let mut stage = Stage::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
@@ -56,8 +56,8 @@ fn eight_waiters_that_timed_out_leave_full_capacity() {
     assert!(next.iter().all(|&job| stage.was_given_out(job)));
 }
 
-/// Netflix concurrency-limits: a permit that is granted in the moment in which the waiter gives up
-/// belongs to one of the two, never to neither.
+/// Netflix concurrency-limits: a permit that is granted at the moment when the waiting job times out belongs
+/// to one of the two jobs, never to neither.
 #[test]
 fn a_grant_that_races_a_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -78,7 +78,7 @@ fn a_grant_that_races_a_timeout_is_not_lost() {
     }
 }
 
-/// Semian: the permit of a holder that is killed by SIGKILL returns; here with the next process.
+/// Semian: the permit of a holder that is killed by SIGKILL returns. Here it returns with the next process.
 #[test]
 fn the_permit_of_a_killed_holder_returns() {
     let mut stage = Stage::ready(limits(1, 1, 1));
@@ -92,8 +92,8 @@ fn the_permit_of_a_killed_holder_returns() {
     assert_eq!(stage.bulkhead.available(), 1);
 }
 
-/// tower: a future that is dropped gives its permit back. Here the client goes away, and the permit
-/// returns when the worker replies or is gone, and not before: what runs on is not forgotten.
+/// tower: a dropped future returns its permit. Here the client disconnects, and the permit returns only when
+/// the worker replies or exits, because the job may still run.
 #[test]
 fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
     for obeys in [true, false] {
@@ -115,8 +115,8 @@ fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
     }
 }
 
-/// A result that is too large is told of when it begins. The permit returns when all of it has come, which is no late
-/// reply; until then the worker takes nothing new.
+/// The client is told about a result that is too large when the result begins. The permit returns when all of
+/// the result has arrived. This does not count as a late reply, and until then the worker gets no new job.
 #[test]
 fn the_permit_of_a_result_that_is_too_large_returns_with_its_end() {
     let mut stage = Stage::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
@@ -137,7 +137,8 @@ fn the_permit_of_a_result_that_is_too_large_returns_with_its_end() {
     assert_eq!((stage.bulkhead.counters().late_replies, stage.bulkhead.available()), (0, 1));
 }
 
-/// A worker that stops to send such a result is killed, and so is one that goes on past the job's deadline.
+/// A worker that stops sending such a result is killed, and so is a worker that still sends it after the
+/// job's deadline.
 #[test]
 fn a_result_that_is_too_large_must_come_to_its_end() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
@@ -147,7 +148,7 @@ fn a_result_that_is_too_large_must_come_to_its_end() {
         stage.apply(Event::Oversized { worker, job, failure: too_large() });
         for part in 1.. {
             stage.now = stage.now + SECOND;
-            // What has come is read before anything else.
+            // Data that has arrived is read before the timer is handled.
             if part <= parts {
                 stage.apply(Event::Heard { worker });
             }
@@ -172,7 +173,8 @@ fn too_large() -> HandlerFailure {
     }
 }
 
-/// What waits makes room when memory is short; what runs goes on. Each has one outcome, and the sums agree.
+/// Waiting jobs make room when memory is short. Running jobs continue. Each job has one outcome, and the sums
+/// agree.
 #[test]
 fn a_job_that_waits_can_be_given_up_and_one_that_runs_cannot() {
     let mut stage = Stage::ready(limits(1, 1, 2));
@@ -221,7 +223,7 @@ fn a_job_cancelled_in_the_queue_never_runs() {
     assert_eq!(stage.bulkhead.counters().ok, 3);
 }
 
-/// Semantics 1: what is the first to pass, the queue's timeout or the deadline, names the outcome.
+/// Semantics 1: the outcome depends on which passes first, the queue timeout or the deadline.
 #[test]
 fn the_queue_timeout_and_the_deadline_each_have_their_own_name() {
     let mut stage = Stage::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -236,8 +238,7 @@ fn the_queue_timeout_and_the_deadline_each_have_their_own_name() {
     stage.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// Semantics 1, step 9: a job that cannot be answered in time never runs, also when the clock was not
-/// looked at in between.
+/// Semantics 1, step 9: a job past its deadline never runs, even if no tick was handled in between.
 #[test]
 fn an_expired_job_never_runs() {
     let mut stage = Stage::ready(limits(1, 1, 2));
@@ -250,7 +251,7 @@ fn an_expired_job_never_runs() {
     assert_eq!((too_late, stage.answers.last().map(|a| &a.verdict)), (None, Some(&Verdict::DeadlineQueued)));
 }
 
-/// Semantics 1: while workers start, as many jobs as they will take may wait, even without a queue.
+/// Semantics 1: while workers start, as many jobs as they can take may wait, even without a queue.
 #[test]
 fn jobs_wait_for_workers_that_start() {
     let mut stage = Stage::starting(limits(2, 3, 0));
@@ -264,7 +265,8 @@ fn jobs_wait_for_workers_that_start() {
     assert_eq!((stage.submit(), stage.bulkhead.queue_capacity()), (None, 0));
 }
 
-/// A worker that dies before it read its job has not begun it: the job is the next one's first.
+/// A worker that dies before it has read its job has not begun it. The job is the first one of the next
+/// worker.
 #[test]
 fn a_job_left_unread_goes_to_the_next_worker_before_all_others() {
     let mut stage = Stage::ready(limits(1, 1, 5));
@@ -279,7 +281,7 @@ fn a_job_left_unread_goes_to_the_next_worker_before_all_others() {
     assert_eq!(stage.holder(later), stage.newest_worker());
 }
 
-/// If there is no next worker, and none will come, the client is told so at once.
+/// If no further worker will start, the client is answered at once.
 #[test]
 fn a_job_left_unread_does_not_wait_for_nobody() {
     let mut limits = limits(1, 1, 5);
@@ -296,7 +298,7 @@ fn a_job_left_unread_does_not_wait_for_nobody() {
 
 // Deadlines.
 
-/// Semantics 3: a client that asks for a short deadline ends its own job, never its neighbours'.
+/// Semantics 3: a client that asks for a short deadline ends its own job, never the worker's other jobs.
 #[test]
 fn the_short_deadline_of_one_does_not_end_its_neighbour() {
     let mut stage = Stage::ready(limits(1, 2, 0));
@@ -312,7 +314,7 @@ fn the_short_deadline_of_one_does_not_end_its_neighbour() {
     assert_eq!(stage.killed.len(), 1, "no job is left in there that it could harm");
 }
 
-/// Semantics 3: at the bulkhead's own deadline the worker goes, and takes its other jobs along.
+/// Semantics 3: at the bulkhead's own deadline the worker is killed, together with its other jobs.
 #[test]
 fn the_deadline_of_the_bulkhead_ends_the_worker_and_the_neighbours() {
     let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
@@ -327,7 +329,7 @@ fn the_deadline_of_the_bulkhead_ends_the_worker_and_the_neighbours() {
     stage.expect(innocent, "crashed", Some("collateral"));
 }
 
-/// Semantics 3: within `grace` the worker can still save itself; until then it gets no other job.
+/// Semantics 3: within `grace` the worker can still reply and survive. Until then it gets no other job.
 #[test]
 fn a_worker_that_comes_round_within_grace_lives() {
     let mut stage = Stage::ready(Limits { deadline: SECOND, ..limits(1, 1, 1) });
@@ -342,7 +344,8 @@ fn a_worker_that_comes_round_within_grace_lives() {
     assert_eq!((stage.killed.len(), stage.verdicts(job).len()), (0, 1));
 }
 
-/// Semantics 3: the run limit counts from the dispatch, whatever the job waited, and anew for each attempt.
+/// Semantics 3: the run limit counts from the dispatch, whatever time the job waited, and again for each
+/// attempt.
 #[test]
 fn the_run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -360,8 +363,8 @@ fn the_run_limit_counts_from_each_dispatch() {
     assert_eq!(stage.answers.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
 }
 
-/// Semantics 3: past the bulkhead's own run limit the worker goes; past one that a client asked for it goes only if no
-/// other job is in it.
+/// Semantics 3: at the bulkhead's own run limit the worker is killed. At a client's run limit it is killed
+/// only if it has no other job.
 #[test]
 fn only_the_run_limit_of_the_bulkhead_ends_a_worker_that_others_share() {
     let mut stage = Stage::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
@@ -378,8 +381,8 @@ fn only_the_run_limit_of_the_bulkhead_ends_a_worker_that_others_share() {
 
 // Restarts.
 
-/// Semantics 4: the first at once, then up to `backoff` doubling; past `max` the slot has failed and is
-/// probed after `backoff_max`; a reset clears that.
+/// Semantics 4: the first restart is immediate, later ones follow within a doubling `backoff`. After more
+/// than `max` failures the slot has failed, and is probed after `backoff_max`. A reset clears the history.
 #[test]
 fn a_worker_that_does_not_start_is_tried_less_and_less_often() {
     let mut stage = Stage::starting(limits(1, 1, 0));
@@ -408,8 +411,8 @@ fn a_worker_that_does_not_start_is_tried_less_and_less_often() {
     assert_eq!(stage.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// Semantics 4: crashes under jobs and kills for a deadline never count, so that bad payloads cannot
-/// close a bulkhead to everyone.
+/// Semantics 4: crashes during jobs and kills for a deadline do not count as failed starts, so that bad
+/// payloads cannot close a bulkhead to everyone.
 #[test]
 fn deaths_under_jobs_do_not_count_as_failed_starts() {
     let mut stage = Stage::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
@@ -421,7 +424,7 @@ fn deaths_under_jobs_do_not_count_as_failed_starts() {
         }
         stage.die(worker, Death::Signal(11));
         assert_eq!(stage.verdicts(job).len(), 1);
-        // From the eleventh in a row on it waits a little.
+        // From the eleventh consecutive death on, restarts are spaced.
         stage.wait(if round < 10 { Duration::ZERO } else { 20 * MS });
         assert_ne!(stage.newest_worker(), worker, "the next one comes at once");
         stage.bring_up(stage.newest_worker());
@@ -429,7 +432,7 @@ fn deaths_under_jobs_do_not_count_as_failed_starts() {
     assert_eq!(stage.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// Semantics 4: exit status 0 with a job in flight is a crash (pebble and loky take it for success).
+/// Semantics 4: exit status 0 with a job in flight is a crash (pebble and loky treat it as success).
 #[test]
 fn a_clean_exit_with_a_job_in_flight_is_a_crash() {
     let mut stage = Stage::ready(limits(1, 1, 0));
@@ -444,7 +447,7 @@ fn a_clean_exit_with_a_job_in_flight_is_a_crash() {
 
 // Recycling.
 
-/// Semantics 4: the replacement is ready first, so capacity does not dip.
+/// Semantics 4: the replacement is ready first, so capacity does not drop.
 #[test]
 fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
     let mut limits = limits(1, 1, 0);
@@ -466,8 +469,8 @@ fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
     assert_eq!((stage.bulkhead.last_trouble(), stage.bulkhead.limit()), ("", 1));
 }
 
-/// Architecture, 6: everything has a bound. Jobs that hang in workers that have been replaced do not
-/// make these pile up.
+/// Architecture, 6: everything is bounded. Jobs that hang in replaced workers do not make these workers pile
+/// up.
 #[test]
 fn a_slot_has_two_workers_at_most() {
     let mut limits = limits(1, 2, 0);
@@ -489,7 +492,7 @@ fn a_slot_has_two_workers_at_most() {
     stage.reply(waits);
 }
 
-/// A rolling restart replaces one worker after the other, and says nothing of trouble.
+/// A rolling restart replaces one worker after the other and reports no failure.
 #[test]
 fn a_rolling_restart_goes_from_slot_to_slot() {
     let mut stage = Stage::ready(limits(3, 1, 0));
@@ -506,9 +509,9 @@ fn a_rolling_restart_goes_from_slot_to_slot() {
     assert_eq!(stage.notes.iter().filter(recycled).count(), 3);
 }
 
-// The operator.
+// Operator commands.
 
-/// Semantics 6: new jobs and queued ones are told at once, what is in flight is finished.
+/// Semantics 6: new and queued jobs are rejected at once, jobs in flight are finished.
 #[test]
 fn draining_ends_the_queue_and_not_the_work() {
     let mut stage = Stage::ready(limits(1, 1, 1));
@@ -523,7 +526,7 @@ fn draining_ends_the_queue_and_not_the_work() {
     assert!(stage.was_given_out(next));
 }
 
-/// Semantics 6: what is in flight may go on until patience ends; then it is `crashed/stopped`.
+/// Semantics 6: jobs in flight may continue until `by`. After that they end as `crashed/stopped`.
 #[test]
 fn a_stop_waits_for_work_as_long_as_it_was_told_to() {
     for finishes in [true, false] {
@@ -547,8 +550,8 @@ fn a_stop_waits_for_work_as_long_as_it_was_told_to() {
     }
 }
 
-/// On a machine that gives a worker no processor its silence says nothing of it, and to kill it would add to the
-/// load. But no worker is forgiven for ever.
+/// If the machine gives a worker no processor time, its silence proves nothing, and a kill would add to the
+/// load. But the number of such excuses is limited.
 #[test]
 fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
@@ -568,7 +571,7 @@ fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
     }
 }
 
-/// A worker that ends each job by itself has time for it while another job in it is waited for.
+/// A worker that ends each job itself has time to do so while a client waits for another of its jobs.
 #[test]
 fn a_job_that_dies_slowly_does_not_take_its_neighbours_along() {
     for is_answered in [true, false] {
@@ -587,13 +590,13 @@ fn a_job_that_dies_slowly_does_not_take_its_neighbours_along() {
             stage.wait(101 * MS);
             stage.expect(other, "deadline_exceeded", Some("running"));
         }
-        // No client waits for anything in it now.
+        // Now no client waits for any job of the worker.
         stage.wait(2 * MS);
         assert_eq!(stage.killed, [(worker, KillReason::Deadline)]);
     }
 }
 
-/// A restart is told with what became of the worker before, or why it is replaced.
+/// Each restart is reported with the end of the previous worker, or with the reason for its replacement.
 #[test]
 fn every_restart_has_its_cause() {
     let mut stage = Stage::ready(Limits { grace: MS, ..limits(1, 1, 0) });
@@ -610,7 +613,7 @@ fn every_restart_has_its_cause() {
         assert_eq!(stage.causes.last(), Some(&Some(cause)));
         stage.bring_up(stage.newest_worker());
     }
-    // Killed for a job that does not end.
+    // Killed because of a job that does not end.
     stage.job_with(Some(SECOND));
     stage.wait(60 * SECOND);
     stage.die(stage.newest_worker(), Death::Signal(9));
@@ -626,7 +629,7 @@ fn every_restart_has_its_cause() {
     assert_eq!(stage.causes.last(), Some(&Some(RestartCause::NotStarted)));
     let worker = stage.newest_worker();
     stage.bring_up(worker);
-    // Its replacement comes first. How the one before ends then says nothing of the next.
+    // The replacement starts first, so the end of the previous worker is no cause of a further restart.
     stage.apply(Event::Restart);
     assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Restart)));
     stage.bring_up(stage.newest_worker());

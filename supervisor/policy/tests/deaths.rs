@@ -1,5 +1,5 @@
-//! The two ends of a worker: its death, which is told at once, and the end of what it left behind, which frees its
-//! slot. And its birth: what it is given time for begins when its process runs.
+//! The two stages of a worker's end: the exit, which is reported at once, and the end of all descendants,
+//! which frees the slot. Also the start: time limits count from the moment when the process runs.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -9,7 +9,7 @@ use bulkhead_policy::{Death, Event, KillReason, Note};
 
 use stage::{SECOND, Stage, limits};
 
-/// The caller does not wait for the sweep, and the slot does.
+/// The client does not wait for the descendants, but the slot does.
 #[test]
 fn a_death_is_answered_at_once_and_its_slot_is_filled_once_it_is_swept() {
     let mut stage = Stage::ready(limits(1, 2, 5));
@@ -25,7 +25,7 @@ fn a_death_is_answered_at_once_and_its_slot_is_filled_once_it_is_swept() {
     assert_eq!((view.state, view.pid, view.in_flight), ("reaping", None, 0));
     assert!(!stage.bulkhead.is_stopped());
 
-    // Nothing that is still said of it counts, not even a second death.
+    // Later messages about this worker have no effect, not even a second exit.
     stage.apply(Event::Exited { worker, death: Death::Exit(0) });
     stage.apply(Event::SpawnFailed { worker, message: String::new() });
     stage.apply(Event::Broke { worker, message: String::new() });
@@ -38,7 +38,7 @@ fn a_death_is_answered_at_once_and_its_slot_is_filled_once_it_is_swept() {
     assert_eq!(stage.holder(waits), stage.newest_worker());
 }
 
-/// What is left behind delays the slot of its own worker alone.
+/// Remaining descendants delay only the slot of their own worker.
 #[test]
 fn jobs_go_on_beside_a_sweep() {
     let mut stage = Stage::ready(limits(2, 1, 5));
@@ -63,7 +63,7 @@ fn a_stop_waits_for_the_sweep() {
     assert!(stage.bulkhead.is_stopped());
 }
 
-/// The keeper died while it swept: nothing follows, and nothing is to be waited for.
+/// The keeper died while descendants remained. No further event follows, so nothing must wait for one.
 #[test]
 fn a_lost_sweep_is_over() {
     let mut stage = Stage::ready(limits(1, 1, 0));
@@ -73,7 +73,7 @@ fn a_lost_sweep_is_over() {
     assert_eq!(stage.spawned.len(), 2);
 }
 
-/// The keeper starts one after the other: the last of many waits for all before it.
+/// The keeper starts workers one after the other. The last of many waits for all earlier ones.
 #[test]
 fn the_handshake_counts_from_the_spawn_and_not_from_the_order() {
     let mut limits = limits(1, 1, 0);
@@ -89,7 +89,7 @@ fn the_handshake_counts_from_the_spawn_and_not_from_the_order() {
     assert_eq!(stage.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may take as long as it asks for; what ends it fails the start.
+/// A template may take as long as it asks for. If it is killed, the start fails.
 #[test]
 fn a_worker_that_is_to_be_forked_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);
@@ -104,7 +104,7 @@ fn a_worker_that_is_to_be_forked_waits_for_its_template() {
     assert_eq!(stage.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// And yet an order is not waited for without end.
+/// The wait for an ordered process is limited.
 #[test]
 fn an_order_that_becomes_no_process_is_given_up() {
     let mut stage = Stage::starting(limits(1, 1, 0));

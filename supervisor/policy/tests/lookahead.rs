@@ -1,4 +1,4 @@
-//! Jobs ahead of their worker, case by case.
+//! Prefetched jobs, and jobs that a worker has not begun.
 
 mod stage;
 
@@ -14,7 +14,7 @@ use stage::{MS, SECOND, Stage, limits};
 
 const ABLE: Abilities = Abilities { has_dispatch_thread: true, can_resize: true };
 
-/// Workers that have done a job each in 10 ms and may have jobs ahead for 100.
+/// Returns workers that have each run a job of 10 ms and may prefetch jobs for 100 ms.
 fn stage(limits: Limits) -> Stage {
     let mut stage = Stage::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in stage.spawned.clone() {
@@ -41,7 +41,7 @@ fn ahead(stage: &Stage) -> Vec<JobId> {
     stage.ahead.iter().map(|&(_, job)| job).collect()
 }
 
-/// Two workers, of which the first begins nothing from here on.
+/// Returns two workers, of which the first begins no further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Stage, WorkerId) {
     let mut stage = stage(limits);
     let stuck = stage.spawned[0];
@@ -73,7 +73,7 @@ fn an_answer_out_of_turn_ends_the_worker() {
     let jobs = jobs(&mut stage, 3);
     stage.reply(jobs[2]);
     assert!(matches!(stage.killed[..], [(_, KillReason::Protocol(_))]));
-    // It ran, and is not given to another worker.
+    // The job has run, so no other worker gets it.
     stage.expect(jobs[2], "crashed", Some("protocol"));
 }
 
@@ -156,7 +156,7 @@ fn a_critical_job_goes_before_those_ahead() {
     assert_eq!(stage.taken_back, [normal[2], normal[1], normal[0]]);
     stage.reply(first);
     assert!(stage.bulkhead.holds(stage.holder(first), critical));
-    // Those that came back are first among their own.
+    // Recalled jobs are first in their class.
     stage.reply(critical);
     assert!(stage.bulkhead.holds(stage.holder(first), normal[0]));
 }
@@ -197,7 +197,7 @@ fn what_has_begun_before_its_turn_by_our_count_has_run() {
     let first = stage.job();
     let (cancelled, late) = (stage.job(), stage.job_with(Some(SECOND)));
     let worker = stage.holder(first);
-    // Its answers are on their way.
+    // The worker has begun both jobs, and its answers are in transit.
     stage.claims.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
     stage.apply(Event::Cancel { job: cancelled, unless_begun: true });
     assert!(stage.verdicts(cancelled).is_empty(), "it has begun");
@@ -249,7 +249,7 @@ fn a_death_costs_what_ran_and_gives_back_what_was_ahead() {
 fn a_worker_has_no_more_ahead_than_it_may_begin() {
     let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
     let mut stage = stage(Limits { recycle, ..limits(1, 1, 10) });
-    // Twenty are done.
+    // Twenty jobs are done.
     jobs(&mut stage, 8);
     assert_eq!(stage.ahead.len(), 3);
 }
@@ -341,7 +341,7 @@ fn an_unbegun_job_goes_to_an_idle_worker() {
     stage.reply(job);
     stage.expect(job, "ok", None);
     assert_eq!(stage.answers.last().unwrap().attempts, 1, "what never began is no attempt");
-    // The stuck worker gets no jobs before it shows that it is alive.
+    // The stuck worker gets no jobs before its next sign of life.
     let next = jobs(&mut stage, 2);
     assert!(next.iter().all(|&job| stage.sent.last().unwrap().0 != stuck && stage.holder(job) != stuck));
     stage.stick(stuck, false);
@@ -471,7 +471,7 @@ fn the_job_at_the_boundary_comes_back_once() {
     let first = stage.claims[&stuck].count - 1;
     stage.claims[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
     stage.apply(Event::Cancel { job: all[1], unless_begun: false });
-    // It was about to begin the first, and sees that it is taken back.
+    // The worker was about to begin the first job, and finds it recalled.
     stage.apply(Event::Returned { worker: stuck, job: all[0], arrival: first });
     assert_eq!(stage.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
     stage.apply(Event::Returned { worker: stuck, job: all[0], arrival: first });

@@ -1,4 +1,4 @@
-//! Numbers and programs that change while jobs run: what takes effect when, and what is kept.
+//! Limits and programs that change while jobs run: what takes effect at once, what later, and what is kept.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -81,7 +81,7 @@ fn tenants_have_their_new_shares_at_once() {
         jobs.iter().filter(|&&job| stage.was_given_out(job)).count()
     };
     assert_eq!((given(&stage, &acme), given(&stage, &globex)), (2, 1));
-    // One is as all others are; what it has beyond that is a debt.
+    // This tenant now has the general share. Its surplus jobs continue.
     reconfigure(&mut stage, share(Some(1), &[]));
     stage.reply(acme[0]);
     assert_eq!((given(&stage, &acme), given(&stage, &globex)), (2, 1));
@@ -113,12 +113,12 @@ fn a_breaker_forgets_only_when_its_own_keys_change() {
     reconfigure(&mut stage, with(breaker(0.6), 7));
     crash(&mut stage);
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Open, "three calls since its own change");
-    // It is not closed by another number.
+    // A new limit does not close the breaker.
     reconfigure(&mut stage, with(breaker(0.9), 7));
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Open);
     stage.wait(5 * SECOND);
     assert_eq!(stage.bulkhead.breaker(), BreakerState::HalfOpen);
-    // A probe under the limits of before decides nothing.
+    // A probe under the previous limits has no effect.
     let probe = stage.job();
     reconfigure(&mut stage, with(breaker(0.8), 7));
     stage.reply(probe);
@@ -191,7 +191,7 @@ fn what_does_not_start_is_tried_again_while_the_old_ones_serve() {
         assert_eq!(stage.spawned.len(), 2 + attempt, "not at once");
         stage.wait(30 * SECOND);
     }
-    // At last it starts, and the other one follows without a further pause.
+    // The replacement finally starts, and the other one follows without a further pause.
     stage.bring_up(stage.newest_worker());
     assert_eq!(stage.spawned.len(), 7);
     stage.bring_up(stage.newest_worker());

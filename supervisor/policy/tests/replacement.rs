@@ -1,4 +1,4 @@
-//! Workers that are replaced: how many jobs run meanwhile, and how many one may begin.
+//! Replaced workers: the number of jobs that run meanwhile, exits that hang, and `recycle.jobs`.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -41,16 +41,17 @@ fn of_many_exits_that_hang_the_oldest_end() {
     let mut stage = served_by_workers_that_hang_at_exit(20);
     let all = stage.spawned.clone();
     let killed: Vec<_> = stage.killed.iter().map(|(worker, _)| *worker).collect();
-    // The last of twenty workers holds the slot, and sixteen more may take their time to exit.
+    // The last of twenty workers holds the slot, and sixteen more may still be exiting.
     assert_eq!(killed, all[..3]);
     stage.bring_up(stage.newest_worker());
     assert_eq!(stage.killed.len(), 4);
     assert!(stage.killed.iter().all(|(_, reason)| *reason == KillReason::Overdue));
 }
 
-// The bound across generations.
+// The limit across generations.
 
-/// Every worker of this stage has a job, and one after the other is replaced. As many jobs wait.
+/// Returns a stage in which every worker has a job, workers are replaced one after the other, and as many
+/// jobs wait.
 fn replaced(order: impl Fn(&mut Stage), limits: Limits) -> (Stage, Vec<JobId>, Vec<JobId>) {
     let mut stage = Stage::ready(limits);
     let running: Vec<_> = (0..2).map(|_| stage.job()).collect();
@@ -67,7 +68,7 @@ fn replaced(order: impl Fn(&mut Stage), limits: Limits) -> (Stage, Vec<JobId>, V
     (stage, running, waiting)
 }
 
-/// Semantics 7: at every moment no more than `processes` x `max_in_flight` jobs run, also while workers are
+/// Semantics 7: at every moment at most `processes` x `max_in_flight` jobs run, also while workers are
 /// recycled, restarted and replaced by another program.
 #[test]
 fn the_bound_holds_while_workers_are_replaced() {
@@ -99,8 +100,8 @@ fn the_bound_holds_while_workers_are_replaced() {
     }
 }
 
-/// Architecture, 2: of a worker that was sent SIGKILL before another took its slot, the permits are not waited
-/// for. One that is killed later holds them until it is gone.
+/// Architecture, 2: a worker that was sent SIGKILL before another worker took its slot does not delay its
+/// permits. A worker that is killed later holds them until it has exited.
 #[test]
 fn what_was_killed_before_it_was_replaced_is_no_debt() {
     for is_killed_first in [true, false] {
@@ -127,7 +128,8 @@ fn what_was_killed_before_it_was_replaced_is_no_debt() {
     }
 }
 
-/// A worker that was replaced by one that is gone again runs on the share of its slot, not on that of others.
+/// If the new worker of a slot has exited again, the jobs of the replaced worker count against the share of
+/// this slot, not against that of others.
 #[test]
 fn a_debt_is_that_of_its_own_slot_as_long_as_nothing_has_taken_it() {
     let mut stage = Stage::ready(limits(2, 2, 4));
@@ -147,7 +149,7 @@ fn a_debt_is_that_of_its_own_slot_as_long_as_nothing_has_taken_it() {
     assert_eq!((stage.bulkhead.in_flight(), stage.bulkhead.limit()), (4, 2));
 }
 
-// So many jobs and no more.
+// Maximum number of jobs per worker.
 
 fn counted(jobs: u64, mut limits: Limits) -> Limits {
     limits.recycle.jobs = Some(jobs);
@@ -159,8 +161,8 @@ fn recycled(stage: &Stage) -> usize {
     stage.notes.iter().filter(is_one).count()
 }
 
-/// The contract: 1 is a fresh process for each job. Jobs that come while there is none wait as they do at the
-/// start, without a queue as well.
+/// `recycle.jobs` = 1 gives each job a fresh process. Jobs that arrive without a ready worker wait as they do
+/// at the start, even without a queue.
 #[test]
 fn one_job_each_takes_as_many_workers_as_jobs() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -169,7 +171,7 @@ fn one_job_each_takes_as_many_workers_as_jobs() {
         let mut stage = Stage::ready(limits);
         for _ in 0..100 {
             let jobs = [stage.job(), stage.job()];
-            // Both have begun, or wait for two that are on their way.
+            // Both jobs have begun, or wait for two workers that are starting.
             for _ in 0..2 {
                 let gone = stage.drained.clone();
                 stage.bulkhead.workers(stage.now).iter().filter(|view| view.in_flight == 0).for_each(
@@ -191,8 +193,8 @@ fn one_job_each_takes_as_many_workers_as_jobs() {
     }
 }
 
-/// The follower is ready before the last job is given, and has its turn then and not before: nothing waits, and
-/// each worker begins exactly as many as it may.
+/// The successor is ready before the last job is dispatched, and takes over exactly then. No job waits, and
+/// each worker begins exactly the allowed number of jobs.
 #[test]
 fn the_next_worker_is_there_when_the_last_job_has_begun() {
     let mut stage = Stage::starting(counted(10, limits(1, 1, 0)));
@@ -223,8 +225,7 @@ fn the_next_worker_is_there_when_the_last_job_has_begun() {
     assert_eq!(stage.killed, []);
 }
 
-/// A larger `max_in_flight` does not let a worker begin more, nor does a smaller number of jobs that is put in
-/// force while it works.
+/// Neither a larger `max_in_flight` nor a smaller `recycle.jobs` lets a worker begin more jobs than allowed.
 #[test]
 fn no_number_lets_a_worker_begin_more() {
     let mut stage = Stage::ready(counted(3, limits(1, 2, 8)));
@@ -245,7 +246,7 @@ fn no_number_lets_a_worker_begin_more() {
     assert!(!stage.was_given_out(three));
 }
 
-/// A follower that does not start is tried again, while the worker that is spent still runs its last job.
+/// A successor that fails to start is tried again while the worker runs its last job.
 #[test]
 fn a_follower_that_fails_is_tried_again() {
     let mut limits = counted(1, limits(1, 1, 1));
@@ -264,7 +265,7 @@ fn a_follower_that_fails_is_tried_again() {
     assert_eq!(stage.holder(next), stage.spawned[2]);
 }
 
-/// What waits for its turn is as old as what it waits for: a restart starts anew.
+/// A successor on standby may be outdated, so a restart replaces it as well.
 #[test]
 fn a_restart_ends_those_that_wait_for_their_turn() {
     let mut stage = Stage::ready(counted(3, limits(1, 1, 0)));
@@ -281,7 +282,7 @@ fn a_restart_ends_those_that_wait_for_their_turn() {
     stage.reply(job);
 }
 
-/// Nothing is there twice for long: where the jobs end before the last one, what waits for it takes over.
+/// A slot does not have two workers for long. If no more jobs arrive, the successor on standby takes over.
 #[test]
 fn who_waits_for_a_turn_that_does_not_come_takes_it() {
     let mut stage = Stage::ready(counted(3, limits(1, 1, 0)));
@@ -298,7 +299,7 @@ fn who_waits_for_a_turn_that_does_not_come_takes_it() {
     assert_eq!(stage.holder(next), standby);
 }
 
-/// What follows a spent worker waits for one that failed to start, and for nothing else.
+/// The successor of a worker that was given its last job starts at once, unless a successor has just failed.
 #[test]
 fn a_spent_worker_is_followed_at_once_whatever_its_age() {
     let mut limits = counted(2, limits(1, 1, 0));
@@ -306,7 +307,7 @@ fn a_spent_worker_is_followed_at_once_whatever_its_age() {
     let mut stage = Stage::ready(limits.clone());
     let old = stage.newest_worker();
     stage.reply_to_next();
-    // Its age is minded while the one that it replaced is not gone: another cannot start yet.
+    // The age was reached while a replaced worker was still exiting, so no successor could start yet.
     stage.apply(Event::Restart);
     let current = stage.newest_worker();
     stage.bring_up(current);
@@ -322,8 +323,8 @@ fn a_spent_worker_is_followed_at_once_whatever_its_age() {
     assert_ne!(successor, current, "nothing follows");
 }
 
-/// A worker that waited for its turn has it with the death of the one before, before that is swept up, and is
-/// followed like any other.
+/// When the slot's worker dies, the successor on standby takes over before the descendants are gone, and
+/// later gets a successor like any other worker.
 #[test]
 fn who_waits_for_its_turn_has_it_when_the_one_before_dies() {
     let mut stage = Stage::starting(counted(3, limits(1, 1, 1)));
@@ -348,7 +349,7 @@ fn who_waits_for_its_turn_has_it_when_the_one_before_dies() {
     assert_ne!(stage.newest_worker(), standby, "nothing follows");
 }
 
-/// A worker that is spent, and followed at once, leaves nothing that is due.
+/// A worker that was given its last job and already has a successor leaves no timer that is due.
 #[test]
 fn nothing_is_due_once_a_spent_worker_is_followed() {
     let mut stage = Stage::ready(counted(1, limits(1, 1, 0)));
@@ -364,7 +365,7 @@ fn nothing_is_due_once_a_spent_worker_is_followed() {
     assert!(stage.bulkhead.next_deadline() > Some(stage.now), "due in the past");
 }
 
-/// What a worker that cannot be resized is replaced for says nothing of why its follower failed, if it is spent.
+/// A resize does not clear the pause after a failed successor of a worker that was given its last job.
 #[test]
 fn a_resize_does_not_hurry_what_follows_a_spent_worker() {
     let mut limits = counted(1, limits(1, 1, 0));

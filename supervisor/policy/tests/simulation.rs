@@ -1,6 +1,6 @@
-//! Random histories under a virtual clock, every step judged by a model of the rules.
+//! Random histories under a virtual clock. A model of the rules checks every step.
 //!
-//! `BULKHEAD_SIM_SEED` replays one history; `BULKHEAD_SIM_STEPS` makes it as many steps as wanted.
+//! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -23,7 +23,7 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// The longest that anything outside takes after a stop: a kill, or the supervisor itself.
+/// Maximum time after a stop for the slowest event: a kill, or a delay of the supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
     }
 }
 
-/// What every long enough simulation comes across.
+/// Situations that every simulation of sufficient length must reach.
 const DEMANDED: [&str; 123] = [
     "nobody pays for a worker",
     "a tenant pays for a worker",
@@ -180,8 +180,8 @@ fn variable(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name} wants a number, not {value:?}")))
 }
 
-/// Runs the history of a seed and returns its steps. One that breaks a rule is run once more, for the
-/// record of how it came to that.
+/// Runs the history of a seed and returns its number of steps. A history that breaks a rule is run again with
+/// a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -200,7 +200,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// How many of [`TENANTS`] there are.
+    /// Number of [`TENANTS`] in use.
     tenants: usize,
     trace: Trace,
 }
@@ -246,7 +246,7 @@ impl History {
         self
     }
 
-    /// Goes on to the next moment at which there is something to do, and does one thing.
+    /// Advances to the next event, and applies one event.
     fn step(&mut self) {
         let tick_at = self.bulkhead.next_deadline();
         let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
@@ -283,7 +283,7 @@ impl History {
     }
 }
 
-/// The last events, for a history that went wrong. It is written as it is dropped.
+/// The last events of a history that broke a rule. Printed when dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

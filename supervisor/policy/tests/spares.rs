@@ -1,4 +1,4 @@
-//! Spares: whose slot they take, when, and what remains of the bound.
+//! Spares: which slots they take over, when, and the effect on the limit.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -30,7 +30,8 @@ fn a_spare_has_no_permits_until_it_takes_over() {
     assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// Semantics 4: with a spare, the slot is free as soon as the kill is sent, and what is killed is no debt.
+/// Semantics 4: with a spare, the slot is free as soon as the kill is sent. The jobs of the killed worker do
+/// not count against the slot.
 #[test]
 fn a_hung_job_gives_its_slot_to_a_spare_with_the_kill() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -48,7 +49,8 @@ fn a_hung_job_gives_its_slot_to_a_spare_with_the_kill() {
     assert_eq!(stage.spawned.len(), 3);
 }
 
-/// Semantics 7: what a spent worker still runs is a debt of the spare that follows it.
+/// Semantics 7: jobs that still run in a worker that was given its last job count against the spare that
+/// follows.
 #[test]
 fn the_bound_holds_when_a_spare_follows_a_spent_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
@@ -59,13 +61,14 @@ fn the_bound_holds_when_a_spare_follows_a_spent_worker() {
     stage.reply(first);
     assert!(stage.was_given_out(second), "at once, without a start");
     assert_ne!(stage.holder(first), stage.holder(second));
-    // The next spare does not wait for the exit of the worker that has answered.
+    // The next spare does not wait for the exit of a worker that has answered its jobs.
     assert_eq!((stage.spawned.len(), stage.causes[3]), (4, Some(RestartCause::Jobs)));
     stage.die(stage.holder(first), Death::Exit(0));
     assert_eq!(stage.spawned.len(), 4);
 }
 
-/// What dies without having done a job counts against the slot that it filled, also if a spare has that meanwhile.
+/// A worker that dies without having done a job counts against the slot that it filled, even if a spare has
+/// this slot now.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);

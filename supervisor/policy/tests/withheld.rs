@@ -1,4 +1,4 @@
-//! Places of a tenant's share that are withheld after its job has ended a worker.
+//! Places withheld from a tenant's share after its job has ended a worker.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -25,7 +25,7 @@ fn submit(stage: &mut Stage, tenant: &str) -> JobId {
     stage.submit_as(Priority::Normal, tenant).unwrap_or_else(|| panic!("refused: {:?}", stage.answers.last()))
 }
 
-/// The tenant's job is cancelled, its worker does not obey, and is killed.
+/// Cancels a job whose worker does not obey, until the worker is killed.
 fn cancel_until_killed(stage: &mut Stage, job: JobId) {
     let worker = stage.holder(job);
     stage.apply(Event::Cancel { job, unless_begun: false });
@@ -34,7 +34,7 @@ fn cancel_until_killed(stage: &mut Stage, job: JobId) {
     stage.die(worker, Death::Signal(9));
 }
 
-/// Whether the tenant's next job is given out at once.
+/// Returns true if the tenant's next job is dispatched at once.
 fn may_go(stage: &mut Stage, tenant: &str) -> bool {
     let job = submit(stage, tenant);
     let is_given = stage.was_given_out(job);
@@ -56,7 +56,7 @@ fn place_is_withheld_until_the_next_worker_is_ready() {
     let worker = stage.newest_worker();
     stage.bring_up(worker);
     assert!(stage.was_given_out(next));
-    // A crash is the same as a kill.
+    // A crash has the same effect as a kill.
     let worker = stage.holder(next);
     stage.die(worker, SEGFAULT);
     assert!(!may_go(&mut stage, "greedy"));

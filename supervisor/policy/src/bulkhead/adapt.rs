@@ -1,5 +1,4 @@
-//! The limit that adapts to how long jobs take: what it is told, and what it bounds. The numbers are in
-//! [`crate::adaptive`].
+//! Input and effect of the adaptive limit. The algorithm is in [`crate::adaptive`].
 
 use std::cmp::Ordering;
 
@@ -13,23 +12,23 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 impl<T> Bulkhead<T> {
-    /// The adaptive limit, where there is one.
+    /// Returns the state of the adaptive limit, if configured.
     pub fn adaptive(&self) -> Option<AdaptiveView> {
         self.adaptive.as_deref().map(Adaptive::view)
     }
 
-    /// Jobs that may run at once now: `max_in_flight` for each worker that is ready, or fewer for one that
-    /// was started with fewer and cannot be told, and no more than the adaptive limit.
+    /// Returns the number of jobs that may run at once now. Each ready worker adds `max_in_flight`, or fewer
+    /// if the worker was started with fewer and cannot change that number. The adaptive limit is the maximum.
     pub fn limit(&self) -> u64 {
         self.permits.min(self.adaptive_bound())
     }
 
-    /// Whether workers are missing that there should be. What the adaptive limit took away is not missing.
+    /// Returns true if there are fewer permits than configured. A lowered adaptive limit does not count.
     pub fn is_short_of_workers(&self) -> bool {
         self.permits < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
     }
 
-    /// What the adaptive limit allows.
+    /// Returns the bound set by the adaptive limit, or `u64::MAX` without one.
     pub(super) fn adaptive_bound(&self) -> u64 {
         self.adaptive.as_deref().and_then(Adaptive::bound).map_or(u64::MAX, u64::from)
     }
@@ -45,8 +44,8 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// Counts the run of a job that is answered now. A run that ended in a crash says nothing about run times and does
-    /// not count.
+    /// Counts the run of a job that is being answered. A run that ended in a crash says nothing about run
+    /// times and does not count.
     pub(super) fn time_run(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before, self.kept_before);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
@@ -56,7 +55,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Moves the limit if it is time to, and tells of it.
+    /// Adjusts the limit if a window has ended, and reports changes.
     pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {

@@ -1,6 +1,6 @@
-//! Which jobs get in, which wait, and which are told to come back later. The order of the checks is that of the table
-//! in `docs/semantics.md`; each that turns a job away is free, except the rate limit, which comes before
-//! those that depend on load: a caller over its rate is to learn that, whatever the load.
+//! Admission: which jobs run at once, wait, or are rejected. The checks have the order of the table in
+//! `docs/semantics.md`. Only the rate limit charges for a job that is rejected later. It comes before the
+//! checks that depend on load, so that a caller over the limit always gets this reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::workers::SlotState;
 
-/// One tenant is told to operators no more often than this, however often it is turned away.
+/// Minimum time between two reports about the same tenant, or about evictions.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// Why a job is not taken.
+/// Rejection of a submission.
 struct Refusal {
     verdict: Verdict,
-    /// When exactly it is worth another try; otherwise the load says.
+    /// Time after which a retry makes sense.
     wait: Wait,
 }
 
@@ -51,12 +51,12 @@ fn refusal(reason: RejectReason, message: String) -> Refusal {
 }
 
 impl<T> Bulkhead<T> {
-    /// The number of a tenant, for the submission that comes next.
+    /// Returns the number of a tenant, for the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_enter(name)
     }
 
-    /// The place of such a tenant among [`crate::TenantLimits::labelled`], or behind the last of them.
+    /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list.
     pub fn label(&mut self, tenant: TenantId) -> usize {
         self.tenants.get(tenant).label as usize
     }
@@ -87,7 +87,8 @@ impl<T> Bulkhead<T> {
             Some(worker) => {
                 self.give(now, index, worker, out);
                 if self.limits.recycle.jobs.is_some() {
-                    // It may have been the worker's last job, and another has its turn.
+                    // The job may have been the last one for this worker, so that a standby takes over and
+                    // has free permits.
                     self.pump(now, out);
                 }
             }
@@ -100,7 +101,7 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides on a job: `Ok` with the worker that gets it at once, or without one if it waits.
+    /// Decides on a job. Returns the worker for a job that runs at once, or `None` for a job that must wait.
     fn admit(
         &mut self,
         now: Time,
@@ -139,7 +140,7 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.prefers)
         {
-            // No job that may have this permit waits for it: it would not be free.
+            // No waiting job is overtaken. A waiting job that could use this permit would already have it.
             return Ok(Some(worker));
         }
         self.check_tenants_queue(submission.tenant, has_share)?;
@@ -148,20 +149,21 @@ impl<T> Bulkhead<T> {
         Ok(None)
     }
 
-    /// Looks at the breaker, which changes nothing: whether the job may pass is decided when it is its turn.
+    /// Checks the breaker without changing its state. The breaker decides about probes when the job's turn
+    /// comes.
     fn check_breaker(&self, now: Time) -> Result<(), Refusal> {
-        // Where workers are about to be started for this very job, it may be the probe.
+        // While workers are being started for this job, the job may be the probe.
         let has_worker = self.ready > 0 || self.activity == Activity::Awaiting;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // Without a worker there is no probe, and no telling when.
+            // Without a worker there is no probe, and the time of the next start is unknown.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::For(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
         Err(Refusal { verdict: rejection(RejectReason::CircuitOpen), wait })
     }
 
-    /// Charges the rate limit.
+    /// Charges the job to the rate limit.
     fn charge(
         &mut self,
         now: Time,
@@ -187,7 +189,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// The same without an event. Returns how long to wait, if it is over the limit.
+    /// Charges the rate limit without reporting a rejection. Returns the required wait if the job exceeds the
+    /// limit.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -197,7 +200,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// The rate limit that a tenant's jobs are under, and whose bucket it is.
+    /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).own.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
@@ -207,12 +210,13 @@ impl<T> Bulkhead<T> {
         Some((limit, whose))
     }
 
-    /// Maximum number of jobs that a tenant may have in flight, if it has a share.
+    /// Returns the maximum number of jobs that a tenant may have in flight, if limited.
     pub(super) fn share(&self, tenant: TenantId) -> Option<u32> {
         self.tenants.look_up(tenant).own.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if all places of a tenant's share are taken, by jobs in flight or because they are withheld.
+    /// Returns true if all places of a tenant's share are in use, by jobs in flight or because they are
+    /// withheld.
     pub(super) fn is_at_its_share(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.share(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -222,7 +226,7 @@ impl<T> Bulkhead<T> {
         let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).ahead as usize;
         let most = self.tenants.get(tenant).own.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
-        // Without a queue a job cannot wait for its tenant's others to end.
+        // Without a queue, a job cannot wait for other jobs of its tenant.
         if is_over || !has_share && self.waiting_max() == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
@@ -246,7 +250,7 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Finds a place in the queue for a job of this priority, if need be at another's cost.
+    /// Ensures that the queue has a place for a job of this priority. Rejects another job if necessary.
     fn make_room(&mut self, now: Time, priority: Priority, out: &mut Vec<Action<T>>) -> Result<(), Refusal> {
         let (queued, most) = (self.queue.len() + self.ahead, self.waiting_max());
         if queued < most {
@@ -279,8 +283,9 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Which job leaves a full queue for a job of this priority: the newest of the lowest class below it, or, if
-    /// that is the rule, the oldest job of the tenant that holds most of the queue.
+    /// Returns the job that must leave a full queue for a job of this priority. This is the newest job of the
+    /// lowest class below `priority`. Without such a job, and with `overflow = "evict-oldest"`, the oldest
+    /// job of the tenant with the most queued jobs leaves. A job of a higher priority never leaves.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -293,13 +298,14 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// How many jobs may wait: the queue, and as many as the workers that are on their way will take.
+    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected
+    /// to become ready.
     pub(super) fn waiting_max(&self) -> usize {
         let coming = self.live_slots.saturating_sub(self.ready);
         self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
     }
 
-    /// When the next worker starts, if every slot waits for its backoff to end.
+    /// Returns the time of the next worker start if all slots wait for their backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
         for slot in self.slots.iter().filter(|slot| !slot.is_reserve) {
@@ -312,8 +318,8 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
-    /// only; what they do not reserve, all classes may have. The last permit is never reserved.
+    /// Returns the lowest priority that can use a free permit. Reserved permits are for critical jobs only.
+    /// All classes share the other permits. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
@@ -322,7 +328,7 @@ impl<T> Bulkhead<T> {
         if is_free { Priority::BestEffort } else { Priority::Critical }
     }
 
-    /// Permits that are kept for critical jobs.
+    /// Returns the number of permits reserved for critical jobs.
     pub(super) fn reserve(&self) -> u64 {
         if self.limits.critical_reserve == 0.0 {
             return 0;
@@ -368,9 +374,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// How long a caller that was turned away for load should wait: until the queue before it is worked
-    /// off, as far as one can tell, and no less than what its class has been told lately, with up to a fifth
-    /// more so that callers do not come back together.
+    /// Returns the time that a client should wait after a rejection for load, or `None` if a retry is
+    /// pointless. This is the estimated time to work off the queue, but at least the adaptive `Retry-After`
+    /// of the class. Up to a fifth of jitter is added, so that callers do not return together.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -402,7 +408,7 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job that had its turn, for nothing, before all others of its class.
+    /// Puts a job that already had its turn before all others of its class. The tenant is not charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.place = Place::Queued;
@@ -412,13 +418,13 @@ impl<T> Bulkhead<T> {
 
     fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
-        // One that had its turn is not asked to be quick as well.
+        // The queue timeout does not apply to a retry.
         let patience = job.patience_until.filter(|_| job.before.is_none());
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
         self.job_timers.set(index, due);
     }
 
-    /// Gives waiting jobs to workers as long as there are both.
+    /// Dispatches waiting jobs while workers have free permits.
     pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if !self.suspects.is_empty() || self.reserved.is_some() {
             self.place_suspects(now, out);
@@ -433,7 +439,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
-            // They came before what waits here.
+            // Jobs of lagging workers arrived before the jobs in the queue.
             let has_taken = !self.lagging.is_empty() && self.take_from_lagging(now, out);
             if has_taken && !self.suspects.is_empty() {
                 self.place_suspects(now, out);
@@ -458,7 +464,7 @@ impl<T> Bulkhead<T> {
         self.note_pressure(out);
     }
 
-    /// Takes a job out of the queue and tells its client why.
+    /// Removes a job from the queue and answers its client.
     pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         match self.jobs.get(index).place {
             Place::Apart => self.suspects.retain(|&suspect| suspect != index),
@@ -485,14 +491,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A job has left: its number may be another's from now on.
+    /// Removes a job from the table. Its index can then be reused.
     pub(super) fn forget(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.jobs.remove(index);
         self.tenants.end(tenant);
     }
 
-    /// A job of a tenant is given to a worker, or comes out of its hands.
+    /// Updates the number of a tenant's jobs in flight when a job is dispatched or leaves its worker.
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
@@ -501,7 +507,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Keeps a tenant out of the turns for as long as it has its share.
+    /// Blocks a tenant in the queue while the whole share is in use, and unblocks the tenant otherwise.
     pub(super) fn block_by_share(&mut self, tenant: TenantId) {
         match self.is_at_its_share(tenant) {
             true => self.queue.block(tenant.0),
@@ -509,9 +515,10 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // What operators hear.
+    // Reports to operators.
 
-    /// Tells once that the queue fills, and again only after it has emptied somewhat.
+    /// Reports queue pressure once. Reports it again only after the queue has fallen below 90 % of the
+    /// threshold.
     fn note_pressure(&mut self, out: &mut Vec<Action<T>>) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
@@ -547,7 +554,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Which jobs were evicted lately.
+/// Recent evictions, by tenant.
 #[derive(Default)]
 pub(super) struct Evictions {
     recent: std::collections::VecDeque<Arc<str>>,
@@ -555,11 +562,11 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// How many of the last are looked at; with fewer than half of them, nothing is said.
+    /// Number of recent evictions considered. With less than half of this number, nothing is reported.
     const RECENT: usize = 64;
 
-    /// A job of this tenant was evicted. Returns the tenant and its share if it had more than half of the
-    /// recent evictions, and no operator was told lately.
+    /// Records an eviction. Returns the tenant and its share if the tenant has more than half of the recent
+    /// evictions, and no report was made recently.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();

@@ -1,13 +1,14 @@
-//! Jobs ahead of their worker: sent before their turn, so that the worker does not idle between two jobs. In every
-//! other respect these jobs are queued: they hold no permit, count towards the queue's limits, and can exceed their
-//! patience.
+//! Prefetched jobs ("jobs ahead"): sent before their turn, so that the worker does not idle between two jobs.
+//! In every other respect these jobs are queued: they hold no permit, count towards the queue's limits, and
+//! can exceed the queue timeout.
 //!
-//! A worker begins jobs in the order they were sent, each only after it has answered for the previous job. So each
-//! answer lets the oldest job ahead begin, whatever the worker says, and jobs still ahead when a worker dies were never
-//! begun.
+//! A worker begins jobs in the order of sending, each only after the answer for the previous job. So each
+//! answer makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched
+//! when a worker dies have not begun.
 //!
-//! A job that has not begun, ahead or with a permit, is taken back without asking the worker
-//! ([`Claims`](crate::Claims)): at once to end the job, and after `lookahead` if another worker can begin the job now.
+//! A job that has not begun, prefetched or with a permit, is recalled without asking the worker
+//! ([`Claims`](crate::Claims)). This happens at once to end the job, and after `lookahead` if another worker
+//! can begin the job now.
 
 use std::time::Duration;
 
@@ -21,31 +22,32 @@ use crate::messages::{Action, KillReason, WorkerId, rejection};
 use crate::time::Time;
 use crate::workers::{Apart, Phase, Silence, Worker};
 
-/// Jobs ahead of one worker.
+/// Maximum number of prefetched jobs per worker.
 const JOBS_MAX: usize = 64;
 
-/// Their bytes.
+/// Maximum size of a worker's prefetched jobs, in bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
-/// Returns after which a job is sent to a worker only with a permit.
+/// Number of recalls after which a job is no longer prefetched.
 const RETURNS_MAX: u8 = 3;
 
-/// A job whose time is up sooner than so many times `lookahead` waits here.
+/// A job is only prefetched if its deadline and queue timeout are more than this multiple of `lookahead`
+/// away.
 const TIME_LEFT: u32 = 2;
 
 /// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine a worker may get its processor
 /// this late.
 const PATIENCE: Duration = Duration::from_millis(2);
 
-/// Doublings of the time between two checks, and of the time to begin a job that came back.
+/// Maximum number of doublings of the time between two checks, and of the time to begin a recalled job.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// The job that causes jobs to be taken back: index, and verdict if the job ends.
+/// The job that causes a recall: its index, and the verdict if the job ends.
 pub(super) type Ending = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
-    /// Sends jobs ahead of the workers that have all they may have, as long as those that wait are of the one tenant
-    /// that such a worker runs already: so nothing is sent ahead of somebody else's turn.
+    /// Prefetches jobs to workers that use all their permits. All waiting jobs, and all jobs of the worker,
+    /// must belong to the same tenant, so that no other tenant's turn is delayed.
     pub(super) fn look_ahead(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if self.room.least().is_none() || self.queue.len() == 0 || !self.may_look_ahead() {
             return;
@@ -81,7 +83,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker and numbers it in the order of the worker's jobs.
+    /// Sends a job to a worker, and assigns the next number in the worker's order of jobs.
     pub(super) fn send(
         &mut self,
         now: Time,
@@ -95,7 +97,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         job.arrival = worker.sent;
         out.push(Action::Dispatch { worker: worker.id, job: self.jobs.id(index), remaining, is_ahead });
-        // Where there is one worker, nothing can be given to another.
+        // With one worker, a recalled job could not run elsewhere.
         if self.live_slots > 1 {
             self.expect_begin(now, place);
         }
@@ -115,19 +117,19 @@ impl<T> Bulkhead<T> {
     }
 
     fn may_look_ahead(&self) -> bool {
-        // The last permits are not for all, and a breaker that is not closed counts each job.
+        // Reserved permits are not for all classes, and a breaker that is not closed must count each job.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // Which job is the oldest, and whose are most, is asked of the queue alone.
+            // For evictions, the queue must contain all jobs of a tenant, oldest first.
             && self.limits.overflow == Overflow::Reject
-            // While more run than should, each that ends is a permit less.
+            // While too many jobs run, an answer does not free a permit.
             && u64::from(self.in_use) <= self.limit()
     }
 
-    /// Brings the table of workers that may have more ahead up to date.
+    /// Updates the table of workers with free prefetch slots.
     pub(super) fn mind_room(&mut self, place: u32) {
         let most = self.worth_ahead();
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
@@ -138,7 +140,7 @@ impl<T> Bulkhead<T> {
         self.room.list(place, &mut worker.room, room);
     }
 
-    /// How many jobs are worth `lookahead`, by how long they take.
+    /// Returns the number of jobs that take about `lookahead` together, by recent run times.
     fn worth_ahead(&self) -> usize {
         let worth = u64::try_from(self.limits.lookahead.as_nanos()).unwrap_or(u64::MAX);
         usize::try_from(worth / self.service_ns.max(1)).unwrap_or(JOBS_MAX).min(JOBS_MAX)
@@ -183,7 +185,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Notes that a worker is late to begin jobs, so that other workers may take them over.
+    /// Records that a worker is late to begin jobs, so that other workers can take its jobs over.
     fn note_lag(&mut self, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         worker.lag = (worker.lag + 1).min(DOUBLINGS_MAX);
@@ -193,10 +195,11 @@ impl<T> Bulkhead<T> {
         self.mind_room(place);
     }
 
-    /// Takes back the unbegun jobs of one late worker if another worker has a free permit.
+    /// Recalls the unbegun jobs of one late worker if another worker has a free permit. Returns true if a job
+    /// was recalled.
     pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job is never taken back in the step that sends it: the worker has not got it yet.
+        // A job must not be recalled in the step that sends it, because the worker has not received it yet.
         let is_due = |place: &u32| {
             let worker = self.workers[*place as usize].as_ref();
             *place != next && worker.is_none_or(|worker| worker.turned_at < now)
@@ -216,7 +219,7 @@ impl<T> Bulkhead<T> {
         false
     }
 
-    /// A worker shows that it is alive, so that it may have new jobs again.
+    /// Records a sign of life from a worker. The worker may then get new jobs again.
     pub(super) fn no_longer_stalled(&mut self, place: u32) {
         if let Some(worker) = self.workers[place as usize].as_mut()
             && std::mem::replace(&mut worker.is_stalled, false)
@@ -225,10 +228,11 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Taking jobs back.
+    // Recall.
 
-    /// The last job that a worker says to have begun; `None` if it can say nothing, or nothing that makes sense.
-    /// If jobs are taken back up to a number first, it can begin none of these from then on.
+    /// Reads the number of the last job that a worker has begun. With `taken_to`, first recalls the jobs up
+    /// to this number, which the worker can then no longer begin. Returns `None` if the worker has no record.
+    /// If the record is implausible, kills the worker and returns `None`.
     fn begun(&mut self, place: u32, taken_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
         let worker = self.workers[place as usize].as_mut()?;
         let claims = worker.claims.as_ref()?;
@@ -246,8 +250,8 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Takes back all jobs that a worker has not begun. They wait again, at the front of their classes, unless they
-    /// end. Returns true if at least one job was taken back.
+    /// Recalls all jobs that a worker has not begun. Jobs that do not end wait again, at the front of their
+    /// classes. Returns true if at least one job was recalled.
     pub(super) fn take_back(
         &mut self,
         now: Time,
@@ -266,7 +270,7 @@ impl<T> Bulkhead<T> {
             Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
             _ => return false,
         };
-        // The payload of such a job was sent and not kept, so no other worker can run it.
+        // The supervisor keeps no copy of this job's payload, so no other worker can run the job.
         let is_fixed = |job: &crate::jobs::Job<T>| job.arrival > begun && !job.is_repeatable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
@@ -274,7 +278,7 @@ impl<T> Bulkhead<T> {
         }
         let Some(begun) = self.begun(place, Some(sent), out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            // All jobs sent so far are settled; the next check is for later jobs.
+            // All jobs sent so far are settled. The next check is for later jobs.
             (worker.taken, worker.check_at) = (sent, None);
         }
         let (mut ending, mut is_any) = (ending, false);
@@ -294,7 +298,7 @@ impl<T> Bulkhead<T> {
         for (_, index) in held.into_iter().rev().take_while(|(arrival, _)| *arrival > begun) {
             let is_wanted = self.jobs.get(index).cargo.is_some();
             if is_let_in && is_wanted && end_of != Some(index) {
-                // It had been let in to its end.
+                // A job with a permit may finish although the bulkhead drains.
                 self.to_send_again.push(index);
                 continue;
             }
@@ -311,8 +315,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker of an unbegun job should get no new jobs until it shows that it is alive. A job that
-    /// is cancelled as soon as it is sent says nothing about its worker.
+    /// Returns true if the worker of an unbegun job should get no new jobs before its next sign of life. A
+    /// job that is cancelled right after the dispatch says nothing about the worker.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = patience(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
@@ -320,8 +324,8 @@ impl<T> Bulkhead<T> {
         job.answer_by(since) <= now || self.live_slots > 1 && since + due_after <= now
     }
 
-    /// Takes a job back from its worker unless the job has begun. The job then ends with this verdict, or waits again
-    /// without one.
+    /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again
+    /// without a verdict. Returns true if the worker no longer has the job.
     pub(super) fn take_back_one(
         &mut self,
         now: Time,
@@ -338,7 +342,7 @@ impl<T> Bulkhead<T> {
         }
         let id = self.jobs.id(index);
         self.take_back(now, worker, Some((index, verdict)), out);
-        // Another number stands for another job.
+        // The job may have ended, and the index may already belong to another job.
         self.jobs.find(id).is_none_or(|index| {
             let job = self.jobs.get(index);
             !matches!(job.place, Place::Ahead { .. } | Place::InFlight { .. })
@@ -357,7 +361,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes back the jobs ahead of workers that take no more jobs for now.
+    /// Recalls prefetched jobs from workers that take no more jobs, and from all workers if prefetching is no
+    /// longer allowed.
     pub(super) fn take_back_noted(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(place) = self.to_take_back.pop() {
             let takes = |worker: &Worker| worker.is_available() && worker.apart == Apart::No;
@@ -371,7 +376,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes back jobs ahead of lower classes, because a job of this class waits and goes first.
+    /// Recalls prefetched jobs from workers with jobs of lower classes, because a waiting job of `class` has
+    /// priority.
     pub(super) fn take_back_lower(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
         if self.ahead == 0 || class == Priority::BestEffort {
             return;
@@ -385,7 +391,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Answers the client of a job ahead that turned out to have begun.
+    /// Answers the client of a prefetched job that turned out to have begun.
     pub(super) fn abandon_ahead(
         &mut self,
         now: Time,
@@ -398,16 +404,17 @@ impl<T> Bulkhead<T> {
         self.job_timers.clear(index);
     }
 
-    /// A job ahead does not wait any more; its client was told just now, or its worker begins it.
+    /// Removes a prefetched job from the counts of waiting jobs, because the client was answered or the job
+    /// begins.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.ahead -= 1;
         self.tenants.get(tenant).ahead -= 1;
     }
 
-    // What becomes of them.
+    // Jobs that begin or come back.
 
-    /// A worker has answered for a job: it begins the oldest that is ahead, or has.
+    /// Handles an answer of a worker: the worker's oldest prefetched job begins and gets the permit.
     pub(super) fn begin_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         worker.turned_at = now;
@@ -441,8 +448,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles a worker's return of a job that it was about to begin when the job was taken back. Only the worker knows
-    /// which came first; by the return the job belongs to the supervisor again.
+    /// Handles the return of a job that was recalled just when the worker was about to begin it. Only the
+    /// worker knows which happened first. After the return, the job can be dispatched again.
     pub(super) fn returned(
         &mut self,
         now: Time,
@@ -476,12 +483,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes a job with a permit out of the hands of a worker that has not begun it: that was no attempt.
+    /// Takes an unbegun job with a permit away from its worker. The dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, place: u32) {
         self.withdraw(index);
         let job = self.jobs.get(index);
         job.attempts -= 1;
-        // It had its turn, and is not asked to be quick as well.
+        // The job had its turn, so the queue timeout no longer applies.
         job.patience_until = None;
         let is_wanted = job.cargo.is_some();
         if let Some(claim) = job.claim.take() {
@@ -490,7 +497,8 @@ impl<T> Bulkhead<T> {
         if let Some(worker) = self.workers[place as usize].as_mut() {
             worker.wanted -= u32::from(is_wanted);
             worker.begun -= 1;
-            // While it had jobs it may not have had to be heard.
+            // A worker without a dispatch thread need not send heartbeats while running jobs, so silence
+            // counts from now.
             if !worker.has_dispatch_thread {
                 (worker.last_heard, worker.silence) = (now, Silence::None);
             }
@@ -498,7 +506,7 @@ impl<T> Bulkhead<T> {
         self.refresh(place);
     }
 
-    /// Takes a job ahead out of its worker's hands.
+    /// Takes a prefetched job away from its worker.
     fn take_out(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
         let (bytes, is_wanted) = (job.bytes, job.cargo.is_some());
@@ -507,14 +515,15 @@ impl<T> Bulkhead<T> {
             worker.ahead.remove(at);
             worker.ahead_bytes -= bytes;
         }
-        // It may have as many more.
+        // A prefetch slot is free again.
         self.refresh(place);
         if is_wanted {
             self.uncount_waiting(index);
         }
     }
 
-    /// Settles a job that came back from its worker without having begun. The run limit starts again.
+    /// Ends or requeues a job that came back from its worker without having begun. The run limit starts again
+    /// with the next dispatch.
     fn settle_unbegun(
         &mut self,
         now: Time,
@@ -550,7 +559,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs again to the worker from which they were taken back together with others.
+    /// Sends jobs with a permit back to the worker from which they were recalled together with other jobs.
     pub(super) fn send_again(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let mut again = std::mem::take(&mut self.to_send_again);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
@@ -565,7 +574,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker is gone: what was ahead of it was not begun.
+    /// Requeues or ends the prefetched jobs of a dead worker, because these jobs have not begun.
     pub(super) fn take_ahead_back(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         while let Some(worker) = self.workers[id.place as usize].as_ref()
             && let Some(&index) = worker.ahead.back()
@@ -575,8 +584,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills a worker that answered for a job before its turn, or after the job was taken back. The job has run, so it
-    /// ends as `crashed`, unless another worker already has it.
+    /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
+    /// therefore ends as `crashed`, unless another worker already has the job.
     pub(super) fn answered_without_right(
         &mut self,
         now: Time,
@@ -607,27 +616,27 @@ impl<T> Bulkhead<T> {
         self.kill(worker.place, reason, out);
     }
 
-    /// Whether a job was taken back from this worker, and is not its again.
+    /// Returns true if this worker was the last from which the job was recalled.
     pub(super) fn was_taken_from(&mut self, worker: WorkerId, job: JobId) -> bool {
         let found = self.jobs.find(job).filter(|_| self.worker(worker).is_some());
         found.is_some_and(|index| self.jobs.get(index).taken_from == Some(worker))
     }
 }
 
-/// The time that a worker has to begin a job. It doubles with each return of the job, so that on an overloaded machine
-/// jobs do not move between workers for ever.
+/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that
+/// jobs do not move between workers forever on an overloaded machine.
 fn patience(lookahead: Duration, returned: u8) -> Duration {
     (lookahead + PATIENCE).saturating_mul(1 << returned.min(DOUBLINGS_MAX))
 }
 
 impl Worker {
-    /// Whether it was sent something that it had not begun when that was read last.
+    /// Returns true if some jobs of the worker had not begun at the last reading.
     fn may_have_unbegun(&self) -> bool {
         self.begun_last.max(self.taken) < self.sent
     }
 
-    /// Whether it has all jobs that it may have, and may have more ahead of them: not if it has even more, since then
-    /// an answer lets none begin.
+    /// Returns true if the worker can prefetch jobs: all its permits are used, but not more. With more jobs
+    /// than permits, an answer would not free a permit for a prefetched job.
     fn takes_ahead(&self) -> bool {
         self.claims.is_some()
             && self.is_available()

@@ -1,4 +1,4 @@
-//! The life of a bulkhead's workers: started, welcomed, made ready, recycled, drained, killed, replaced.
+//! Lifecycle of a bulkhead's workers: start, welcome, readiness, replacement, drain, kill, restart.
 
 use std::time::Duration;
 
@@ -17,17 +17,17 @@ use crate::workers::{End, Phase, Revision, Role, Silence, SlotState, Worker};
 
 const SIGKILL: i32 = 9;
 
-/// How long a worker may take to exit once it has nothing left to do.
+/// Maximum time for an idle worker to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// So often in a row a worker's silence is put down to the machine; then it counts as hung all the same.
+/// Number of consecutive silences that are blamed on the machine. After that, the worker counts as hung.
 const FORGIVEN_MAX: u32 = 20;
 
-/// How soon a worker that should be replaced and could not be is looked at again.
+/// Interval between attempts to replace a worker.
 pub(super) const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
-    /// Starts a worker for a slot, to fill it or to succeed the one that does.
+    /// Starts a worker for a slot, either to fill the slot or to succeed the current worker.
     pub(super) fn spawn(&mut self, now: Time, slot: u32, role: Role, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
@@ -46,7 +46,7 @@ impl<T> Bulkhead<T> {
         let is_another = std::mem::replace(&mut entry.has_had_worker, true);
         let cause = match role {
             Role::Successor(reason) => reason.into(),
-            // One that ends in a slot that waits for it has said nothing yet: it was asked to go.
+            // Without a recorded end, the previous worker was asked to exit.
             Role::Current | Role::Retired => entry.last_end.unwrap_or(RestartCause::Stopped),
         };
         entry.restarts += u64::from(is_another && !cause.is_recycling());
@@ -74,7 +74,7 @@ impl<T> Bulkhead<T> {
         self.count_in_use(slot);
     }
 
-    // From the spawn to ready.
+    // From spawn to ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32, out: &mut Vec<Action<T>>) {
         let handshake = self.limits.start.handshake;
@@ -160,12 +160,12 @@ impl<T> Bulkhead<T> {
         }
         self.refresh(id.place);
         self.arm(id.place);
-        // There is another that could begin what others were sent.
+        // The new worker could begin jobs that other workers were sent and have not begun.
         (0..self.workers.len() as u32).for_each(|place| self.expect_begin(now, place));
         self.roll_on(now, out);
     }
 
-    /// The successor is ready: it takes the slot, and the worker that had it is drained.
+    /// Hands the slot over to a successor that is ready, and drains the slot's previous worker.
     pub(super) fn succeed(
         &mut self,
         now: Time,
@@ -186,10 +186,10 @@ impl<T> Bulkhead<T> {
         let Some(old) = old else { return };
         if let Some(worker) = self.workers[old as usize].as_mut() {
             worker.role = Role::Retired;
-            // What has been sent SIGKILL already does not keep the next worker waiting.
+            // A worker that was already sent SIGKILL does not delay the next worker.
             worker.is_written_off = matches!(worker.phase, Phase::Killing(_) | Phase::Dead(_));
             self.slots[slot as usize].retired += 1;
-            // Otherwise that has been told, or nothing of it is left to be replaced.
+            // A worker that reached `recycle.jobs` was reported before, and a dead worker is not replaced.
             let recycled = (!worker.is_dead() && !worker.is_spent)
                 .then(|| Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason });
             out.extend(recycled.map(Action::Note));
@@ -198,7 +198,7 @@ impl<T> Bulkhead<T> {
         self.refresh(old);
     }
 
-    /// Has a worker finish what it has and exit.
+    /// Asks a worker to finish its jobs and exit. Kills a worker that is not ready yet.
     pub(super) fn drain_worker(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let id = worker.id;
@@ -218,12 +218,12 @@ impl<T> Bulkhead<T> {
             Phase::Draining | Phase::Killing(_) | Phase::Dead(_) => return,
         }
         self.refresh(place);
-        // The successor can run jobs that this worker does not begin.
+        // The successor can run jobs that this worker has not begun.
         self.expect_begin(now, place);
         self.arm(place);
     }
 
-    // While it works.
+    // While running.
 
     pub(super) fn heard(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.worker_mut(id) else { return };
@@ -245,7 +245,8 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.worker_mut(id).filter(|worker| at > worker.last_heard) else { return };
         worker.last_heard = at.min(now);
         worker.forgiven = 0;
-        // With little time left it stays as it is, and is looked up again: or one could have itself looked up all the time.
+        // A worker with little time left stays silent and is looked up again. Otherwise a worker could cause
+        // a lookup all the time.
         let is_clear = worker.last_heard + worker.silence_max(missed) > now + worker.heartbeat / 2;
         if worker.silence != Silence::None && is_clear {
             worker.silence = Silence::None;
@@ -266,8 +267,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker that was not heard is watched for the time of a heartbeat before it counts as hung: on a
-    /// machine that gives it no processor, killing it would only add to the load.
+    /// Handles a worker that missed its heartbeats. The worker is observed for one heartbeat interval before
+    /// it counts as hung. On a machine without free processor time, a kill would only add to the load.
     fn silent(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let id = worker.id;
@@ -300,7 +301,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// What a finished job means for its worker.
+    /// Limits the time to exit of a draining worker that has just answered its last job.
     pub(super) fn after_job(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if worker.phase == Phase::Draining && worker.jobs.is_empty() {
@@ -318,13 +319,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now, or
-    /// the one before is not gone yet: a slot has two workers at most. One that waits for its turn has it now.
+    /// Replaces the worker of a slot by its standby, by a spare, or by a successor that is started now. Does
+    /// nothing if a successor is starting or has just failed. Does nothing if a replaced worker has not left
+    /// the slot yet, because a slot has at most two workers.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_of(slot) else { return };
         let (entry, standby) = (&self.slots[slot as usize], self.standby(slot));
         let is_due = match reason {
-            // Its slot may have another one since its turn was noted.
+            // The slot may have a new worker since it was listed for the rolling restart.
             RecycleReason::Reload => worker.revision != Revision::New,
             _ => now >= worker.succession_after,
         };
@@ -355,14 +357,13 @@ impl<T> Bulkhead<T> {
         self.follow_all_spent(now, out);
     }
 
-    /// Whether a rolling restart comes to a slot.
+    /// Returns true if a rolling restart must include this slot.
     fn is_to_roll(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
         entry.state.is_wanted() && !entry.is_reserve
     }
 
-    /// Goes on with the rolling restart once no successor is on its way, and the next slot has room for
-    /// one.
+    /// Continues the rolling restart if no successor is starting and the next slot has room for one.
     pub(super) fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.slots[slot as usize].retired == 0
@@ -381,11 +382,11 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Something else to be run.
+    // New program or configuration.
 
-    /// Workers that are started from here on run something else: those that run go on until such a one is
-    /// ready for their slot, one after the other. What has not begun yet is not waited for, and what went wrong
-    /// with what was run before says nothing any more.
+    /// Replaces all workers, because new workers run another program or configuration from now on. Running
+    /// workers continue until a replacement is ready, one after the other. Workers that are still starting
+    /// are killed. Earlier failures are forgotten, because they say nothing about the new program.
     pub(super) fn replace(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             let Some(worker) = self.workers[place as usize].as_mut() else { continue };
@@ -409,7 +410,7 @@ impl<T> Bulkhead<T> {
         self.follow_all_spent(now, out);
     }
 
-    /// The next attempt to replace a worker that runs what was to be run before.
+    /// Makes the next attempt to replace an outdated worker.
     fn replace_again(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if worker.replaced_again_at().is_none_or(|at| at > now) {
@@ -439,7 +440,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Ending it.
+    // Kill and exit.
 
     pub(super) fn broke(&mut self, now: Time, id: WorkerId, message: String, out: &mut Vec<Action<T>>) {
         self.heard(now, id);
@@ -461,11 +462,11 @@ impl<T> Bulkhead<T> {
         self.worker_timers.clear(place);
         self.refresh(place);
         out.push(Action::Kill { worker: id, reason: reason.clone() });
-        // Before it is known to run there is nothing to tell of.
+        // Before the process is known to run, there is nothing to report.
         out.extend(pid.map(|pid| Action::Note(Note::WorkerKilled { pid, reason })));
     }
 
-    /// Sets a worker's one timer to the next thing it can miss.
+    /// Sets a worker's timer to its next deadline.
     pub(super) fn arm(&mut self, place: u32) {
         let missed = self.limits.health.missed;
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
@@ -479,7 +480,7 @@ impl<T> Bulkhead<T> {
             Phase::Initializing { until } if worker.has_dispatch_thread => earlier(Some(until), silence),
             Phase::Initializing { until } => Some(until),
             Phase::Ready | Phase::Draining => {
-                // A worker that is silent is not recycled before it is known why.
+                // A silent worker is not replaced before the cause of the silence is known.
                 let age = match (worker.role, self.limits.recycle.age) {
                     (Role::Current, Some(age)) if worker.silence == Silence::None && !worker.is_spent => {
                         Some((worker.spawned_at + age).max(worker.succession_after).max(worker.age_after))
@@ -494,7 +495,8 @@ impl<T> Bulkhead<T> {
             Phase::Killing(_) | Phase::Dead(_) => None,
         };
         match due {
-            // Every word of a worker moves this: it is looked at anew when it is due.
+            // Each frame from a worker postpones the deadline. The timer is not postponed, and the deadline is
+            // checked when the timer fires.
             Some(at) => self.worker_timers.set_at_latest(place, at),
             None => self.worker_timers.clear(place),
         }
@@ -547,13 +549,13 @@ impl<T> Bulkhead<T> {
         }
         let slot = worker.slot;
         if worker.is_ready_spare() {
-            // The next one is as fresh, and nothing waits for it.
+            // A ready spare runs no job, so it can be killed at once. A new spare is started in its place.
             self.kill(place, KillReason::Unwanted, out);
             return;
         }
         self.recycle(now, slot, RecycleReason::Age, out);
-        // Not asked again before this attempt has ended one way or the other. If none could be made, the
-        // worker before this one is about to go. Other reasons do not wait for that: it was no failure.
+        // Wait until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is
+        // about to leave the slot. Other reasons for a replacement do not wait, because this was no failure.
         let again = match self.slots[slot as usize].successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_PAUSE,
@@ -563,7 +565,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker is gone by no fault of its own, with everything that descended from it.
+    /// Handles the loss of a worker and all its descendants with the keeper, which is no fault of the worker.
     pub(super) fn lost(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Killing(KillReason::KeeperDied);
@@ -573,7 +575,7 @@ impl<T> Bulkhead<T> {
         self.swept(now, id, out);
     }
 
-    /// Nothing is left of a dead worker: its slot is filled again.
+    /// Refills the slot of a dead worker whose descendants are all gone.
     pub(super) fn swept(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         let worker = self.workers.get(id.place as usize).and_then(Option::as_ref).filter(|w| w.id == id);
         if let Some(Worker { phase: Phase::Dead(end), .. }) = worker {
@@ -582,7 +584,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker is gone: its jobs are answered. Its slot is its own until it is [swept](Self::swept).
+    /// Handles the exit of a worker. Answers or retries the worker's jobs. The slot stays occupied until the
+    /// worker is [swept](Self::swept).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         let killed = worker.killed();
@@ -605,7 +608,8 @@ impl<T> Bulkhead<T> {
         let is_current = worker.role == Role::Current;
         let is_mute = killed.is_none() && matches!(worker.phase, Phase::Handshaking { .. });
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
-        // By the worker's own doing, or because it would not start or hangs: not by ours.
+        // True if the worker exited by itself, did not start, hung or violated the protocol. False if the
+        // supervisor killed it for another reason.
         let is_own_doing = worker.role != Role::Retired
             && matches!(
                 killed,
@@ -619,7 +623,7 @@ impl<T> Bulkhead<T> {
         let is_in_vain = is_of_jobs && !is_unfit && worker.served == 0;
         let is_spent = worker.is_spent;
         let sentence = describe(death, killed.as_ref());
-        // Under other policies a good end can be the last as well.
+        // Under other policies, even a clean exit can be the last one.
         if is_unfit || self.limits.restart.policy != RestartPolicy::Always {
             self.last_trouble = match (was_ready, last_words) {
                 (true, _) if is_unfit => format!("the worker ended without having done a job: {sentence}"),
@@ -670,13 +674,13 @@ impl<T> Bulkhead<T> {
             self.refresh(id.place);
             self.arm(id.place);
         }
-        // What waits for its turn does not wait for the sweeping as well.
+        // A standby does not wait for the descendants of its predecessor.
         if is_current && let Some(standby) = self.standby(slot) {
             self.succeed(now, slot, standby, RecycleReason::Jobs, out);
         }
     }
 
-    /// Takes a worker that is gone out of the table and decides what becomes of its slot.
+    /// Removes a worker from the table and decides how its slot continues.
     fn remove_and_replace(&mut self, now: Time, place: u32, end: End, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.strike_out(place) else { return };
         self.worker_timers.clear(place);
@@ -696,7 +700,7 @@ impl<T> Bulkhead<T> {
             }
             Role::Successor(reason) => self.successor_gone(now, slot, reason, out),
             Role::Current if is_unwanted && self.slots[slot as usize].successor.is_none() => {
-                // Nothing comes of this once all is being stopped.
+                // Has no effect while the bulkhead stops, because `spawn` then does nothing.
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, Role::Current, out);
             }
@@ -704,7 +708,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A successor did not make it: the worker it was to replace goes on, and the next attempt waits.
+    /// Handles the failure of a successor. The current worker continues, and the next attempt waits.
     fn successor_gone(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         self.slots[slot as usize].successor = None;
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
@@ -714,7 +718,7 @@ impl<T> Bulkhead<T> {
             }
             self.arm(place);
         }
-        // What keeps one successor from starting keeps the others as well.
+        // The cause probably affects the other successors as well.
         self.rolling.clear();
         for place in 0..self.workers.len() as u32 {
             let Some(worker) = self.workers[place as usize].as_mut() else { continue };
@@ -729,7 +733,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Its worker is gone.
+    /// Fills a slot whose worker is gone. The slot waits, is restarted, or stops, depending on the worker's
+    /// end.
     fn refill(&mut self, now: Time, slot: u32, owes: u32, end: End, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             self.set_slot(slot, SlotState::Empty);
@@ -786,7 +791,7 @@ impl<T> Bulkhead<T> {
         out.push(Action::Note(Note::BulkheadFailed { reason, message }));
     }
 
-    /// No job waits for workers that do not come.
+    /// Rejects all waiting jobs if no slot will get a worker.
     pub(super) fn reject_if_none_is_left(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if self.live_slots == 0 && self.queued() > 0 {
             let sentence = self.no_worker();
@@ -794,7 +799,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Why no worker runs, for a client that wants one.
+    /// Returns a message for clients that says why no worker runs.
     pub(super) fn no_worker(&self) -> String {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
@@ -805,7 +810,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // By the operator.
+    // Operator commands.
 
     pub(super) fn drain(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if self.mode == Mode::Open {
@@ -857,27 +862,27 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Patience has ended.
+    /// Kills all workers, because the time to stop is up.
     pub(super) fn stop_all(&mut self, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             self.kill(place, KillReason::Overdue, out);
         }
-        // Not asked again: what remains is to be told of the deaths.
+        // The timer must not fire again. Only the exits of the workers are still expected.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
     }
 
-    /// Whether it was told to stop.
+    /// Returns true if the bulkhead was asked to stop.
     pub fn is_stopping(&self) -> bool {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Whether it was told to stop and nothing of it runs any more.
+    /// Returns true if the bulkhead was asked to stop and has no workers left.
     pub fn is_stopped(&self) -> bool {
         matches!(self.mode, Mode::Stopping { .. }) && self.workers.iter().all(Option::is_none)
     }
 }
 
-/// What the jobs of a dead worker get.
+/// Returns the outcome of jobs whose worker died.
 pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) -> Verdict {
     let (reason, status) = match (killed, death) {
         (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
@@ -896,7 +901,7 @@ pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) 
     Verdict::Crashed { reason, status, message }
 }
 
-/// How a worker ended, in a sentence that goes on from its name.
+/// Returns a description of a worker's end, to be appended to the worker's name.
 pub fn describe(death: Death, killed: Option<&KillReason>) -> String {
     match (killed, death) {
         (Some(reason), _) => format!("killed by the supervisor: {}", reason.describe()),
@@ -925,7 +930,7 @@ impl std::fmt::Display for Death {
     }
 }
 
-/// The name of a signal by its Linux number on this architecture family: `SIGSEGV`.
+/// Returns the name of a signal, such as `SIGSEGV`, by its Linux number on x86-64 and AArch64.
 fn signal_name(signal: i32) -> String {
     const NAMES: [&str; 31] = [
         "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",

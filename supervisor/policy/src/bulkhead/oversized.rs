@@ -1,5 +1,5 @@
-//! Results that are too large. The client is told when such a one begins. The worker has the permit until all of it
-//! has come, since it does nothing else until then.
+//! Results that are too large. The client gets its answer as soon as such a result begins. The permit stays
+//! in use until the whole result has arrived, because the worker does nothing else until then.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use crate::messages::{Action, WorkerId};
 use crate::time::Time;
 use crate::workers::Phase;
 
-/// A worker that sends such a result has at least so long for its next bytes, however short `grace` is.
+/// Minimum time that a worker sending such a result has for its next bytes, however short `grace` is.
 const STALL_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A worker that ends each job by itself has at least so long for it while a client waits for another job in it: what
-/// has gigabytes, or a crowd of processes, dies slowly.
+/// Minimum time that a worker that ends each job itself has to do so while a client waits for another of its
+/// jobs. A process with gigabytes of memory, or a large number of processes, dies slowly.
 const SLOW_END_PATIENCE: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
-    /// Answers the job. It stays in the worker's hands, as one that was cancelled does, until the worker has
-    /// replied.
+    /// Handles the beginning of a result that is too large. Answers the client with `failure`. The job stays
+    /// in its worker, like a cancelled job, until the worker has replied.
     pub(super) fn oversized(
         &mut self,
         now: Time,
@@ -47,8 +47,9 @@ impl<T> Bulkhead<T> {
         self.review(now, worker.place);
     }
 
-    /// A worker was heard. While it sends a result that is too large, that was a part of it: it is killed only if
-    /// no more comes, or when a job in it has passed the bulkhead's own deadline.
+    /// Extends the time of a worker that sends a result that is too large, because data has arrived. The
+    /// worker is then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline
+    /// or run limit.
     pub(super) fn sends_on(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.worker(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
@@ -62,7 +63,8 @@ impl<T> Bulkhead<T> {
         self.arm(id.place);
     }
 
-    /// How long a worker lives on when no client waits for its jobs, or one of them has gone on for too long.
+    /// Returns the time before a worker is killed because no client waits for its jobs, or because a job has
+    /// run too long.
     pub(super) fn patience(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.wanted > 0);

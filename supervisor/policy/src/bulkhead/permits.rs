@@ -1,20 +1,21 @@
-//! Permits: how many jobs may run now, how many do, and which workers may take the next one.
+//! Permits: the number of jobs that may run, the number that do, and the workers that may take the next job.
 //!
-//! The bound holds across generations: what a worker that leaves still runs is a debt of its slot. The part of the
-//! slot's share of the bound that is not in the limit bears it (all of it, while no worker is ready), then the
-//! worker that has taken the slot, and the other slots only what exceeds that share.
+//! The limit holds across generations of workers. Jobs that still run in a replaced worker are an overcommit
+//! of the slot. The overcommit is charged first to the part of the slot's share that is not in the limit.
+//! While no worker is ready, this is the whole share. Next comes the slot's new worker. The other slots bear
+//! only an excess over the slot's share.
 
 use super::Bulkhead;
 use crate::messages::WorkerId;
 use crate::workers::{Apart, Phase, Role, SlotState};
 
 impl<T> Bulkhead<T> {
-    /// Brings the table of those that may take a job, and the limit, up to date with a worker.
+    /// Updates the limit and the table of workers that may take a job after a change of a worker.
     pub(super) fn refresh(&mut self, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Jobs ahead of the worker may have begun.
+        // Prefetched jobs may already have begun.
         let left = worker.jobs_left(&self.limits).saturating_sub(worker.ahead.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = self.limits.max_in_flight.min(worker.promised).min(level.saturating_add(left));
@@ -57,7 +58,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes a worker that is gone out of the table and the limit.
+    /// Removes a dead worker from the tables and from the limit.
     pub(super) fn strike_out(&mut self, place: u32) -> Option<crate::workers::Worker> {
         let mut worker = self.workers[place as usize].take()?;
         self.load.list(place, &mut worker.listed, None);
@@ -73,11 +74,12 @@ impl<T> Bulkhead<T> {
         Some(worker)
     }
 
-    /// Counts the permits that the workers of a slot have taken of the limit.
+    /// Updates the number of permits that the workers of a slot use.
     pub(super) fn count_in_use(&mut self, slot: u32) {
         let entry = &self.slots[slot as usize];
         let (current, share) = match entry.state {
-            // What is there has no permits, and what it still runs is owed elsewhere.
+            // Workers of the reserve have no permits. Jobs that still run there are charged to the last slot
+            // of each worker.
             _ if entry.is_reserve => (None, 0),
             SlotState::Occupied(place) => (self.workers[place as usize].as_ref(), self.limits.max_in_flight),
             SlotState::Closed => (None, 0),
@@ -86,15 +88,15 @@ impl<T> Bulkhead<T> {
         let level =
             current.map_or(0, |worker| if worker.is_written_off { 0 } else { worker.jobs.len() as u32 });
         let (taken, permits, debt) = match current.filter(|worker| worker.is_available()) {
-            // A job that runs alone takes all of them.
+            // A job that runs alone uses all permits of its worker.
             Some(worker) if worker.apart != Apart::No => {
                 (level.max(worker.permits), worker.permits, entry.debt)
             }
             Some(worker) => (level, worker.permits, entry.debt),
             None => (0, 0, level + entry.debt),
         };
-        // The part of the slot's share that is not in the limit bears what it can. While other numbers are put in
-        // force, a worker may still have permits by those of before.
+        // The part of the slot's share that is not in the limit bears as much of the overcommit as it can.
+        // While new limits are being applied, a worker may still have the number of permits from before.
         let in_use = taken + debt.saturating_sub(share.saturating_sub(permits));
         let held = taken + debt;
         let entry = &mut self.slots[slot as usize];
@@ -102,13 +104,13 @@ impl<T> Bulkhead<T> {
         self.in_use = self.in_use + in_use - std::mem::replace(&mut entry.in_use, in_use);
     }
 
-    /// Which worker is to have the next job. None, if more run than should: until as many have ended, no
-    /// permit is free.
+    /// Returns the worker for the next job. `None` if no permit is free, for example because more jobs run
+    /// than the limit allows.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.load.least().filter(|_| u64::from(self.in_use) < self.limit())
     }
 
-    /// The same for a job that prefers one.
+    /// Returns the worker for a job with a preferred worker.
     pub(super) fn next_worker_for(&self, prefers: Option<WorkerId>) -> Option<u32> {
         let next = self.next_worker()?;
         let is_able = |id: &WorkerId| {
@@ -118,7 +120,8 @@ impl<T> Bulkhead<T> {
         Some(prefers.filter(is_able).map_or(next, |id| id.place))
     }
 
-    /// A worker without a job, and a permit for it: the one that is kept for a suspect has its own.
+    /// Returns a worker without jobs if there is a permit for a job that runs alone. The permits of the
+    /// worker reserved for a suspect count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let idle = |place: u32| {
             self.workers[place as usize]

@@ -1,8 +1,8 @@
-//! What becomes of jobs whose worker, or program, died under them: quarantine for a payload that kills again
-//! and again, another try for what may run twice, and the truth for all others.
+//! Recovery of jobs after the death of their worker or program. Payloads that kill repeatedly are
+//! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have brought a worker down is a suspect: it is tried again only in a worker that has nothing
-//! else, so that an innocent one is not killed twice by the same neighbour and the guilty one is found.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker without other
+//! jobs. So an innocent job is not killed by the same neighbour twice, and the culprit is found.
 
 use bulkhead_shared::{JobId, Verdict};
 
@@ -13,21 +13,21 @@ use crate::poison::Digest;
 use crate::time::Time;
 use crate::workers::Apart;
 
-/// How a job was lost.
+/// Circumstances in which a job was lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Loss {
-    /// The worker died while it had this job and no other.
+    /// The worker died while this was its only job.
     Alone,
-    /// Its program died, which ran no other job.
+    /// The job's own program died, which ran no other job.
     Program,
-    /// It died while it had others as well: each of them may be the cause.
+    /// The worker died while it had several jobs, each of which may be the cause.
     AmongOthers,
-    /// Others are known to be the cause.
+    /// The job cannot be the cause.
     Innocent,
 }
 
 impl<T> Bulkhead<T> {
-    /// A worker is gone and had this job. It is tried again if it may be, and answered otherwise.
+    /// Handles a job whose worker is dead. Retries or answers the job.
     pub(super) fn job_lost(
         &mut self,
         now: Time,
@@ -52,8 +52,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A program died by itself and its worker lives: the same for its job. Returns whether that waits again,
-    /// and is out of the worker's hands.
+    /// Handles a job whose program died while the worker lives on. Returns true if the job will be retried
+    /// and has left the worker.
     pub(super) fn recover_program(
         &mut self,
         now: Time,
@@ -74,8 +74,8 @@ impl<T> Bulkhead<T> {
         is_tried_again
     }
 
-    /// Remembers what a loss says of the payload, and decides whether the job is tried again. If so, the
-    /// attempt is settled.
+    /// Records the loss against the payload, and decides if the job is retried. If so, records the attempt
+    /// and reports the retry.
     fn judge_loss(
         &mut self,
         now: Time,
@@ -109,7 +109,7 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.late_notes.push(Note::JobQuarantined { job: self.jobs.id(index), digest });
-            // Copies of it may be ahead.
+            // Other copies of the payload may be prefetched.
             self.takes_all_back = self.ahead > 0;
         }
     }
@@ -118,7 +118,7 @@ impl<T> Bulkhead<T> {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 
-    /// Whether a job whose worker died goes to another. If so, that is spent of the budget.
+    /// Returns true if the job may be retried. If so, charges the retry budget.
     fn may_be_tried_again(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.live_slots > 0;
         let job = self.jobs.get(index);
@@ -127,13 +127,13 @@ impl<T> Bulkhead<T> {
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// A worker that is gone cannot have begun a job.
+    /// Marks a job as unread by its dead worker.
     pub(super) fn unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
             && let Place::InFlight { is_unread, .. } = &mut self.jobs.get(index).place
         {
             *is_unread = true;
-            // It ends next: what becomes of its jobs is decided then.
+            // The exit event follows and decides about the worker's jobs.
             if let Some(worker) = self.worker_mut(worker) {
                 worker.claims = None;
             }
@@ -141,9 +141,11 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// The same by its own word: whom that leaves alone is not blamed for it.
+    /// Marks a job as unbegun according to its dead worker. Such a job still counts when the culprit is
+    /// determined, so a worker cannot leave a single other job as the culprit.
     pub(super) fn unbegun(&mut self, id: WorkerId, job: JobId) {
-        // Such a word is taken once for a job: one that has it said each time would be given out again and again.
+        // The worker's record is believed once per job. Otherwise, a job that manipulates the record each
+        // time would be dispatched again and again.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).taken_back > 0) {
             return;
         }
@@ -155,9 +157,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Of the jobs of a worker that is gone, those that it left unread are as good as never given, and go to the
-    /// next worker in the order in which they came. Returns those that it left unread and that cannot be given
-    /// again, and those that it may have begun.
+    /// Requeues the jobs of a dead worker that it had not read, in their original order. Returns the unread
+    /// jobs that cannot be requeued, and the jobs that the worker may have begun.
     pub(super) fn take_back_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).place, Place::InFlight { is_unread: true, .. })
@@ -169,13 +170,14 @@ impl<T> Bulkhead<T> {
         (unread, begun)
     }
 
-    /// Whether a job can be given again: not if its client has been told already.
+    /// Requeues an unread job. Returns false if the client was already answered, the payload is gone, or too
+    /// many workers have died with the job unread.
     fn give_again(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.cargo.is_none() || !job.is_repeatable || job.taken_back >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
-        // What never began was no attempt.
+        // The job never began, so this was no attempt.
         job.attempts -= 1;
         job.taken_back += 1;
         job.place = Place::Entered;
@@ -188,7 +190,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Puts a job that had its turn, for nothing, before those that had none.
+    /// Puts a job that already had its turn before the jobs that had none, without charging its tenant.
+    /// Suspects wait separately.
     pub(super) fn wait_again(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -200,7 +203,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// What is told of a job that does not run: if it did before, that is what counts.
+    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed, the crash determines
+    /// the outcome of a job that does not run again.
     pub(super) fn verdict_in_all(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
         match (&job.place, &job.before, verdict) {
@@ -212,10 +216,10 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Workers for one job alone.
+    // Exclusive workers for suspects.
 
-    /// Gives suspects to workers that have nothing else. If there is none, the least loaded one finishes
-    /// what it has and takes nothing new.
+    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded one, which then
+    /// takes no new jobs until it is idle.
     pub(super) fn place_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
@@ -243,7 +247,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Position of the oldest suspect whose tenant is below its share.
+    /// Returns the position of the oldest suspect whose tenant is below its share.
     pub(super) fn next_suspect(&self) -> Option<usize> {
         self.suspects.iter().position(|&index| !self.is_at_its_share(self.jobs.tenant(index)))
     }
@@ -257,5 +261,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// A job that so many workers left unread when they died is not given to another.
+/// Number of workers that may die with a job unread before the job is no longer requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

@@ -1,6 +1,6 @@
-//! Workers that may begin only so many jobs (`recycle.jobs`). One that has begun its last is told to finish, and
-//! the worker that follows it takes the slot as soon as it is ready. It is started before, as early as the pace
-//! of the jobs so far asks for, and then waits for its turn.
+//! Workers with a maximum number of jobs (`recycle.jobs`). A worker that was given its last job is asked to
+//! finish, and a successor takes the slot as soon as possible. The successor is started in advance, based on
+//! the pace of the jobs so far, and then stays on standby until its turn.
 
 use super::Bulkhead;
 use super::life::RECYCLE_PAUSE;
@@ -9,7 +9,8 @@ use crate::time::Time;
 use crate::workers::{Phase, Role, SlotState, Worker};
 
 impl<T> Bulkhead<T> {
-    /// A worker was given a job, or the number of those that it may be given is another.
+    /// Handles that a worker was given a job, or that `recycle.jobs` has changed. Starts a successor if the
+    /// worker will soon be given its last job. Replaces or drains a worker that was given its last job.
     pub(super) fn mind_jobs_left(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if worker.phase != Phase::Ready || worker.role != Role::Current {
@@ -33,31 +34,31 @@ impl<T> Bulkhead<T> {
                 self.take_over(now, slot, spare, Some(RecycleReason::Jobs), out);
             }
             None => {
-                // What its timer waits for depends on whether one follows now.
+                // The deadline of the worker's timer depends on whether a successor is starting.
                 self.follow(now, slot, out);
                 self.drain_worker(now, place, out);
             }
         }
     }
 
-    /// The same for all workers.
+    /// Applies `recycle.jobs` to all workers.
     pub(super) fn recount_jobs_left(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             self.mind_jobs_left(now, place, out);
         }
     }
 
-    /// Starts the worker that follows the one of a slot, if none is on its way or has failed just now.
+    /// Starts the successor of a slot's worker unless one exists or has just failed.
     fn follow(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         let entry = &self.slots[slot as usize];
-        // Where there is a reserve, the next spare follows.
+        // With spares, the next spare takes over.
         let has_room = entry.successor.is_none() && entry.retired == 0 && !self.has_reserve();
         if has_room && self.worker_of(slot).is_some_and(|worker| now >= worker.succession_after) {
             self.spawn(now, slot, Role::Successor(RecycleReason::Jobs), out);
         }
     }
 
-    /// The same, if that one has begun all that it may.
+    /// Starts the successor of a slot's worker if that worker was given its last job.
     pub(super) fn follow_spent(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         if let SlotState::Occupied(place) = self.slots[slot as usize].state
             && self.workers[place as usize].as_ref().is_some_and(is_leaving_spent)
@@ -67,14 +68,16 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// The same for all slots, when what failed before says nothing any more.
+    /// Starts the successors of all workers that were given their last jobs, because earlier failures no
+    /// longer count.
     pub(super) fn follow_all_spent(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for slot in 0..self.slots.len() as u32 {
             self.follow_spent(now, slot, out);
         }
     }
 
-    /// When the next attempt to have a spent worker followed is made, or one that waits for its turn is looked at.
+    /// Returns the time of the next attempt to start a successor for a worker that was given its last job.
+    /// For a successor on standby, returns the time of the next check for an idle slot.
     pub(super) fn follower_due(&self, worker: &Worker) -> Option<Time> {
         let slot = &self.slots[worker.slot as usize];
         let may_follow = !self.is_stopping() && !self.has_reserve();
@@ -90,17 +93,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Those that wait for their turn.
+    // Successors on standby.
 
-    /// The worker that is ready to follow the one of a slot.
+    /// Returns the ready successor of a slot's worker.
     pub(super) fn standby(&self, slot: u32) -> Option<u32> {
         let is_ready =
             |place: &u32| self.workers[*place as usize].as_ref().is_some_and(|w| w.phase == Phase::Ready);
         self.slots[slot as usize].successor.filter(is_ready)
     }
 
-    /// Whether one that is ready to follow waits until the worker of the slot has begun its last job. It does for
-    /// longer than its own start took, in which that was to happen.
+    /// Returns true if a ready successor must wait until the slot's worker was given its last job. The first
+    /// check for an idle slot follows after four times the successor's start time. This is long enough,
+    /// because the successor was started when the last job was expected within twice the start time of the
+    /// worker.
     pub(super) fn waits_for_its_turn(
         &mut self,
         now: Time,
@@ -121,7 +126,8 @@ impl<T> Bulkhead<T> {
         is_counted && worker.phase == Phase::Ready && worker.jobs_left(&self.limits) > 0
     }
 
-    /// Where no more jobs come, what waits for its turn has it now: nothing is to be there twice for long.
+    /// Lets a successor on standby take the slot of an idle worker. So a slot does not have two workers for
+    /// long when no jobs arrive.
     pub(super) fn mind_turn(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_standby = worker.phase == Phase::Ready && matches!(worker.role, Role::Successor(_));
@@ -135,7 +141,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends those that wait and are not what is wanted any more: they have done nothing yet.
+    /// Kills successors on standby that are no longer useful. They have run no jobs.
     pub(super) fn dismiss_standbys(
         &mut self,
         is_unwanted: impl Fn(&Worker) -> bool,
@@ -151,13 +157,13 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Whether it goes since it has begun all jobs that it may.
+/// Returns true if the worker exits because it was given its last job.
 fn is_leaving_spent(worker: &Worker) -> bool {
     worker.is_spent && worker.role == Role::Current && worker.phase == Phase::Draining
 }
 
-/// Whether, at the pace of its jobs so far, it will have begun its last one within twice the time that its own
-/// start took.
+/// Returns true if the worker will be given its last job within twice its own start time, at the pace of its
+/// jobs so far.
 fn is_nearly_spent(worker: &Worker, now: Time, left: u64) -> bool {
     let start = worker.ready_at.map_or(0, |at| at.since(worker.spawned_at).as_nanos());
     let so_far = now.since(worker.spawned_at).as_nanos();

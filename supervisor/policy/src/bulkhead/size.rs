@@ -1,5 +1,5 @@
-//! How many workers there are to be, and how many jobs each may have: resized while jobs run, at rest while
-//! there is nothing to do. Growth takes effect at once; what is too many finishes what it has.
+//! Number of workers and of permits per worker, which can change while jobs run, and the resting state
+//! without workers. Growth takes effect at once. Surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
 use crate::limits::{Limits, OwnNumbers, RestartPolicy};
@@ -7,38 +7,40 @@ use crate::messages::{Action, Change, KillReason, RecycleReason};
 use crate::time::Time;
 use crate::workers::{Phase, Role, Silence, SlotState};
 
-/// Maximum number of replaced workers that may take their time to exit while all slots have new workers. One more, and
-/// the oldest is killed.
+/// Maximum number of replaced workers that may still be exiting while their slots have new workers. One more
+/// causes the oldest to be killed.
 const EXITING_MAX: usize = 16;
 
-/// Whether workers are wanted at all.
+/// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No: before [`crate::Event::Start`], after [`crate::Event::Rest`], or idle for too long.
+    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::Rest`], or after `idle`
+    /// without a job.
     Resting,
-    /// Soon: [`crate::Event::Start`] will come.
+    /// Workers will be needed soon, because [`crate::Event::Start`] was announced.
     Awaiting,
-    /// Yes.
+    /// Workers are needed.
     Started,
 }
 
 impl<T> Bulkhead<T> {
-    /// Whether workers are wanted at all.
+    /// Returns the demand for workers.
     pub fn activity(&self) -> Activity {
         self.activity
     }
 
-    /// Whether no process of it is left.
+    /// Returns true if the bulkhead has no processes left.
     pub fn has_no_workers(&self) -> bool {
         self.workers.iter().all(Option::is_none)
     }
 
-    /// Whether it holds no job: none waits, and no worker has one.
+    /// Returns true if no job waits and no worker has a job.
     pub fn has_no_jobs(&self) -> bool {
         self.jobs.is_empty()
     }
 
-    /// Since when it has had no job, as far as [`crate::Limits::idle`] wants to know.
+    /// Returns the time at which the bulkhead became idle. Tracked only if [`crate::Limits::idle`] is
+    /// configured.
     pub fn idle_since(&self) -> Option<Time> {
         self.idle_since
     }
@@ -47,7 +49,7 @@ impl<T> Bulkhead<T> {
         if self.limits.max_in_flight == 0 { 0 } else { self.limits.processes as usize }
     }
 
-    // Numbers put in force.
+    // New limits.
 
     pub(super) fn change(&mut self, now: Time, change: Change, out: &mut Vec<Action<T>>) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
@@ -59,7 +61,7 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Before they hear of another number.
+            // Workers must not get another maximum before their unbegun jobs are recalled.
             self.take_back_all(now, out);
             self.limits.max_in_flight = most;
             self.tell_workers(out);
@@ -68,7 +70,7 @@ impl<T> Bulkhead<T> {
         self.replace_unresizable(now, out);
     }
 
-    /// All numbers at once, as they stand in a file that was read again.
+    /// Replaces all limits, as in a reload of the configuration.
     pub(super) fn reconfigure(&mut self, now: Time, limits: Limits, out: &mut Vec<Action<T>>) {
         let before = std::mem::replace(&mut self.limits, limits);
         if let Some(limit) = self.limits.rate_limit {
@@ -103,12 +105,13 @@ impl<T> Bulkhead<T> {
             if let Some(worker) = self.workers[place as usize].as_mut().filter(|_| is_judged_anew) {
                 worker.silence = Silence::None;
             }
-            // When it hangs, and when it is old.
+            // The timer depends on limits for heartbeats and age.
             self.arm(place);
         }
     }
 
-    /// Slots that the policy of before has left without a worker may have one by the new one.
+    /// Starts workers in slots that the previous restart policy has stopped, if the new policy allows
+    /// restarts.
     fn start_stopped(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
@@ -124,7 +127,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Tells workers how many jobs to expect. One that is not welcomed yet hears it in its welcome.
+    /// Tells workers their new maximum number of jobs. A worker that has not been welcomed yet gets the
+    /// number with its welcome.
     fn tell_workers(&mut self, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
         for place in 0..self.workers.len() as u32 {
@@ -138,13 +142,13 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Workers that cannot be told of growth are replaced, one after the other.
+    /// Replaces workers that cannot increase their maximum number of jobs, one after the other.
     fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.promised < most, out);
         self.dismiss_spares(|worker| worker.promised < most, out);
         for worker in self.workers.iter_mut().flatten() {
-            // One that is spent is followed as it is.
+            // A worker that reached `recycle.jobs` is being replaced anyway.
             let is_at_work = worker.role == Role::Current && !worker.is_spare && !worker.is_spent;
             if !is_at_work || worker.promised >= most {
                 continue;
@@ -157,7 +161,7 @@ impl<T> Bulkhead<T> {
         self.roll_on(now, out);
     }
 
-    /// Opens and closes slots until there are as many as are wanted.
+    /// Opens and closes slots to match the configured number.
     fn fit_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let (wanted, in_all) = (self.slots_wanted(), self.slots_wanted() + self.spares_wanted());
         if matches!(self.mode, Mode::Stopping { .. }) {
@@ -188,7 +192,7 @@ impl<T> Bulkhead<T> {
         self.reject_if_none_is_left(now, out);
     }
 
-    /// Has a slot filled as soon as that is possible.
+    /// Fills a slot as soon as possible.
     fn open_slot(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         if self.activity != Activity::Resting && self.take_up(now, slot) {
             return;
@@ -201,8 +205,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A slot whose next worker was not to start yet when it was put to rest goes on to wait: a rest does not
-    /// wipe out that its workers fail. Returns whether it does.
+    /// Restores the backoff or stop that a slot had before the bulkhead rested, so that a rest does not hide
+    /// that workers fail. Returns true if the slot has to wait.
     fn take_up(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
@@ -218,7 +222,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Has a slot's workers finish what they have, and leaves it like this.
+    /// Empties a slot whose workers finish their jobs, and sets the slot to `state`.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState, out: &mut Vec<Action<T>>) {
         let entry = &mut self.slots[slot as usize];
         let successor = entry.successor.take();
@@ -241,7 +245,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker that had been replaced, or was too many, is gone: its slot may wait for that.
+    /// Handles that a replaced or surplus worker has exited or left its slot. The slot may wait for that.
     pub(super) fn retired_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         self.slots[slot as usize].retired -= 1;
         if matches!(self.slots[slot as usize].state, SlotState::Awaiting) {
@@ -251,8 +255,8 @@ impl<T> Bulkhead<T> {
         self.follow_spent(now, slot, out);
     }
 
-    /// Takes replaced workers without jobs out of their slots, so that no slot waits for an exit: a destructor may hang.
-    /// Returns false if there was none.
+    /// Takes one replaced worker without jobs out of its slot. The slot then does not wait for the exit,
+    /// which a destructor may delay. Returns false if there is no such worker.
     pub(super) fn leave_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(place) = self.to_leave.pop() else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut()
@@ -277,7 +281,7 @@ impl<T> Bulkhead<T> {
 
     // Rest.
 
-    /// Puts every slot that stands empty to work.
+    /// Starts workers in all empty slots.
     pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
@@ -316,7 +320,7 @@ impl<T> Bulkhead<T> {
         self.reject_if_none_is_left(now, out);
     }
 
-    /// When it rests if no job comes.
+    /// Returns the time at which the bulkhead rests if no job arrives.
     pub(super) fn rests_at(&self) -> Option<Time> {
         Some(self.idle_since? + self.limits.idle?)
     }
@@ -332,7 +336,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// A tenant that was at its share may be below it now, and the other way round.
+    /// Applies new limits of tenants. This may block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.own, general.as_ref());

@@ -1,10 +1,10 @@
-//! Spares (`start.spares`): workers in a reserve, started and ready, that have no permits. One takes over a slot
-//! whose worker is sent SIGKILL, dies, has begun its last job, is replaced or is not there yet; what had the slot
-//! goes to the reserve in its place, and when that is gone, the next spare is started there. So there are never
-//! more workers, those that are dying included, than slots and places in the reserve.
+//! Spares (`start.spares`): workers in a reserve, started and ready, without permits. A spare takes over a
+//! slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The
+//! slot's previous worker moves to the reserve. When that worker is gone, the next spare is started in its
+//! place. So the number of workers, including dying ones, never exceeds the number of slots plus spares.
 //!
-//! A place of the reserve is a slot like others, after those that are to run jobs: a spare that hangs or dies is
-//! replaced with the same backoff.
+//! The places of the reserve are slots as well, after the slots for jobs. A spare that hangs or dies is
+//! restarted with the usual backoff.
 
 use super::Bulkhead;
 use crate::limits::RestartPolicy;
@@ -21,7 +21,8 @@ impl<T> Bulkhead<T> {
         self.spares_wanted() > 0
     }
 
-    /// After something that concerns the workers: fills the slots that have none at work as far as there are spares.
+    /// Lets ready spares take over slots without a working worker. Does nothing unless a worker or slot has
+    /// changed.
     pub(super) fn fill_from_reserve(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let is_concerned = std::mem::take(&mut self.is_reserve_concerned);
         if !is_concerned || !self.has_reserve() || self.is_stopping() {
@@ -36,30 +37,30 @@ impl<T> Bulkhead<T> {
         self.roll_on(now, out);
     }
 
-    /// A spare that can take over now.
+    /// Returns a spare that can take over now.
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_reserve && slot.successor.is_none() && slot.retired == 0;
         let mut places = self.slots.iter().filter(is_free).filter_map(|slot| slot.state.worker());
-        // One that is silent may hang.
+        // A silent spare may hang.
         places.find(|&place| {
             let worker = self.workers[place as usize].as_ref();
             worker.is_some_and(|worker| worker.phase == Phase::Ready && worker.silence == Silence::None)
         })
     }
 
-    /// Whether a spare is ready, or will be unless its start fails.
+    /// Returns true if a spare is ready, or will be unless its start fails.
     fn has_live_reserve(&self) -> bool {
         self.has_reserve() && self.slots.iter().any(|slot| slot.is_reserve && slot.state.is_occupied())
     }
 
-    /// Whether the replacement of a slot's worker waits until a spare is ready.
+    /// Returns true if the replacement of a slot's worker must wait until a spare is ready.
     pub(super) fn awaits_spare(&self, slot: u32) -> bool {
         let is_at_work = self.slots[slot as usize].state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
         is_at_work && is_free && self.has_live_reserve()
     }
 
-    /// Whether no worker is at work in a slot that is to have one, and a spare may change that.
+    /// Returns true if the slot should have a working worker, lacks one, and may get a spare.
     fn wants_spare(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
         if entry.is_reserve || entry.successor.is_some() {
@@ -83,19 +84,20 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Whether a worker that ended like this is followed by another.
+    /// Returns true if a worker that ended in this way is followed by another.
     pub(super) fn may_restart(&self, end: End) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            // One that was replaced in time would not have been asked either.
+            // A worker that reached `recycle.jobs` is always followed by another, as it would be by a
+            // replacement in time.
             _ if end.is_clean && end.is_spent => true,
             RestartPolicy::OnFailure => !end.is_clean,
             RestartPolicy::Never => false,
         }
     }
 
-    /// A spare takes a slot. What had it goes to the reserve: a worker that may still end well is drained, and all
-    /// else goes on as it does.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the reserve. A healthy worker is
+    /// drained there. Any other worker continues to start or to die.
     pub(super) fn take_over(
         &mut self,
         now: Time,
@@ -121,7 +123,7 @@ impl<T> Bulkhead<T> {
         self.arm(spare);
     }
 
-    /// A worker whose slot another has taken goes to the reserve.
+    /// Moves a worker whose slot was taken over to the reserve.
     fn put_away(
         &mut self,
         now: Time,
@@ -147,7 +149,7 @@ impl<T> Bulkhead<T> {
                 self.set_slot(reserve, SlotState::Occupied(place));
             }
             Phase::Killing(_) | Phase::Dead(_) => {
-                // What has been sent SIGKILL already does not keep the next worker waiting.
+                // A worker that was already sent SIGKILL does not delay the next worker.
                 worker.is_written_off = true;
                 let last_end = self.slots[worker.owes as usize].last_end;
                 self.slots[reserve as usize].last_end = last_end;
@@ -158,7 +160,7 @@ impl<T> Bulkhead<T> {
         self.arm(place);
     }
 
-    /// Ends spares that are not what is wanted any more: they have done nothing yet.
+    /// Kills ready spares that are no longer useful. They run no jobs.
     pub(super) fn dismiss_spares(&mut self, is_unwanted: impl Fn(&Worker) -> bool, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             let worker = self.workers[place as usize].as_ref();
@@ -168,7 +170,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A place of the reserve becomes a slot for jobs, with the worker that is there.
+    /// Turns a place of the reserve into a slot for jobs, with the worker in it.
     pub(super) fn take_from_reserve(&mut self, slot: u32) {
         let entry = &mut self.slots[slot as usize];
         entry.is_reserve = false;

@@ -1,4 +1,4 @@
-//! What a bulkhead looks like from outside, for snapshots and for the invariants that tests check.
+//! Read access to a bulkhead, for snapshots and for invariants that tests check.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,31 +13,31 @@ use crate::poison::Digest;
 use crate::time::Time;
 use crate::workers::{Apart, Role, Silence, Slot, Worker};
 
-// Codes begin at 1 and leave no gap.
+// Codes start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
 
-/// How many jobs ended how, since the start.
+/// Number of jobs by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each is the outcome of that name")]
 pub struct Counters {
-    /// Jobs that asked to be taken, whatever became of them.
+    /// Number of submissions, whatever their outcome.
     pub submitted: u64,
     pub ok: u64,
     pub failed: u64,
     pub deadline_exceeded: u64,
     pub crashed: u64,
     pub cancelled: u64,
-    /// By the code of the [`RejectReason`].
+    /// Indexed by the code of the [`RejectReason`].
     pub rejected: [u64; REASONS],
-    /// How often a job was given to another worker since its own had died.
+    /// Number of retries after the death of a worker or program.
     pub retries: u64,
-    /// Jobs that another bulkhead has, whose outcome is counted here.
+    /// Number of jobs that another bulkhead has now and whose outcomes will be counted here.
     pub elsewhere: u64,
-    /// Replies for jobs that were answered already, or that the worker never had.
+    /// Number of replies for jobs that were already answered or that the worker never had.
     pub late_replies: u64,
-    /// How often the adaptive limit grew.
+    /// Number of times that the adaptive limit rose.
     pub limit_raised: u64,
-    /// How often it fell.
+    /// Number of times that the adaptive limit fell.
     pub limit_lowered: u64,
 }
 
@@ -57,13 +57,13 @@ impl Counters {
         }
     }
 
-    /// Counts a job that was refused before anything else was known of it.
+    /// Counts a job that was rejected before it reached the state machine.
     pub fn count_refused(&mut self, reason: RejectReason) {
         self.submitted += 1;
         self.rejected[reason.code() as usize] += 1;
     }
 
-    /// Adds what was counted elsewhere, for a sum over several bulkheads.
+    /// Adds the counters of another bulkhead.
     pub fn add(&mut self, other: &Self) {
         self.submitted += other.submitted;
         self.ok += other.ok;
@@ -81,7 +81,7 @@ impl Counters {
         }
     }
 
-    /// Jobs that have their outcome.
+    /// Returns the number of jobs with an outcome.
     pub fn outcomes(&self) -> u64 {
         self.ok
             + self.failed
@@ -93,22 +93,22 @@ impl Counters {
 }
 
 vocabulary! {
-    /// The state of a bulkhead in one word.
+    /// State of a bulkhead.
     BulkheadState {
-        /// No worker is ready, and none has failed yet.
+        /// The first start of some slot has neither succeeded nor failed yet.
         Starting = "starting",
-        /// Every slot has a worker that is ready.
+        /// Every slot has a ready worker.
         Ready = "ready",
-        /// Some slot has none.
+        /// Some slot has no ready worker.
         Degraded = "degraded",
-        /// No slot has a worker or will have one soon.
+        /// No slot has a worker or will get one soon.
         Failed = "failed",
-        /// It takes no jobs.
+        /// The bulkhead accepts no jobs.
         Draining = "draining",
     }
 }
 
-/// One worker from outside.
+/// State of one worker, for snapshots.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct WorkerView {
@@ -119,87 +119,88 @@ pub struct WorkerView {
     pub uptime: Duration,
     pub in_flight: u32,
     pub served: u64,
-    /// Workers that the slot got after the first, recycling not counted.
+    /// Number of restarts of the slot, without replacements by `recycle`.
     pub restarts: u64,
-    /// How the worker before this one ended.
+    /// Description of the end of the slot's previous worker.
     pub last_exit: Option<String>,
-    /// Whether it fills its slot; otherwise it is coming or going.
+    /// True if the worker fills its slot. False while the worker is starting as a successor or has been
+    /// replaced.
     pub is_current: bool,
-    /// Whether it takes no jobs but one that is to be alone.
+    /// True if the worker runs a suspect alone, or becomes idle for one.
     pub is_apart: bool,
     /// True if the worker was late to begin a job and gets no more jobs before its next sign of life.
     pub is_stalled: bool,
-    /// Whether it is ready to take over a slot, or will be.
+    /// True if the worker is a spare, ready or starting.
     pub is_spare: bool,
 }
 
-/// One worker in brief.
+/// Brief state of one worker.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct StaffView {
     pub slot: u32,
     pub pid: Option<u32>,
-    /// One of [`crate::WORKER_STATES`].
+    /// State, from [`crate::WORKER_STATES`].
     pub state: &'static str,
-    /// Whether it fills its slot; otherwise it is coming or going, or is a spare.
+    /// True if the worker fills its slot. False for spares, successors and replaced workers.
     pub is_current: bool,
-    /// Whether it is ready to take over a slot.
+    /// True if the worker is ready to take over a slot.
     pub is_ready_spare: bool,
 }
 
-/// A worker whose process is gone, as long as its bulkhead has not been told.
+/// Description of a worker whose process has exited, before the bulkhead handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
-    /// Its slot.
+    /// Slot of the worker.
     pub slot: u32,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Why, if the supervisor killed it.
+    /// Reason, if the supervisor killed the worker.
     pub killed: Option<KillReason>,
-    /// Whether it was ever ready.
+    /// True if the worker was ever ready.
     pub was_ready: bool,
-    /// How long it ran.
+    /// Time since the spawn.
     pub uptime: Duration,
-    /// How many jobs it answered.
+    /// Number of jobs that the worker answered.
     pub served: u64,
-    /// Jobs that it held, and some of them, the oldest first.
+    /// Number of jobs that the worker held.
     pub in_flight: u32,
-    /// How many of those it may have begun.
+    /// Number of held jobs that the worker may have begun.
     pub begun: u32,
-    /// See there.
+    /// The held jobs with the longest run times, up to the requested number.
     pub jobs: Vec<HeldJob>,
 }
 
-/// A job in the hands of a worker.
+/// Job that a worker has.
 #[derive(Clone, Copy, Debug)]
 pub struct HeldJob {
-    /// Which.
+    /// Job id.
     pub id: JobId,
-    /// How long the worker has had it.
+    /// Time since the dispatch.
     pub ran: Duration,
-    /// How often it was given to a worker, this time included.
+    /// Number of attempts, including the current one.
     pub attempts: u32,
-    /// Whether the worker is gone and had not read it.
+    /// True if the worker has exited and had not read the job.
     pub is_unread: bool,
-    /// What tells its payload from all others, where that is asked for.
+    /// Digest of operation and payload, if the bulkhead detects poison payloads.
     pub digest: Option<Digest>,
 }
 
-/// One tenant from outside.
+/// State of one tenant, for snapshots.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct TenantView {
     pub name: Arc<str>,
     pub in_flight: u32,
     pub queued: usize,
-    /// Jobs that asked to be taken, since the tenant was last forgotten.
+    /// Number of submissions since the tenant was last forgotten.
     pub submitted: u64,
-    /// How many of them were refused at once.
+    /// Number of jobs rejected at submission.
     pub rejected: u64,
 }
 
 impl<T> Bulkhead<T> {
-    /// The tenants that have most jobs here, at most so many; jobs without a tenant are not among them.
+    /// Returns the tenants with the most jobs, up to `most`. Jobs without a tenant are not included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants
@@ -218,29 +219,29 @@ impl<T> Bulkhead<T> {
         views
     }
 
-    /// What was counted since the start.
+    /// Returns the number of jobs by outcome.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Where its breaker stands.
+    /// Returns the state of the circuit breaker.
     pub fn breaker(&self) -> BreakerState {
         self.breaker.state()
     }
 
-    /// Jobs that wait, be it for any worker or for one for themselves.
+    /// Returns the number of waiting jobs: queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
         self.queue.len() + self.suspects.len() + self.ahead
     }
 
-    /// Payloads that are kept out since they kill workers.
+    /// Returns the number of quarantined payloads.
     pub fn quarantined(&self, now: Time) -> usize {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a job that was refused before it was charged, and is to go elsewhere: a limit
-    /// that a closed door leads past would be none. If it is over the limit, that is why it is refused, and this
-    /// says for how long.
+    /// Charges the rate limit for a job that was rejected before it was charged and is about to be passed on.
+    /// Otherwise, jobs could avoid the rate limit through a fallback. If the job exceeds the limit, changes
+    /// the counted reason to `rate_limited` and returns the required wait.
     pub fn charge_late(&mut self, now: Time, tenant: &str, cost: u32, refused: &Verdict) -> Option<Duration> {
         let tenant = self.tenant(tenant);
         let wait = self.take_rate(now, tenant, cost)?;
@@ -250,35 +251,35 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// A job's answer was not told: it has gone to another bulkhead, whose answer will count here.
+    /// Counts a job as passed on instead of by its outcome, because another bulkhead now has the job.
     pub fn passed_on(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
         self.counters.elsewhere += 1;
     }
 
-    /// The answer for a job that was passed on.
+    /// Counts the outcome of a job that was passed on.
     pub fn came_back(&mut self, verdict: &Verdict) {
         self.counters.elsewhere = self.counters.elsewhere.saturating_sub(1);
         self.counters.count(verdict);
     }
 
-    /// Jobs that a worker has and a client waits for.
+    /// Returns the number of jobs that a worker has and a client waits for.
     pub fn in_flight(&self) -> u64 {
         self.workers.iter().flatten().map(|w| u64::from(w.wanted)).sum()
     }
 
-    /// Permits that are taken, those of workers that take no more jobs included.
+    /// Returns the number of permits held, including those of workers that take no more jobs.
     pub fn permits_taken(&self) -> u32 {
         self.held
     }
 
-    /// Whether an ordinary job that came now would not run at once, since no permit is free that it may have.
+    /// Returns true if an ordinary job that arrives now would find no free permit.
     pub fn is_full(&self) -> bool {
         u64::from(self.in_use) >= self.limit() || self.lowest_admitted() == Priority::Critical
     }
 
-    /// Permits that are free now.
+    /// Returns the number of free permits.
     pub fn available(&self) -> u64 {
         let able = self.workers.iter().flatten().filter(|worker| worker.listed.is_some());
         let free: u64 =
@@ -286,17 +287,17 @@ impl<T> Bulkhead<T> {
         free.min(self.limit().saturating_sub(self.in_use.into()))
     }
 
-    /// How many jobs may wait now.
+    /// Returns the current maximum number of waiting jobs.
     pub fn queue_capacity(&self) -> usize {
         self.waiting_max()
     }
 
-    /// How often a worker was started again.
+    /// Returns the number of worker restarts.
     pub fn restarts(&self) -> u64 {
         self.slots.iter().map(|slot| slot.restarts).sum()
     }
 
-    /// Whether the first start of every slot has ended, well or not.
+    /// Returns true if the first start of every slot has succeeded or failed.
     pub fn has_settled(&self) -> bool {
         self.activity == Activity::Resting || self.slots_at_work().all(|slot| slot.has_settled)
     }
@@ -305,12 +306,12 @@ impl<T> Bulkhead<T> {
         self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_reserve)
     }
 
-    /// What went wrong last with its workers, for people; empty if nothing did.
+    /// Returns a description of the last failure of a worker. Empty if there was none.
     pub fn last_trouble(&self) -> &str {
         &self.last_trouble
     }
 
-    /// Its state in one word.
+    /// Returns the state of the bulkhead.
     pub fn state(&self) -> BulkheadState {
         if self.mode != Mode::Open {
             return BulkheadState::Draining;
@@ -329,7 +330,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// What is known of a worker that is about to be reported as gone, with at most so many of its jobs.
+    /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
         let worker = self.worker(id)?;
         let killed = worker.killed();
@@ -339,30 +340,31 @@ impl<T> Bulkhead<T> {
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
-        // What it says itself of its jobs leaves no other to be the one to blame.
+        // By its own record, a worker could make one other job look like the only suspect. Jobs that are
+        // unbegun only by this record therefore count as begun.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
         Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })
     }
 
-    /// Whether a worker has not been heard for so long that it may be hung.
+    /// Returns true if the worker has been silent for so long that it may be hung.
     pub fn is_silent(&self, worker: WorkerId) -> bool {
         self.worker(worker).is_some_and(|worker| worker.silence != Silence::None)
     }
 
-    /// Whether a worker waits to take over a slot.
+    /// Returns true if the worker is a spare that is ready to take over a slot.
     pub fn is_spare(&self, worker: WorkerId) -> bool {
         self.worker(worker).is_some_and(Worker::is_ready_spare)
     }
 
-    /// The jobs that a worker has.
+    /// Returns the ids of the jobs that a worker has with a permit.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.worker(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// A job that a worker has, for a report about its program.
+    /// Returns a job that a worker has, for a report about its program.
     pub fn held(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.held_job(now, index))
@@ -378,7 +380,7 @@ impl<T> Bulkhead<T> {
         HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }
 
-    /// The same in brief, without order and without a copy of anything.
+    /// Returns the brief state of all workers, unordered and without copying.
     pub fn staff(&self) -> impl Iterator<Item = StaffView> {
         self.workers.iter().flatten().map(|worker| StaffView {
             slot: worker.slot,
@@ -389,7 +391,7 @@ impl<T> Bulkhead<T> {
         })
     }
 
-    /// Its workers, by slot.
+    /// Returns the state of all workers, ordered by slot.
     pub fn workers(&self, now: Time) -> Vec<WorkerView> {
         let mut views: Vec<WorkerView> = self
             .workers

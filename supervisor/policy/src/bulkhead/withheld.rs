@@ -1,6 +1,6 @@
-//! Places withheld from a tenant's share after a job of the tenant has ended a worker. Otherwise a tenant could end
-//! worker after worker by short deadlines, cancellations or crashes. While new workers start it would use far more of
-//! the bulkhead than its share.
+//! Places withheld from a tenant's share after a job of the tenant has ended a worker. Otherwise, a tenant
+//! could end worker after worker by short deadlines, cancellations or crashes. While new workers start, the
+//! tenant would then use far more of the bulkhead than its share.
 
 use super::Bulkhead;
 use crate::jobs::Place;
@@ -9,18 +9,18 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::workers::Phase;
 
-/// A place of a tenant's share, withheld until the slot has a ready worker. At most one place is withheld for each job
-/// of the slot's last worker.
+/// Place of a tenant's share that is withheld until the slot has a ready worker. At most one place per tenant
+/// is withheld for each worker that ended.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
-    /// The place is given back at this time even if the slot has no worker yet.
+    /// The withholding ends at this time even if the slot has no worker yet.
     until: Time,
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all jobs of the
-    /// worker, `killed` is the reason if the supervisor killed the worker.
+    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all
+    /// jobs of the worker, and `killed` is the reason if the supervisor killed the worker.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
         let is_late = |place| matches!(place, Some(Place::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.place(index)));
@@ -29,7 +29,7 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let Place::InFlight { is_overdue, is_unread, .. } = job.place else { continue };
             let is_suspect = match killed {
-                // Without a late job it was killed because no client waited for any of its jobs.
+                // Without a late job, the worker was killed because no client waited for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
                 None | Some(KillReason::Hung | KillReason::Protocol(_)) => !is_unread,
                 Some(_) => false,
@@ -38,7 +38,7 @@ impl<T> Bulkhead<T> {
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
             if is_suspect && !has_paid && self.share(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
-                // The tenant keeps its number until the place is given back.
+                // The tenant keeps its number while the place is withheld.
                 self.tenants.begin(tenant);
                 self.tenants.get(tenant).withheld += 1;
                 self.block_by_share(tenant);
@@ -46,7 +46,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Gives back each place whose slot has a ready worker or will get none, or whose time is up.
+    /// Ends the withholding of each place whose slot has a ready worker or will get none, or whose time is
+    /// up.
     pub(super) fn give_back_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -67,7 +68,7 @@ impl<T> Bulkhead<T> {
         entry.state.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
     }
 
-    /// Next time at which a place is given back for its age.
+    /// Returns the next time at which the withholding of a place ends because its time is up.
     pub(super) fn next_given_back(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }

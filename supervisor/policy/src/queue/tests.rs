@@ -1,5 +1,5 @@
-//! The queue against a naive model and against the paper's own loop, and what it is there for: fairness,
-//! strict classes, and no work or memory that grows with what waits.
+//! Compares the queue with a simple model and with the loop of the paper. Also checks fairness, strict
+//! classes, and that work per operation and memory do not grow with the number of waiting jobs.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,7 +16,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// The most steps that any single operation took.
+/// Maximum number of steps of a single operation, and the total.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// Everything that is popped, in order.
+/// Pops all jobs, in order.
 fn drain(queue: &mut Queue) -> Vec<u32> {
     std::iter::from_fn(|| queue.pop(BestEffort)).collect()
 }
@@ -112,7 +112,7 @@ fn a_blocked_tenant_is_passed_over_and_keeps_its_place_and_what_it_earned() {
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // Two rounds short of its turn; those that pass now are none of its own.
+    // Two rounds before its turn. The pops that follow while it is blocked do not count as its rounds.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -153,7 +153,8 @@ fn what_a_cancelled_job_earned_makes_no_burst_of_small_ones() {
 
 // Fairness.
 
-/// Service by tenant after each of the first `pops` jobs of a queue that is full before the first.
+/// Returns the service that each tenant got after each of the first `pops` pops. All jobs are queued before
+/// the first pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -171,7 +172,8 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Whatever was served of those that still have something, no two differ by more than this.
+/// Checks that the service of any two tenants with waiting jobs never differs by more than the maximum cost
+/// plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
@@ -186,7 +188,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 fn flows_of_1_10_and_1000_jobs_get_equal_service_while_they_are_backlogged() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // The small flows end after as many rounds as they have jobs, however long the large one is.
+    // The small flows end after as many rounds as they have jobs, whatever the length of the large flow.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
@@ -213,8 +215,8 @@ fn a_tenant_that_is_blocked_and_unblocked_at_every_turn_gets_its_share_and_no_mo
     }
 }
 
-/// Clients that each wait for their answer before they ask again, as Kubernetes tests its API Priority
-/// and Fairness with: the service that each tenant got over `seconds` of `seats` jobs a second.
+/// Returns the service that each tenant got in `seconds` rounds of `seats` jobs. Each client waits for its
+/// answer before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
 fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64> {
     let mut queue = Queue::default();
     let (mut owner, mut got) = (Vec::new(), vec![0; clients.len()]);
@@ -237,17 +239,17 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 
 #[test]
 fn different_flows_expect_equal() {
-    // Named as in the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats, within 1 %.
+    // Named after the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats, within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // And far less equal ones than those.
+    // Numbers of clients that differ much more.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
 fn different_flows_expect_unequal() {
-    // A tenant that asks for less than its share gets all it asks for, and the other what is left.
+    // A tenant that demands less than its share gets all that it demands. The other tenant gets the rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
@@ -281,9 +283,9 @@ fn nobody_accounts_for_more_than_30_percent_of_the_evictions_at_equal_rates() {
     assert!(all > 10_000 && evicted.iter().all(|&of| of * 100 <= all * 30), "{evicted:?}");
 }
 
-// Against the paper and a model.
+// Comparison with the paper and with a model.
 
-/// The jobs of each round, by the loop of the paper with a quantum of 1.
+/// Returns the jobs of each round, by the paper's loop with a quantum of 1.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -328,7 +330,7 @@ fn each_round_serves_what_the_papers_loop_serves_in_it() {
             let pop = |_: &_| queue.pop(Normal).map_or((usize::MAX, 0), |job| jobs[job as usize]);
             let mut got: Vec<(usize, u32)> = expected.iter().map(pop).collect();
             if cost_max > 1 {
-                // Only the order within a round may be another.
+                // Only the order within a round may differ.
                 got.sort_unstable();
                 expected.sort_unstable();
             }
@@ -338,7 +340,7 @@ fn each_round_serves_what_the_papers_loop_serves_in_it() {
     }
 }
 
-/// A job of the model.
+/// Waiting job of the model.
 #[derive(Clone, Copy)]
 struct Waiting {
     job: u32,
@@ -348,17 +350,17 @@ struct Waiting {
     is_returned: bool,
 }
 
-/// The queue as one would write it if searching cost nothing. A tenant's standing in a class is the
-/// rounds that are left until its turn and its place among those that have as many.
+/// A queue written as if searching cost nothing. A tenant's standing in a class is the number of rounds until
+/// its turn, and its position among tenants with the same number.
 #[derive(Default)]
 struct Model {
-    /// From the oldest to the newest.
+    /// Ordered from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with returned jobs, the latest first.
+    /// Tenants with jobs that were put back, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
-    /// When each tenant came to have as many jobs as it has.
+    /// Time at which each tenant reached its current number of jobs.
     counted: BTreeMap<u32, i64>,
     stamp: i64,
 }
@@ -415,8 +417,8 @@ impl Model {
         Some(gone)
     }
 
-    /// Takes a job out that was not served: if it was the oldest, what is left of its rounds goes over to
-    /// the next.
+    /// Removes a job without serving it. If it was the oldest of its flow, its remaining rounds are credited
+    /// to the next job.
     fn cancel(&mut self, job: u32) {
         let Some(at) = self.jobs.iter().find(|waiting| waiting.job == job).copied() else { return };
         let flow = (at.class, at.tenant);
@@ -508,7 +510,7 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
     assert_eq!(queue.fullest(), model.fullest());
 }
 
-/// Random use of queue and model alike; now the queue fills, now it empties.
+/// Applies a random history to queue and model. Phases of filling and emptying alternate.
 fn history(seed: u64, steps: usize) -> usize {
     let mut random = Random(seed);
     let (mut queue, mut model) = (Queue::default(), Model::default());
@@ -580,10 +582,10 @@ fn agrees_with_the_model_under_random_use() {
 
 // Work and memory.
 
-/// Steps of every kind of operation, with so many tenants and jobs in the queue, and costs up to this.
+/// Measures every operation with these numbers of tenants and jobs, and costs up to `cost_max`.
 fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
     let (mut random, mut queue, mut steps) = (Random(3), Queue::default(), Steps::default());
-    // Grows the slots first, which is paid once.
+    // Grow the slots first, because this cost occurs only once.
     queue.push(0, Normal, 0, COST_MAX);
     queue.remove(0);
     let cost = |random: &mut Random| 1 + random.below(cost_max);
@@ -623,7 +625,7 @@ fn a_job_of_huge_cost_stalls_nobody_and_is_served_in_bounded_time() {
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
     let place = (0..10_000_u32).find(|_| steps.of(|| queue.pop(Normal)) == Some(0));
     assert!(place.is_some_and(|place| place.abs_diff(COST_MAX) <= 1), "{place:?}");
-    // Alone, its rounds are skipped, not walked.
+    // While the tenant is alone, its rounds are skipped instead of visited.
     let mut queue = Queue::default();
     (0..100).for_each(|job| queue.push(job, Normal, 0, u32::MAX));
     (0..100).for_each(|_| _ = steps.of(|| queue.pop(Normal)));
@@ -643,7 +645,7 @@ fn slots_grow_seldom_and_keep_every_turn() {
     assert_eq!(drain(&mut queue).iter().map(|&job| costs[job as usize]).collect::<Vec<_>>(), sorted);
 }
 
-/// Places that the queue holds memory for.
+/// Returns the number of places for which the queue holds memory.
 fn places(queue: &Queue) -> usize {
     let of_class = |class: &super::Class| {
         let rounds = &class.rounds;

@@ -1,4 +1,4 @@
-//! A bulkhead on a stage: its clock, and everything it has asked for so far.
+//! Test fixture: a bulkhead with a clock, and a record of its actions.
 
 #![allow(dead_code, reason = "each file of tests needs another part of it")]
 
@@ -30,7 +30,7 @@ impl Claims for Begun {
     }
 }
 
-/// The jobs of a worker: the number sent, and the jobs not begun.
+/// Jobs of a worker: the number sent, and the jobs not begun.
 #[derive(Default)]
 pub(crate) struct Sent {
     pub(crate) begun: Begun,
@@ -50,18 +50,18 @@ impl Sent {
     }
 }
 
-/// A bulkhead, its clock, and everything it has asked for so far.
+/// A bulkhead, its clock, and a record of its actions.
 pub(crate) struct Stage {
     pub(crate) bulkhead: Bulkhead<u32>,
     pub(crate) now: Time,
     pub(crate) submitted: u32,
     pub(crate) spawned: Vec<WorkerId>,
-    /// Why each of them follows another, if it does.
+    /// Cause of each start in `spawned`; `None` for a first start.
     pub(crate) causes: Vec<Option<RestartCause>>,
     pub(crate) dispatched: Vec<(WorkerId, JobId)>,
-    /// All that were sent, in their turn or ahead.
+    /// All jobs sent, with a permit or prefetched.
     pub(crate) sent: Vec<(WorkerId, JobId)>,
-    /// Jobs sent ahead, and jobs taken back.
+    /// Prefetched jobs, and recalled jobs.
     pub(crate) ahead: Vec<(WorkerId, JobId)>,
     pub(crate) taken_back: Vec<JobId>,
     /// Jobs of each worker that records begun jobs. Such a worker begins jobs with a permit at once.
@@ -174,7 +174,7 @@ impl Stage {
         sent.is_stuck = is_stuck;
     }
 
-    /// Time passes; workers that owe heartbeats send them.
+    /// Lets time pass. Workers that must send heartbeats do so.
     pub(crate) fn wait(&mut self, duration: Duration) {
         let end = self.now + duration;
         while let Some(at) = self.bulkhead.next_deadline().filter(|&at| at <= end) {
@@ -191,28 +191,28 @@ impl Stage {
         self.submit_with(None)
     }
 
-    /// A job with a priority and a tenant, whatever becomes of it.
+    /// Submits a job with a priority and a tenant, which may be rejected.
     pub(crate) fn submit_as(&mut self, priority: Priority, tenant: &str) -> Option<JobId> {
         self.submitted += 1;
         let tenant = self.bulkhead.tenant(tenant);
         self.apply(Event::Submit(Submission { priority, tenant, ..Submission::new(self.submitted) }))
     }
 
-    /// A job that may run twice.
+    /// Submits a job that may run twice.
     pub(crate) fn idempotent_job(&mut self) -> JobId {
         self.submitted += 1;
         let submission = Submission { idempotent: true, ..Submission::new(self.submitted) };
         self.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
     }
 
-    /// A job with a payload of this digest, whatever becomes of it.
+    /// Submits a job with a payload of this digest, which may be rejected.
     pub(crate) fn submit_payload(&mut self, digest: u128) -> Option<JobId> {
         self.submitted += 1;
         let submission = Submission { digest: Some(digest.into()), ..Submission::new(self.submitted) };
         self.apply(Event::Submit(submission))
     }
 
-    /// The reason of the last answer.
+    /// Returns the reason of the last answer.
     pub(crate) fn last_reason(&self) -> Option<&str> {
         self.answers.last().and_then(|answer| answer.verdict.reason())
     }
@@ -224,14 +224,14 @@ impl Stage {
         self.apply(Event::Submit(submission))
     }
 
-    /// A job whose client asks for such a run limit.
+    /// Submits a job whose client asks for this run limit.
     pub(crate) fn job_that_runs_for(&mut self, limit: Duration) -> JobId {
         self.submitted += 1;
         let submission = Submission { run_limit: Some(limit), ..Submission::new(self.submitted) };
         self.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
     }
 
-    /// A job that is taken.
+    /// Submits a job that must be accepted.
     pub(crate) fn job(&mut self) -> JobId {
         self.job_with(None)
     }
@@ -258,13 +258,13 @@ impl Stage {
         self.apply(Event::Replied { worker, job, reply: Reply::Ok });
     }
 
-    /// A job that is given out at once, and done.
+    /// Submits a job that must be dispatched at once, and answers it.
     pub(crate) fn reply_to_next(&mut self) {
         let job = self.job();
         self.reply(job);
     }
 
-    /// The worker dies, and leaves nothing behind.
+    /// Lets the worker exit without descendants.
     pub(crate) fn die(&mut self, worker: WorkerId, death: Death) {
         self.apply(Event::Exited { worker, death });
         self.apply(Event::Swept { worker });

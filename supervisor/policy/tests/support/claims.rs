@@ -1,26 +1,26 @@
-//! The workers' records of begun jobs, shared by the policy, the world and the model.
+//! Records of begun jobs, shared by policy, world and model.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bulkhead_policy::{Claims, WorkerId};
 
-/// The numbers of all workers.
+/// Records of all workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Numbers>>>);
 
-/// The record of one worker.
+/// Record of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Numbers {
-    /// The job begun last, by what the worker has written.
+    /// Number of the last job begun, as written by the worker.
     pub(crate) begun: u64,
-    /// The last that was taken back.
+    /// Number up to which jobs were recalled.
     pub(crate) taken: u64,
-    /// Last job begun when the policy first took jobs back in this step.
+    /// Number of the last job begun at the first recall in this step.
     pub(crate) seen: Option<u64>,
-    /// Whether the worker begins its next job just as that is taken back.
+    /// True if the worker begins its next job just as that job is recalled.
     pub(crate) will_race: bool,
-    /// The job with which it did.
+    /// Number of the job that was begun and recalled at the same time.
     pub(crate) raced: Option<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |numbers| numbers.begun)
     }
 
-    /// Returns the last job begun when the policy took jobs back.
+    /// Returns the number of the last job begun at the first recall in this step.
     pub(crate) fn seen(&self, worker: WorkerId) -> u64 {
         self.with(worker, |numbers| numbers.seen.unwrap_or(numbers.begun))
     }

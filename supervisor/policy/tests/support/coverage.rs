@@ -1,4 +1,5 @@
-//! Counts what a simulation has seen, so that it cannot become trivial without anybody noticing.
+//! Counts the situations that a simulation has reached, so that a simulation that no longer reaches them is
+//! noticed.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +28,7 @@ impl Coverage {
         }
     }
 
-    /// Panics with a list of what never occurred.
+    /// Panics with a list of situations that never occurred.
     pub(crate) fn demand(&self, all: &[&str]) {
         let missing: Vec<_> = all.iter().filter(|what| !self.0.contains_key(**what)).collect();
         assert!(missing.is_empty(), "the simulation never came across {missing:?}");

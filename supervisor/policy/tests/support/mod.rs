@@ -1,5 +1,5 @@
-//! The parts of the simulation: numbers from a seed, a world that does what the shell and the workers
-//! would do, and a model of the rules that judges every step.
+//! Parts of the simulation: random numbers from a seed, a world that acts like the data plane, workers and
+//! clients, and a model of the rules that checks every step.
 
 pub(crate) mod claims;
 pub(crate) mod coverage;
@@ -8,7 +8,7 @@ pub(crate) mod random;
 pub(crate) mod settings;
 pub(crate) mod world;
 
-/// The caller's record of a job. It is neither `Clone` nor `Copy`, so the policy cannot answer twice with
-/// one and the same.
+/// Caller's record of a job. Neither `Clone` nor `Copy`, so that policy cannot use the same record for two
+/// answers.
 #[derive(Debug)]
 pub(crate) struct Tag(pub(crate) u64);

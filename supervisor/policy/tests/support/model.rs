@@ -1,6 +1,6 @@
-//! The rules, told a second time in the plainest way, without timers, tables or lists that must agree:
-//! from the same events it works out who is to be answered what, who may be given a job, killed or
-//! started, and it compares. It is slow where the policy is fast, and that is the point.
+//! Independent and simple implementation of the rules, without timers, indexes or redundant tables. From the
+//! same events, the model computes which answers, dispatches, kills and starts are allowed or required, and
+//! compares the result with the actions of policy. The model favours simplicity over speed.
 
 mod actions;
 mod adaptive;
@@ -25,49 +25,49 @@ use super::claims::Registry;
 use super::coverage::Coverage;
 use slots::{Slot, SlotState};
 
-/// The least time that a worker has for the next part of a result that is too large.
+/// Minimum time that a worker has for the next part of a result that is too large.
 const STALL_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
-/// While clients wait for others in a worker that ends each by itself.
+/// Minimum time that a worker that ends each job itself has while clients wait for other jobs.
 const SLOW_END_PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
     limits: Limits,
     registry: Registry,
     adaptive: Option<adaptive::Adaptive>,
-    /// The permits that were taken before this event.
+    /// Permits in use before the current event.
     in_use_before: usize,
     reserve_before: usize,
-    /// The longest queue that was ever allowed, and the most permits there ever were: what waits stays.
+    /// Longest queue and largest number of permits ever configured. Waiting jobs stay when the limits shrink.
     max_queue_ever: u32,
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
     idle_since: Option<Time>,
     now: Time,
-    /// Jobs that have no answer yet, or that a worker still has.
+    /// Jobs without an answer, and answered jobs that a worker still has.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Jobs that wait for a worker for themselves alone.
+    /// Suspects, which wait for an idle worker.
     suspects: VecDeque<JobId>,
-    /// Places that tenants pay for workers: for which slot, and until when at most.
+    /// Withheld places: tenant, slot, and latest time of return.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
-    /// By their place in the policy's table.
+    /// Indexed by the place in policy's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
-    /// Workers one after the other that did no job.
+    /// Number of consecutive workers that answered no job.
     in_vain: u32,
-    /// The last start that came late for it, or could have.
+    /// Time of the last start that was, or could have been, delayed for spacing.
     last_spaced: Option<Time>,
     /// Slots that a rolling restart may still reach.
     rolling: BTreeSet<u32>,
     counters: Counters,
     newest_generation: u32,
-    /// Number of times that a worker has left its slot.
+    /// Number of times that workers have left their slots.
     lefts: u64,
     newest_job: JobId,
     step: Step,
-    /// Whether the breaker kept jobs out before this event, or does after it.
+    /// True if the breaker rejected jobs before this event or does after it.
     is_breaking: bool,
     was_breaking: bool,
     pub(crate) coverage: Coverage,
@@ -87,31 +87,31 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Of each run: until its client is told, and until its worker is ended for it.
+    /// Run limits: until the client is answered, and until the worker is killed for the job.
     run_limits: [Option<Duration>; 2],
-    /// When it was given out.
+    /// Time of the dispatch.
     since: Time,
     idempotent: bool,
     is_repeatable: bool,
     digest: Option<Digest>,
-    /// How it ended when it was given out before.
+    /// Outcome of the previous attempt.
     before: Option<Verdict>,
     is_suspect: bool,
-    /// Whether its worker is about to be gone and cannot have begun it.
+    /// True if the worker is about to exit and cannot have begun the job.
     is_unread: bool,
-    /// Whether only its worker says so.
+    /// True if `is_unread` is based only on the worker's own record.
     is_by_word: bool,
     attempts: u32,
-    /// How often it was taken back; that was no attempt.
+    /// Number of times that a worker died without having read the job. Not counted in `attempts`.
     taken_back: u32,
     is_answered: bool,
     is_overdue: bool,
-    /// Whether its result is too large and still coming.
+    /// True if the result is too large and the worker still sends it.
     is_oversized: bool,
-    /// When it has waited for too long.
+    /// End of the queue timeout.
     patience_until: Option<Time>,
     worker: Option<u32>,
-    /// The worker that it is ahead of.
+    /// Worker to which the job was prefetched.
     ahead: Option<u32>,
     /// The job's number in the order in which its worker's jobs were sent.
     arrival: u64,
@@ -121,7 +121,7 @@ struct Job {
 struct Worker {
     id: WorkerId,
     slot: u32,
-    /// The last slot that it filled.
+    /// Last slot that the worker filled.
     owes: u32,
     phase: Phase,
     spawned_at: Time,
@@ -130,45 +130,46 @@ struct Worker {
     has_dispatch_thread: bool,
     can_resize: bool,
     has_claims: bool,
-    /// Jobs that it was sent.
+    /// Number of jobs sent.
     sent: u64,
-    /// Jobs ahead of it, oldest first.
+    /// Prefetched jobs, oldest first.
     ahead: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late to begin one, according to the policy.
+    /// True if the worker gets no jobs because it was late to begin one, according to policy.
     is_stalled: bool,
-    /// `is_stalled` at the end of this step.
+    /// Value of `is_stalled` at the end of this step.
     stalls: bool,
-    /// How often it was told to be heard.
+    /// Heartbeat interval that the worker was given.
     heartbeat: Duration,
-    /// When it should have said hello.
+    /// Time by which the hello is due.
     hello_by: Time,
-    /// Whether it runs what was to be run before, and when it is replaced after an attempt that failed.
+    /// True if the worker runs an outdated program. After a failed replacement, `replaced_again_at` is the
+    /// time of the next attempt.
     is_old: bool,
     replaced_again_at: Option<Time>,
-    /// How many jobs at once it was told to expect.
+    /// Maximum number of concurrent jobs that the worker was told.
     promised: u32,
-    /// As the policy says; judged by what follows from it.
+    /// Taken from policy, and checked by the consequences.
     is_apart: bool,
-    /// Whether it had been killed before another took its slot.
+    /// True if the worker had already been killed when its slot was reassigned.
     is_written_off: bool,
-    /// Since when its silence is watched, and whether it is asked what was seen.
+    /// Time since when the silence is being observed, and true if the caller was asked for the result.
     watched_at: Option<Time>,
     was_looked_at: bool,
     forgiven: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Jobs that it was given, and whether those are all that it may have.
+    /// Number of jobs given to the worker, and true if `recycle.jobs` allows no more.
     begun: u64,
     is_spent: bool,
     pid: Option<u32>,
-    /// Whether it follows one that may begin only so many jobs.
+    /// True if the worker is the successor of a worker that reaches `recycle.jobs`.
     waits_its_turn: bool,
     killed: Option<KillReason>,
-    /// What its death said of it; it is not swept up yet.
+    /// Consequences of the exit, until the descendants are gone.
     dead: Option<Dead>,
-    /// Set once the slot no longer waits for this worker's exit: the count of such workers so far.
+    /// Set once the slot no longer waits for this worker's exit: the value of `lefts` at that time.
     left: Option<u64>,
-    /// When it may be killed for its jobs, if it deserves that since before.
+    /// Time from which the worker may be killed for its jobs, if it is stuck since an earlier step.
     killed_at: Option<Time>,
     no_successor_before: Time,
 }
@@ -181,7 +182,7 @@ struct Dead {
 }
 
 impl Worker {
-    /// Whether it is neither dead nor about to be.
+    /// Returns true if the worker is neither dead nor being killed.
     fn lives_on(&self) -> bool {
         self.killed.is_none() && self.dead.is_none()
     }
@@ -195,45 +196,46 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// What one event is about and what has to follow from it.
+/// Meaning of the current event, and its required consequences.
 #[derive(Default)]
 struct Step {
     cause: Cause,
     submission: Option<Submitted>,
-    /// The job that was taken, and the worker that it prefers.
+    /// Job that was accepted, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
-    /// Answers that are due now.
+    /// Answers that are required in this step.
     owed: BTreeMap<JobId, Verdict>,
-    /// What is to be run is another from here on: workers that had not begun are to go.
+    /// True if all workers must be replaced by a new program. Workers that are still starting must be killed.
     is_replaced: bool,
-    /// All are to be replaced by fresh ones.
+    /// True if all workers must be replaced.
     is_restarted: bool,
-    /// How many jobs a worker may begin is another.
+    /// True if `recycle.jobs` has changed.
     is_recounted: bool,
-    /// How many jobs at once a worker may have is told anew.
+    /// True if `max_in_flight` may have changed.
     is_resized: bool,
-    /// Whether a silence is put down to the machine.
+    /// True if a silence was blamed on the machine.
     is_forgiven: bool,
-    /// Those of them that may be tried again instead, and whether as suspects.
+    /// Jobs in `owed` that may be retried instead. The value is true if the job becomes a suspect.
     retryable: BTreeMap<JobId, bool>,
-    /// Payloads that are to be told of as quarantined.
+    /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
-    /// A worker that answered for a job that it cannot have begun.
+    /// Worker that answered a job that it cannot have begun.
     lied: Option<WorkerId>,
-    /// A job that its worker gives back.
+    /// Job that its worker returns.
     returned: Option<(WorkerId, JobId)>,
-    /// Jobs whose answer depends on the order in which the policy handles several jobs.
+    /// Jobs whose answer depends on the order in which policy handles several jobs.
     either: BTreeSet<JobId>,
-    /// Workers that are to be told how many jobs to expect.
+    /// Workers that must be told their new maximum number of jobs.
     to_limit: BTreeMap<WorkerId, u32>,
-    /// Workers that are to be asked to stop work on a job.
+    /// Workers that must be asked to cancel a job.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// One of these has to make room for the submission, if there are any.
+    /// Jobs of which one must leave for the submission, if there are any.
     evictable: BTreeSet<JobId>,
-    /// Whether the submission may be refused instead: not every one of the equals may be evicted for it.
+    /// True if the submission may be rejected instead, because some of the equally large tenants' oldest jobs
+    /// have a higher priority.
     may_be_full: bool,
-    /// The one of those owed an answer that makes room for the submission.
+    /// Job in `owed` that leaves for the submission.
     shed: Option<JobId>,
 }
 
@@ -251,7 +253,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// Slots that wait, or were given up, may have a worker at once.
+    /// Slots that wait or have stopped may get a worker at once.
     Replace,
 }
 
@@ -306,7 +308,7 @@ impl Model {
         }
     }
 
-    /// Judges what the policy made of the event that [`Model::happened`] was told of.
+    /// Checks the actions of policy for the event that was passed to [`Model::happened`].
     pub(crate) fn judge(
         &mut self,
         taken: Option<JobId>,
@@ -340,7 +342,7 @@ impl Model {
         self.coverage.see(&format!("state {}", bulkhead.state().name()));
     }
 
-    /// Judges the end: it has stopped, and nothing is left.
+    /// Checks that no jobs, workers or timers are left after a stop.
     pub(crate) fn judge_end(&self, bulkhead: &Bulkhead<Tag>) {
         assert!(bulkhead.is_stopped());
         assert!(self.workers.is_empty(), "it says that it has stopped, and workers are left");
@@ -349,7 +351,7 @@ impl Model {
         assert_eq!(bulkhead.next_deadline(), None, "nothing is left to be waited for");
     }
 
-    // What is true between two events.
+    // Invariants between two events.
 
     fn check_promises(&mut self) {
         let either = std::mem::take(&mut self.step.either);
@@ -371,7 +373,8 @@ impl Model {
         self.check_queue_bound();
     }
 
-    /// What was in flight and waits again stands beside the queue's own bound: it had been let in before.
+    /// Jobs that were in flight and wait again may exceed the queue's limit, because they were accepted
+    /// before.
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
@@ -421,7 +424,7 @@ impl Model {
         }
     }
 
-    // Questions.
+    // Queries.
 
     fn live(&self, id: WorkerId) -> Option<&Worker> {
         self.workers.get(&id.place).filter(|worker| worker.id == id && worker.dead.is_none())
@@ -435,7 +438,8 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// How many jobs it may have now: no more than it was told to expect.
+    /// Returns the maximum number of jobs that the worker may have now, which never exceeds the number that
+    /// the worker was told.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.promised) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -446,19 +450,20 @@ impl Model {
             SlotState::Held { current, .. } if current == worker.id.place)
     }
 
-    /// Whether no client waits for anything in it, or something in it has passed the bulkhead's deadline.
+    /// Returns true if no client waits for any of the worker's jobs, or one of them has passed the bulkhead's
+    /// own deadline or run limit.
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
     }
 
-    /// Whether it sends a result that is too large, and nothing in it has passed the bulkhead's deadline.
+    /// Returns true if the worker sends a result that is too large and none of its jobs is overdue.
     fn is_sending(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
     }
 
-    /// When it is killed, as it is stuck.
+    /// Returns the time at which a stuck worker is killed.
     fn killed_at(&self, worker: &Worker) -> Time {
         let at = self.now + self.patience(worker);
         match worker.killed_at {
@@ -467,7 +472,8 @@ impl Model {
         }
     }
 
-    /// How long it may stay as it is when it is stuck; while it sends, from the last that was heard.
+    /// Returns the time that a stuck worker has. While it sends a result that is too large, the time counts
+    /// from the last data received.
     fn patience(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -486,7 +492,7 @@ impl Model {
         is_ready && !self.is_stuck(worker) && is_at_work
     }
 
-    /// The workers that may have another job.
+    /// Returns the workers that may get another job.
     fn able(&self) -> impl Iterator<Item = &Worker> {
         let has_room = |w: &&Worker| {
             !w.is_apart && !w.is_stalled && w.jobs.len() < self.capacity(w) && self.is_available(w)
@@ -495,13 +501,13 @@ impl Model {
         self.workers.values().filter(has_room).filter(move |_| in_use < limit)
     }
 
-    /// Which worker is to have the next job.
+    /// Returns the worker that must get the next job.
     fn least_loaded(&self) -> Option<WorkerId> {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// The jobs of which one is to be next: of the highest class that waits and gets a permit, the oldest of
-    /// each tenant that is below its share.
+    /// Returns the jobs of which one must be next. These are the oldest jobs of all tenants below their
+    /// share, in the highest class that waits and may use a permit.
     fn next_ones(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -521,15 +527,16 @@ impl Model {
         self.limits.tenants.max_in_flight.is_some_and(|most| taken >= most as usize)
     }
 
-    /// How many permits are taken, and how many there are.
+    /// Returns the number of permits in use, and the limit.
     fn permits(&self) -> (usize, usize) {
         let available = self.workers.values().filter(|w| self.is_available(w));
         let limit = self.adapted(available.map(|w| self.capacity(w)).sum());
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
-    /// What the workers of a slot have taken of the limit. The one that takes jobs answers for those that it
-    /// replaced; without one the slot's own permits do. A job that runs alone takes all of its worker's.
+    /// Returns the number of permits of the limit that a slot's workers use. Jobs in replaced workers are
+    /// charged to the slot's own unused permits first, and then to the slot's worker. A job that runs alone
+    /// uses all permits of its worker.
     fn taken(&self, slot: usize) -> usize {
         let of_slot = || self.workers.values().filter(|w| w.owes as usize == slot && !w.is_written_off);
         let running: usize = of_slot().map(|w| w.jobs.len()).sum();
@@ -540,16 +547,17 @@ impl Model {
         };
         let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
         let taken = if worker.is_apart { jobs.max(capacity) } else { jobs };
-        // What it may not have of the slot's own is there for those that it replaced.
+        // Permits of the slot that are not part of the limit bear the jobs of replaced workers first.
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 
-    /// Jobs that run now, in whatever worker; not in one that had been killed when another took its slot.
+    /// Returns the number of running jobs, except in workers that had been killed when their slot was
+    /// reassigned.
     fn running(&self) -> usize {
         self.workers.values().filter(|w| !w.is_written_off).map(|w| w.jobs.len()).sum()
     }
 
-    /// Whether a worker without a job may be given one.
+    /// Returns true if there is a permit for a worker without jobs.
     fn has_permit(&self, worker: &Worker) -> bool {
         let (in_use, limit) = self.permits();
         let own = if worker.is_apart { self.capacity(worker) } else { 0 };
@@ -561,7 +569,7 @@ impl Model {
         if in_use + self.reserve() < limit { Priority::BestEffort } else { Priority::Critical }
     }
 
-    /// Permits that only critical jobs may have.
+    /// Returns the number of permits reserved for critical jobs.
     fn reserve(&self) -> usize {
         let configured = self.adapted((self.limits.processes * self.limits.max_in_flight) as usize);
         let reserve = (self.limits.critical_reserve * configured as f64).ceil() as usize;
@@ -575,7 +583,7 @@ impl Model {
     }
 }
 
-/// Whether two verdicts are the same but for the sentence.
+/// Returns true if two verdicts differ at most in their message.
 fn is_same(one: &Verdict, other: &Verdict) -> bool {
     let plain = |verdict: &Verdict| {
         let mut verdict = verdict.clone();

@@ -1,4 +1,4 @@
-//! SplitMix64 (Steele et al. 2014): everything that a simulation draws comes from its one seed.
+//! SplitMix64 (Steele et al. 2014). All random numbers of a simulation come from one seed.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number from `low` to `high`, both included.
+    /// Returns a number from `low` to `high`, inclusive.
     pub(crate) fn range(&mut self, low: u64, high: u64) -> u64 {
         low + self.draw() % (high - low + 1)
     }
@@ -30,7 +30,7 @@ impl Random {
         from[(self.draw() % from.len() as u64) as usize]
     }
 
-    /// A time between two numbers of milliseconds, to the microsecond.
+    /// Returns a random duration between two numbers of milliseconds, with a resolution of a microsecond.
     pub(crate) fn millis(&mut self, low: u64, high: u64) -> Duration {
         Duration::from_micros(self.range(low * 1000, high * 1000))
     }

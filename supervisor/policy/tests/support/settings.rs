@@ -1,5 +1,5 @@
-//! Random limits, and random tempers for the workers and clients that live under them. Extremes are as
-//! likely as the middle: a simulation in which everything is mediocre finds nothing.
+//! Random limits, and random behaviour of the workers and clients. Extremes are as likely as average values,
+//! because average histories find no bugs.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn crowded_or_not(random: &mut Random) -> Limits {
     if !random.percent(30) {
         return limits;
     }
-    // Where much waits, and much may be ahead.
+    // Many jobs wait, and many are prefetched.
     let deadline = random.millis(1000, 10_000);
     Limits {
         max_in_flight: random.pick(&[1, 1, 2, 4]),
@@ -87,7 +87,7 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Slow hearts leave more of the steps for other things, and let more time pass.
+/// Long heartbeat intervals leave more steps for other events, and let more time pass.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
@@ -130,10 +130,10 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// `recycle.rss`, where it is set.
+/// Value of `recycle.rss`, if set.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
-/// How the workers and the clients of one history behave. Chances are percentages.
+/// Behaviour of the workers and clients of one history. Chances are percentages.
 #[derive(Debug)]
 pub(crate) struct Temper {
     pub(crate) spawn_fails: u64,
@@ -167,8 +167,8 @@ pub(crate) struct Temper {
 
 impl Temper {
     pub(crate) fn draw(random: &mut Random) -> Self {
-        // In most histories something goes wrong, in few everything does: where no worker ever comes up
-        // there is little to see.
+        // Something fails in most histories, but everything fails only in few. Without any worker there is
+        // little to test.
         let (starts_well, works_well) = (random.percent(70), random.percent(30));
         let start = |random: &mut Random, chances: &[u64]| if starts_well { 0 } else { random.pick(chances) };
         let work = |random: &mut Random, chances: &[u64]| if works_well { 0 } else { random.pick(chances) };

@@ -1,7 +1,7 @@
-//! What is outside of the policy: a shell that performs actions, workers that come up, work, disobey and
-//! die, clients that submit and lose interest, and an operator. It is realistic where that matters: a
-//! killed process is gone only some time later, what is said by the living is in order, and only the
-//! ghosts (messages from workers that are gone) come without rhyme or reason.
+//! Everything outside of policy: a caller that performs actions, workers that start, work, disobey and die,
+//! clients that submit and cancel jobs, and an operator. Where that matters, the world is realistic. A killed
+//! process exits some time later, and messages of living workers are in order. Only ghosts, which are
+//! messages from workers that have exited, come at random.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::claims::Registry;
 use super::random::Random;
 use super::settings::{self, RSS_LIMIT_BYTES, Temper};
 
-/// Something that will happen, unless the process that it is about is gone by then.
+/// Future event. Dropped if its process has exited by then.
 #[derive(Debug)]
 enum Happening {
     Arrival,
@@ -25,7 +25,7 @@ enum Happening {
     Wake,
     Ghost,
     Process(WorkerId, Sign),
-    /// What a dead process left behind is gone.
+    /// All descendants of a dead process are gone.
     Swept(WorkerId),
 }
 
@@ -41,15 +41,15 @@ enum Sign {
     Reply(JobId),
     /// The worker begins its jobs up to this number.
     Begins(u64),
-    /// The worker gives back the job with this number, because it was taken back.
+    /// The worker returns the job with this number, because the job was recalled.
     GivesBack(u64),
-    /// So many parts more come of a result that is too large.
+    /// A part of a result that is too large arrives, and this number of parts remains.
     Part(JobId, u64),
     Stopping,
     Broke,
     Memory,
     Looked,
-    /// What it wrote of itself is looked up.
+    /// The caller reads the timestamp that the worker wrote.
     WasAlive(Time),
     Exited(Death),
 }
@@ -57,31 +57,31 @@ enum Sign {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
-    /// Whether it says which jobs it begins.
+    /// True if the worker keeps a record of begun jobs.
     has_claims: bool,
-    /// All that it was ever sent.
+    /// All jobs that were ever sent to the worker.
     sent: Vec<JobId>,
-    /// Jobs taken back from the worker lately.
+    /// Jobs recently recalled from the worker.
     taken: Vec<JobId>,
-    /// Jobs ahead of the one it runs.
+    /// Prefetched jobs.
     ahead: VecDeque<JobId>,
-    /// How often it was told to be heard.
+    /// Heartbeat interval that the worker was given.
     heartbeat: Duration,
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
-    /// It is on its way out, and reads nothing any more.
+    /// True if the process is about to exit and reads nothing more.
     is_leaving: bool,
-    /// What was handed to it and not answered.
+    /// Jobs with a permit.
     jobs: Vec<JobId>,
-    /// Those of them that it never read.
+    /// Jobs with a permit that the worker never read.
     unread: Vec<JobId>,
-    /// Those of which a result that is too large has begun.
+    /// Jobs with a permit for which a result that is too large has begun.
     oversized: Vec<JobId>,
 }
 
 impl Process {
-    /// The job's number in the order of sending, when it was last sent.
+    /// Returns the job's number in the order of sending, for the last time that it was sent.
     fn arrival(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -95,9 +95,9 @@ pub(crate) struct World {
     agenda: BTreeMap<(Time, u64), Happening>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
-    /// The newest workers that are gone, for ghosts.
+    /// Most recently exited workers, for ghosts.
     gone: Vec<WorkerId>,
-    /// Jobs that were handed out lately, whatever became of them.
+    /// Most recently dispatched jobs, whatever their state.
     handed_out: Vec<JobId>,
     next_tag: u64,
     next_pid: u32,
@@ -135,12 +135,12 @@ impl World {
         self.plan(at, Happening::Process(worker, sign));
     }
 
-    /// When the next thing happens.
+    /// Returns the time of the next event.
     pub(crate) fn due(&self) -> Option<Time> {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// How much later than it could the supervisor looks at the world: mostly not at all.
+    /// Returns a random delay of the supervisor. `None` in most cases.
     pub(crate) fn jump(&mut self) -> Option<Duration> {
         self.random.percent(self.temper.jump).then(|| self.random.millis(1, 5000))
     }
@@ -153,8 +153,7 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// The next thing that has happened by now, as the shell would report it. `None` for what came to
-    /// nothing, because the process that it was about is gone.
+    /// Returns the next event that is due, as the caller would report it. `None` if its process has exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -197,16 +196,17 @@ impl World {
         let cargo = Tag(self.next_tag);
         let plain = Submission::new(cargo);
         let times = Submission { deadline, run_limit, ..plain };
-        // One of those that are there, or were.
+        // A worker that exists or has existed.
         let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.gone).copied().collect();
         workers.sort_unstable();
-        // By the job's number, so that chance goes on as it does without.
+        // Derived from the job's number instead of a random number, so that the random sequence does not
+        // change.
         let tag = usize::try_from(self.next_tag).unwrap_or_default();
         let prefers = (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
         Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, prefers, ..times })
     }
 
-    /// A job was taken: its client may lose interest.
+    /// Handles an accepted job, which its client may cancel later.
     pub(crate) fn taken(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.temper.cancels) {
             let after = self.random.millis(0, 2 * self.temper.job_ms + 20);
@@ -234,7 +234,7 @@ impl World {
                 Event::Rest
             }
             12 => {
-                // As long as nothing rests, this means nothing; while something does, it is waited for.
+                // Has an effect only while the bulkhead rests. Jobs then wait until the wake-up.
                 let until = now + self.random.millis(0, 200);
                 self.plan(until, Happening::Wake);
                 Event::Await
@@ -248,7 +248,7 @@ impl World {
         }
     }
 
-    /// What an operator may write into the file: everything anew, or a little.
+    /// Returns limits as an operator may change them in the file, all of them or a few.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -271,7 +271,7 @@ impl World {
         }
     }
 
-    /// A message from a worker that is gone or never was, or for a job that is not where it is said to be.
+    /// Returns a message from a worker that has exited or never existed, or for a job that is elsewhere.
     fn ghost(&mut self, now: Time) -> Option<Event<Tag>> {
         let pause = self.random.millis(1, 100 * self.temper.arrival_ms);
         self.plan(now + pause, Happening::Ghost);
@@ -389,15 +389,15 @@ impl World {
         Some(event)
     }
 
-    /// Mostly a process leaves nothing behind; sometimes that takes long to end.
+    /// Schedules the end of the descendants. Usually there are none; sometimes they take long to end.
     fn plan_sweep(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
         self.plan(now + after, Happening::Swept(worker));
     }
 
-    /// Gives back a job that was begun just as it was taken back, and does not run it. The policy decides who runs the
-    /// job.
+    /// Returns a job that was begun just as it was recalled, without running it. Policy decides which worker
+    /// runs the job.
     fn give_back(&mut self, now: Time, worker: WorkerId, arrival: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(arrival as usize - 1)?;
@@ -443,7 +443,7 @@ impl World {
 
     fn reply(&mut self, now: Time, worker: WorkerId, job: JobId) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
-        // One that was cancelled is answered once, by whichever came first; a few stammer.
+        // A cancelled job is answered once, by whichever reply comes first. A few workers reply again.
         let known = process.jobs.iter().position(|&j| j == job);
         if known.is_none() && !self.random.percent(20) {
             return None;
@@ -470,7 +470,7 @@ impl World {
         }
         let process = self.processes.get_mut(&worker)?;
         if process.oversized.contains(&job) {
-            // Its end comes behind its last part.
+            // The reply follows after the last part.
             return None;
         }
         if self.random.percent(self.temper.oversizes) {
@@ -502,7 +502,7 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// The next part of a result that is too large, or nothing any more.
+    /// Schedules the next part of a result that is too large. In a few cases the result stops.
     fn plan_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {
@@ -536,7 +536,7 @@ impl World {
         }
     }
 
-    /// Some say so before they go, others just go.
+    /// Some workers announce their exit, others just exit.
     fn leave_after_job(&mut self, now: Time, worker: WorkerId) {
         if self.random.percent(50) {
             self.plan_sign(now, worker, Sign::Stopping);
@@ -549,7 +549,7 @@ impl World {
         }
     }
 
-    /// The process wants to go, and does once it has nothing left to do.
+    /// Lets a process drain. It exits once it has no jobs left.
     fn go(&mut self, now: Time, worker: WorkerId) {
         let disobeys = self.random.percent(self.temper.ignores_drain);
         let after = self.random.millis(0, 50);
@@ -688,7 +688,7 @@ impl World {
         }
     }
 
-    /// A process begins its jobs up to this one, unless that was taken back.
+    /// Lets a process begin its jobs up to this number, unless they were recalled.
     fn begin(&mut self, now: Time, worker: WorkerId, arrival: u64) {
         let Some(process) = self.processes.get_mut(&worker) else { return };
         let begun = self.registry.begun(worker);
@@ -702,7 +702,7 @@ impl World {
         jobs.into_iter().for_each(|job| self.run(now, worker, job));
     }
 
-    /// Decides the fate of a job that a process has begun.
+    /// Decides the fate of a job that has begun.
     fn run(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let after = self.random.millis(0, 2 * self.temper.job_ms);
         let roll = self.random.range(0, 99);
@@ -712,7 +712,7 @@ impl World {
         let hangs = breaks + self.temper.job_hangs;
         let at = now + after;
         if process.is_leaving {
-            // Its exit is planned already.
+            // The exit is already scheduled.
         } else if roll < crashes {
             self.plan_death(at, worker, 5);
         } else if roll < breaks {
@@ -722,7 +722,7 @@ impl World {
         }
     }
 
-    /// A job is the policy's again.
+    /// Returns a recalled job to policy.
     fn take_back(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let raced = self.registry.with(worker, |numbers| numbers.raced.take());
         let begun = self.registry.begun(worker);
@@ -734,7 +734,7 @@ impl World {
         if process.is_draining && process.jobs.is_empty() {
             self.go(now, worker);
         }
-        // Gives back the raced job, or the last job begun before.
+        // Returns the job that was begun during the recall, or sometimes the last job begun before.
         let is_given_back = raced.is_none() && begun > 0 && self.random.percent(10);
         if let Some(arrival) = raced.or(is_given_back.then_some(begun)) {
             let within_ms = self.random.pick(&[0, 5, 50]);
@@ -743,7 +743,7 @@ impl World {
         }
     }
 
-    /// The oldest job ahead is begun.
+    /// Begins the oldest prefetched job.
     fn begin_ahead(&mut self, now: Time, worker: WorkerId) {
         let next = self.processes.get_mut(&worker).and_then(|process| process.ahead.pop_front());
         if let Some(job) = next {
@@ -751,7 +751,7 @@ impl World {
         }
     }
 
-    /// It is gone some time later, and may have died of something else before it comes to that.
+    /// Schedules the exit of a killed process some time later. The process may die of another cause before.
     fn kill(&mut self, now: Time, worker: WorkerId) {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };

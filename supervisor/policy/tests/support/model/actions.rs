@@ -1,4 +1,4 @@
-//! Whether an action is allowed, and what follows from it.
+//! Checks that each action is allowed, and applies its effect.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// How long a worker may take to exit once it has nothing left to do.
+/// Maximum time for an idle worker to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that may take their time to exit. One more, and the oldest is
-/// killed.
+/// Maximum number of replaced workers without jobs that may still be exiting. One more causes the oldest to
+/// be killed.
 const LEAVING_MAX: usize = 16;
 
-/// How long it may take until an ordered process runs.
+/// Maximum time until an ordered process runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Worker {
@@ -120,7 +120,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job taken back together with others is sent to the same worker again.
+    /// Checks that a job recalled together with others is sent to the same worker again.
     fn send_again(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -148,7 +148,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // If too many workers leave, the oldest is killed. A worker that is late itself is killed before others leave.
+        // Leaving slots may cause a kill of the oldest exiting worker. A worker that is late itself is killed
+        // before others leave.
         if *reason == KillReason::Overdue && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.leave_slots();
         }
@@ -222,7 +223,7 @@ impl Model {
         }
     }
 
-    /// Every worker that was to be killed or drained by now has been.
+    /// Checks that every worker that had to be killed or drained by now has been.
     pub(super) fn settle_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -233,7 +234,7 @@ impl Model {
             && !self.step.is_forgiven
             && let Some(worker) = self.live(id)
         {
-            // One that was given a job meanwhile need not be heard.
+            // A worker that got a job meanwhile need not send heartbeats.
             let is_due = worker.was_looked_at && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} hangs and lives");
         }
@@ -297,7 +298,7 @@ impl Model {
         match self.step.owed.remove(&id) {
             _ if is_either => {}
             Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
-            // One that had run before is told of that, whatever it leaves for.
+            // A job with an earlier attempt gets the outcome of that attempt.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
             None if is_next && self.is_breaking && is_broken => {}
@@ -305,7 +306,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} is evicted, and others come first"),
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
-        // An answered job that is still ahead has begun, which counts as an attempt.
+        // An answered job that is still prefetched has begun, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_ahead()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
@@ -314,7 +315,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// An answered job leaves the queue; if a worker has it, that is asked to stop, and keeps it.
+    /// Removes an answered job from the queue. If a worker has the job, the worker keeps it and must be asked
+    /// to cancel.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
@@ -340,7 +342,7 @@ impl Model {
         let submission = self.step.submission.take().expect("a refusal of nothing");
         assert_eq!(answer.cargo.0, submission.tag);
         if self.is_breaking && answer.verdict == Verdict::rejected(RejectReason::CircuitOpen) {
-            // It is looked at before the queue is.
+            // The breaker is checked before the queue.
             self.step.evictable.clear();
             if let Some(shed) = self.step.shed.take() {
                 self.step.owed.remove(&shed);

@@ -1,4 +1,4 @@
-//! The adaptive limit, told from the list of all runs of a window.
+//! The adaptive limit, computed from the list of all runs of a window.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Adaptive {
         *runs.iter().find(at_most).expect("the longest is one")
     }
 
-    /// The limit moves by the smallest latency that at least half of the tenants keep to.
+    /// Adjusts the limit by the smallest latency that at least half of the tenants do not exceed.
     fn moves(&mut self, now: Time) {
         let mut by_tenant: BTreeMap<TenantId, Vec<Duration>> = BTreeMap::new();
         for &(tenant, ran) in &self.runs {
@@ -107,14 +107,14 @@ impl Model {
         }
     }
 
-    /// What the adaptive limit leaves of the permits.
+    /// Returns the number of permits that the adaptive limit allows.
     pub(super) fn adapted(&self, permits: usize) -> usize {
         let enforced = self.adaptive.as_ref().filter(|a| a.numbers.mode == AdaptiveMode::Enforce);
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// Returns the jobs taken back before the limit moved: together with a job that ended, and not because another
-    /// worker could begin them.
+    /// Returns the jobs recalled before the limit changed: together with a job that ended, and not because
+    /// another worker could begin them.
     fn taken_back_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];
@@ -155,7 +155,7 @@ impl Model {
                 _ => ran > adaptive.numbers.target,
             };
             if job.worker.is_some() && is_telling && job.since >= adaptive.fell_at {
-                // What was late in a window before was counted there.
+                // A run that was late in an earlier window was counted there.
                 let was_late = job.since + adaptive.numbers.target < adaptive.since;
                 adaptive.runs.extend((!was_late).then_some((job.tenant, ran)));
                 adaptive.in_use = adaptive.in_use.max(self.in_use_before);

@@ -1,11 +1,11 @@
-//! Jobs ahead of their worker: which jobs may be sent, and what happens to every job that a worker has not begun.
+//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
 use super::{Job, Mode, Model, Phase, Worker};
 
-/// Jobs ahead of one worker.
+/// Maximum number of prefetched jobs per worker.
 const JOBS_MAX: usize = 64;
 
 impl Job {
@@ -15,7 +15,7 @@ impl Job {
 }
 
 impl Model {
-    /// Jobs that have places in the queue.
+    /// Returns the number of places in use in the queue.
     pub(super) fn places_taken(&self) -> usize {
         self.queue.len() + self.ahead_waiting()
     }
@@ -52,7 +52,7 @@ impl Model {
         self.sent(id, job);
     }
 
-    /// A job is the next that its worker was sent.
+    /// Records a job as the next in its worker's order of jobs.
     pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live_mut(id).expect("only what lives is sent something");
         worker.sent += 1;
@@ -60,7 +60,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("it is known").arrival = sent;
     }
 
-    /// A worker has answered for one: the oldest ahead of it runs, by our count.
+    /// Records an answer of a worker: its oldest prefetched job begins.
     pub(super) fn begin_ahead(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -82,9 +82,9 @@ impl Model {
         self.begin(id);
     }
 
-    // Jobs sent and not begun.
+    // Jobs that were sent but have not begun.
 
-    /// The jobs that a worker has not begun, in the order in which they come back: the newest first.
+    /// Returns the jobs that a worker has not begun, in the order of their recall, newest first.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.seen(worker.id);
         let is_unbegun = |job: &JobId| worker.has_claims && self.jobs[job].arrival > begun;
@@ -94,14 +94,14 @@ impl Model {
         jobs
     }
 
-    /// Whether something that a worker has not begun, other than this, is kept nowhere else.
+    /// Returns true if the worker has an unbegun job, other than `other`, whose payload is kept nowhere else.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_repeatable)
     }
 
-    /// Returns whether a job can end as if it still waited, because its worker has not begun it. The second value is
-    /// true if this depends on the order in which several such jobs are handled.
+    /// Returns true if a job can end as if it still waited, because its worker has not begun it. The second
+    /// value is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_taken(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.ahead).and_then(|place| self.workers.get(&place));
@@ -113,7 +113,7 @@ impl Model {
 
     pub(super) fn took_back(&mut self, id: WorkerId, job: JobId) {
         let seen = self.registry.seen(id);
-        // The jobs ahead of a dead worker are settled already.
+        // The prefetched jobs of a dead worker were handled before.
         let Some(worker) = self.live(id) else { return };
         let is_given_back = self.step.returned == Some((id, job));
         assert!(is_given_back || self.jobs[&job].arrival > seen, "{job:?} has begun, and is taken back");
@@ -192,7 +192,7 @@ impl Model {
         self.step.owed.insert(id, verdict);
     }
 
-    /// Its worker is gone: what was ahead of it was not begun.
+    /// Recalls the prefetched jobs of a dead worker, because it has not begun them.
     pub(super) fn take_ahead_back(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.ahead).into_iter().rev() {
@@ -203,7 +203,8 @@ impl Model {
         }
     }
 
-    /// Returns the job ahead that is taken back and shed when the queue is full and a job of this class arrives.
+    /// Returns the prefetched job that is recalled and shed when the queue is full and a job of this class
+    /// arrives.
     pub(super) fn shed_ahead(&self, priority: Priority) -> Option<JobId> {
         let has_lower = |worker: &&Worker| worker.ahead.iter().any(|id| self.jobs[id].priority < priority);
         let workers = self.workers.values().filter(|worker| worker.dead.is_none()).filter(has_lower);
@@ -213,7 +214,7 @@ impl Model {
         leaves.min_by_key(|id| self.jobs[id].priority)
     }
 
-    /// Checks that jobs ahead are taken back as soon as none may be ahead.
+    /// Checks that prefetched jobs are recalled as soon as prefetching is not allowed.
     pub(super) fn check_ahead(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
         for worker in self.workers.values().filter(|worker| worker.lives_on()) {
@@ -235,7 +236,7 @@ impl Model {
         }
     }
 
-    /// An answer for a job that is ahead, or was taken back, is a lie.
+    /// Handles an answer for a prefetched or recalled job, which is a protocol violation.
     pub(super) fn answers_without_right(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.ahead.contains(&job);
@@ -246,7 +247,7 @@ impl Model {
         }
         self.coverage.see(if is_too_soon { "answered too soon" } else { "answered and taken back" });
         self.step.lied = lives.then_some(id);
-        // It ran, and does not run again, unless it does already.
+        // The job has run, and must not run again unless it already does.
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {

@@ -1,4 +1,4 @@
-//! What an event means, by the rules.
+//! Effect of each event on the model.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, Phase, Step, Submitted, Worker};
 use crate::support::Tag;
 
-/// A job that so many workers left unread is not given to another.
+/// Number of workers that may die with a job unread before the job is no longer requeued.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// So often in a row a worker's silence is put down to the machine.
+/// Number of consecutive silences that are blamed on the machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -27,7 +27,7 @@ impl Worker {
 }
 
 impl Model {
-    /// Notes an event, before the policy is told of it.
+    /// Records an event before policy handles it.
     pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.registry.next_step();
@@ -101,7 +101,7 @@ impl Model {
         }
     }
 
-    /// A worker that says anything is alive.
+    /// Records a sign of life for every event that comes from a worker.
     fn hear(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
@@ -165,7 +165,7 @@ impl Model {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
             _ if self.is_quarantined(digest) => {
-                // It is looked at before the queue is.
+                // Quarantine is checked before the queue.
                 self.step = Step { cause: self.step.cause, ..Step::default() };
                 Some(Verdict::rejected(RejectReason::Quarantined))
             }
@@ -187,7 +187,7 @@ impl Model {
         self.step.submission = Some(submitted);
     }
 
-    /// Why a job that comes now is not taken.
+    /// Returns the reason for rejecting a job that arrives now, or `None` if the job is accepted.
     fn refusal(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_its_share(tenant);
@@ -221,7 +221,8 @@ impl Model {
         self.places_taken() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
-    /// A full queue: who has to leave it for a job of this priority, or else why there is no room.
+    /// Determines the job that must leave a full queue for a job of this priority. Returns the rejection if
+    /// there is none.
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
@@ -249,7 +250,7 @@ impl Model {
         None
     }
 
-    /// Makes room for a job where only jobs ahead can leave.
+    /// Determines the prefetched job that must leave, if no queued job can.
     fn make_room_ahead(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_ahead(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -261,7 +262,8 @@ impl Model {
         None
     }
 
-    /// When there may be a worker at the earliest: now, if there is one in whatever state.
+    /// Returns the earliest time at which a worker may be available, which is now if a worker exists in any
+    /// state.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_reserve);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -272,7 +274,7 @@ impl Model {
         starts.min()
     }
 
-    /// What became of the submission, if this was one.
+    /// Records the acceptance of a submission.
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
         let submission = self.step.submission.take().expect("a job came from nowhere");
@@ -359,7 +361,7 @@ impl Model {
                 self.step.either.insert(*id);
             }
             let is_waiting = job.worker.is_none() && !job.is_ahead() || can_be_taken;
-            // The run limit starts again when the job is sent again.
+            // The run limit starts again with the next dispatch.
             let is_late = is_late && (!can_be_taken || !job.is_repeatable);
             let patience_until = job.patience_until.filter(|_| job.before.is_none());
             let has_permit = job.worker.is_some();
@@ -492,7 +494,7 @@ impl Model {
         self.step.owed.insert(job, verdict);
     }
 
-    /// The client is told now, and the worker has the job as before.
+    /// The client is answered now. The worker keeps the job.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -510,7 +512,7 @@ impl Model {
         }
     }
 
-    /// Whose first job has just passed the bulkhead's deadline has no more than `grace` from here on.
+    /// Limits the remaining time to `grace` for workers whose first job has just become overdue.
     fn hurry(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -521,7 +523,7 @@ impl Model {
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId, is_by_word: bool) {
-        // A word of the worker's own counts once for a job.
+        // The worker's own record is believed once per job.
         if is_by_word && self.jobs.get(&job).is_some_and(|job| job.taken_back > 0) {
             return;
         }
@@ -564,7 +566,7 @@ impl Model {
         {
             self.crashed_alone(job);
         }
-        // The oldest is to be the first in the end.
+        // Reverse order, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
             if self.may_be_given_again(job) {
                 self.coverage.see(if begun.is_empty() {
@@ -602,7 +604,7 @@ impl Model {
         may_wait && !job.is_answered && job.is_repeatable && job.taken_back < UNREAD_ATTEMPTS_MAX
     }
 
-    // The operator.
+    // Operator commands.
 
     fn restart(&mut self) {
         self.step.is_restarted = true;
@@ -611,7 +613,7 @@ impl Model {
         self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);
     }
 
-    /// Something else is to be run.
+    /// New workers run another program.
     fn replace(&mut self) {
         self.step.is_replaced = true;
         self.restart();
@@ -689,7 +691,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// What a job gets whose worker ended like this.
+/// Returns the outcome of jobs whose worker ended in this way.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

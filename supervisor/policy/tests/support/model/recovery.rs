@@ -1,4 +1,4 @@
-//! Jobs whose worker died: who is tried again, in what company, and which payload is kept out.
+//! Jobs of dead workers: retries, suspects, and quarantined payloads.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use bulkhead_shared::{Executed, JobId, Verdict};
 use super::{Mode, Model, Phase};
 use crate::support::Tag;
 
-/// So many retries are within any budget.
+/// Number of retries that any budget allows.
 const RETRIES_FLOOR: u64 = 10;
 
-/// Which payloads crashed, and when.
+/// Crashes and quarantined payloads.
 #[derive(Default)]
 pub(super) struct Poison {
     crashes: Vec<(Time, Digest)>,
@@ -37,7 +37,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// A worker, or a program, died while it had this job and no other.
+    /// Records that a worker or program died while this was its only job.
     pub(super) fn crashed_alone(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -55,7 +55,7 @@ impl Model {
         }
     }
 
-    /// A job lost its worker: if it may be tried again, it is the budget that decides.
+    /// Marks a job as retryable, if it is, after the loss of its worker. The budget then decides.
     pub(super) fn may_be_retried(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -78,7 +78,7 @@ impl Model {
         job.is_unread = false;
         self.wait_again(id);
         if self.live_slots() == 0 {
-            // Its worker was the last one.
+            // The last worker has gone.
             self.step.owed.insert(id, crash);
         }
     }
@@ -90,7 +90,8 @@ impl Model {
         }
     }
 
-    /// What the client of a waiting job hears: if it ran before, that is what counts.
+    /// Returns the verdict as the client sees it. For a waiting job with an earlier attempt, this is the
+    /// outcome of that attempt.
     pub(super) fn told(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
             Some(_) => verdict,
@@ -98,7 +99,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict as the client sees it, for a job that waits or is about to.
+    /// Returns the verdict as the client sees it, for a job that waits or is about to wait.
     pub(super) fn told_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -107,13 +108,14 @@ impl Model {
         }
     }
 
-    // Workers for one alone.
+    // Exclusive workers for suspects.
 
     pub(super) fn note_who_is_apart(&mut self, bulkhead: &Bulkhead<Tag>, actions: &[Action<Tag>]) {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_apart = view.is_apart;
-                // A worker that got a job in this step has stalled only because the job was taken back.
+                // A worker that got a job in this step was not stalled before, so the job must have been
+                // recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_ahead: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
@@ -124,7 +126,7 @@ impl Model {
         }
     }
 
-    /// The oldest suspect whose tenant is below its share.
+    /// Returns the oldest suspect whose tenant is below its share.
     pub(super) fn next_suspect(&self) -> Option<JobId> {
         self.suspects.iter().copied().find(|id| !self.is_at_its_share(self.jobs[id].tenant))
     }
@@ -161,7 +163,7 @@ impl Model {
         }
     }
 
-    // Numbers put in force.
+    // New limits.
 
     pub(super) fn reconfigure(&mut self, limits: &Limits) {
         let before = std::mem::replace(&mut self.limits, limits.clone());
@@ -193,7 +195,7 @@ impl Model {
         self.fit(change.max_in_flight.is_some());
     }
 
-    /// As many permits, workers and places in the queue as there are to be now.
+    /// Applies new numbers of permits, workers and places in the queue.
     fn fit(&mut self, is_told_anew: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);

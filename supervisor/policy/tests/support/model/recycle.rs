@@ -1,4 +1,4 @@
-//! Workers that may begin only so many jobs, and those that follow them.
+//! Workers with a maximum number of jobs (`recycle.jobs`), and their successors.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use super::slots::SlotState;
 use super::{Cause, Model, Phase, Worker};
 
 impl Model {
-    /// How many jobs it may still be given.
+    /// Returns the number of jobs that the worker may still be given.
     pub(super) fn jobs_left(&self, worker: &Worker) -> usize {
         let left = self.limits.recycle.jobs.map(|most| most.saturating_sub(worker.begun));
         left.map_or(usize::MAX / 2, |left| left as usize)
     }
 
-    /// A worker was given a job.
+    /// Records that a worker was given a job.
     pub(super) fn begin(&mut self, id: WorkerId) {
         self.workers.entry(id.place).and_modify(|worker| worker.begun += 1);
         let most = self.limits.recycle.jobs.unwrap_or(u64::MAX);
@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.spend(place));
     }
 
-    /// One that has begun its last job goes, and the one that waits for that has its turn.
+    /// Marks a worker that was given its last job. A successor on standby takes over.
     fn spend(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.lives_on() && self.is_current(worker);
@@ -58,7 +58,7 @@ impl Model {
         }
     }
 
-    /// A worker is said to be replaced: if another waited, that has its turn for this reason.
+    /// Handles a report that a worker is replaced. A successor on standby takes over, whatever the reason.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
@@ -72,7 +72,7 @@ impl Model {
         }
     }
 
-    /// Whether one that is ready has waited for its turn for a second at least, and four times its start.
+    /// Returns true if a successor has been on standby for at least a second and four times its start time.
     pub(super) fn has_waited(&self, slot: u32) -> bool {
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
         of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {
@@ -82,7 +82,7 @@ impl Model {
         })
     }
 
-    /// Whether there is another reason to replace a worker that works.
+    /// Checks that there is another reason to replace a healthy worker.
     pub(super) fn check_turn(&mut self, slot: u32, current: u32) {
         let worker = &self.workers[&current];
         let recycle = &self.limits.recycle;
@@ -100,7 +100,7 @@ impl Model {
         assert_eq!(on_their_way.count(), 0, "a rolling restart replaces one after the other");
     }
 
-    /// Whether the one that fills the slot may still begin a job before this one takes its place.
+    /// Returns true if the slot's worker may still be given a job before its successor takes over.
     pub(super) fn has_turns_left(&self, current: u32, next: u32) -> bool {
         let is_counted = self.workers[&next].waits_its_turn && self.limits.recycle.jobs.is_some();
         let worker = &self.workers[&current];
@@ -113,12 +113,12 @@ impl Model {
         matches!(state, SlotState::Held { successor, .. } if successor == Some(worker.id.place))
     }
 
-    /// Whether it is ready and waits for its turn.
+    /// Returns true if the worker is a ready successor.
     pub(super) fn is_standby(&self, worker: &Worker) -> bool {
         worker.phase == Phase::Ready && worker.lives_on() && self.is_successor(worker)
     }
 
-    /// Whether it waited, and is not what is wanted any more.
+    /// Returns true if the worker is on standby or a spare and is no longer useful.
     pub(super) fn is_dismissed(&self, worker: &Worker) -> bool {
         let is_behind = self.step.is_resized && worker.promised < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
@@ -127,13 +127,13 @@ impl Model {
         self.is_standby(worker) && is_unwanted && !self.is_stopping() || is_dismissed_spare
     }
 
-    /// Whether it has begun its last job, and nothing follows it though it could.
+    /// Returns true if the worker was given its last job and has no successor although one is allowed.
     pub(super) fn is_to_be_followed(&self, worker: &Worker) -> bool {
         let is_leaving = matches!(worker.phase, Phase::Draining { .. }) && worker.lives_on();
         let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);
         let others = self.workers.values().filter(is_other).count();
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
-        // Of one that is silent it is known first why.
+        // A silent worker is not followed before the cause of the silence is known.
         let has_reserve = self.limits.start.spares > 0;
         worker.is_spent && is_leaving && others == 0 && may_be && !has_reserve && !self.is_silent(worker)
     }

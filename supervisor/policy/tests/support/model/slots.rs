@@ -1,4 +1,4 @@
-//! Slots: who fills them, who follows, and when.
+//! Slots: their workers, their successors, and the times of starts.
 
 use std::time::Duration;
 
@@ -7,27 +7,27 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// A worker that was up for so long and did a job has proved itself.
+/// A worker that was ready for this long and has answered a job clears the failure history of its slot.
 const PROVEN_AFTER: Duration = Duration::from_secs(60);
 
-/// From one start in a bulkhead to the next, where more than ten in a row did no job.
+/// Minimum time between two starts in a bulkhead after more than ten consecutive workers answered no job.
 const IN_VAIN_PACE: Duration = Duration::from_millis(10);
 
-/// A slot that has failed is not probed more often than this.
+/// Minimum time between probes of a failed slot.
 const PROBE_PAUSE_MIN: Duration = Duration::from_millis(100);
 
-/// A successor that did not make it is not followed by another before this.
+/// Minimum time between a failed successor and the next.
 const SUCCESSION_PAUSE_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
-    /// Whether its worker is a spare.
+    /// True if the slot belongs to the reserve, for spares.
     pub(super) is_reserve: bool,
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// How it stood when it was put to rest, if its worker was not to start then.
+    /// State before the bulkhead rested, if the next worker was not due then.
     resting: Option<SlotState>,
 }
 
@@ -35,9 +35,9 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
-    /// It is to have a worker later.
+    /// The slot gets a worker later.
     Awaiting,
-    /// There are more slots than are wanted.
+    /// The slot exceeds the configured number.
     Closed,
     Held {
         current: u32,
@@ -49,16 +49,16 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// Its worker is gone in this very step, and this is to follow.
+    /// The worker has gone in the current step, and `Next` must follow.
     Vacated(Next),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Next {
     Now,
-    /// At this moment, after many that did no job.
+    /// At this time, after many workers that answered no job.
     At(Time),
-    /// Not later than that.
+    /// After a delay of at most this duration.
     Within(Duration),
     Failed,
     Never,
@@ -83,17 +83,18 @@ impl Slot {
 }
 
 impl Model {
-    /// How many slots have a worker, or will have one in the ordinary way.
+    /// Returns the number of slots that have a worker or will get one without a probe.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_reserve).count()
     }
 
-    /// Whether a worker stands in a slot, which others then wait for.
+    /// Returns true if a worker occupies a slot, so that other workers of the slot must wait.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Lets replaced workers leave their slots when all their jobs are answered, however long the exit takes.
+    /// Lets replaced workers leave their slots once all their jobs are answered, however long their exit
+    /// takes.
     pub(super) fn leave_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.ahead.is_empty() && worker.lives_on();
@@ -129,7 +130,7 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that waited for a spare comes to a slot whose worker is gone meanwhile.
+            // A rolling restart that waited for a spare can reach a slot whose worker has gone meanwhile.
             SlotState::Vacated(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
             SlotState::Vacated(_) => panic!("slot {slot} is to have no worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
@@ -147,12 +148,12 @@ impl Model {
         let worker = Worker::new(id, slot, self.now, &self.limits);
         let waits_its_turn = successor_to.is_some() && again == Some(RestartCause::Jobs);
         self.workers.insert(id.place, Worker { waits_its_turn, ..worker });
-        // One slot has its worker, and either one that follows it or one that leaves.
+        // A slot has its worker, and at most one successor or one replaced worker.
         let of_slot = self.workers.values().filter(|worker| Self::is_in(worker, slot)).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
     }
 
-    /// Whether there is a reason to replace a worker that works.
+    /// Checks that there is a reason to replace a healthy worker.
     fn check_succession(&mut self, slot: u32, current: u32, cause: Option<RestartCause>) {
         let worker = &self.workers[&current];
         if cause == Some(RestartCause::Jobs) {
@@ -169,7 +170,7 @@ impl Model {
         self.check_turn(slot, current);
     }
 
-    /// A worker is dead: what it left behind is swept up next.
+    /// Records the exit of a worker. Its descendants are reaped later.
     pub(super) fn worker_dead(&mut self, id: WorkerId, dead: Dead) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -186,7 +187,7 @@ impl Model {
         }
     }
 
-    /// Nothing is left of a worker that is dead.
+    /// Removes a dead worker whose descendants are all gone.
     pub(super) fn swept(&mut self, id: WorkerId) {
         let worker = self.workers.get(&id.place).filter(|worker| worker.id == id);
         if let Some(dead) = worker.and_then(|worker| worker.dead) {
@@ -194,12 +195,12 @@ impl Model {
         }
     }
 
-    /// A worker is gone: decides what is to become of its slot.
+    /// Removes a worker and decides how its slot continues.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
         let Dead { is_unfit, is_clean, is_in_vain } = dead;
         let worker = self.workers.remove(&id.place).expect("it is there");
         let slot = worker.slot as usize;
-        // Something else is to be run than what had not begun.
+        // The worker was killed while starting, because new workers run another program.
         let is_unwanted = worker.killed == Some(KillReason::Unwanted);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -241,8 +242,8 @@ impl Model {
         }
     }
 
-    /// At once after a worker that was fit; but if more than ten in a row did no job, in whatever slots, not
-    /// within the pace.
+    /// Returns the next start after a fit worker: now, unless more than ten consecutive workers of any slots
+    /// answered no job. Starts are then spaced.
     fn next_fit(&mut self, is_in_vain: bool) -> Next {
         self.in_vain = if is_in_vain { self.in_vain + 1 } else { 0 };
         if self.in_vain <= 10 {
@@ -257,14 +258,14 @@ impl Model {
         Next::At(at)
     }
 
-    /// The restart rules after a worker that was not fit: the first at once, the next within a time that
-    /// doubles, and past `max` failures within `within` not before `backoff_max`.
+    /// Applies the restart rules after an unfit worker: the first restart at once, later ones after a random
+    /// delay with a doubling maximum, and a stop after more than `max` failures within `within`.
     fn next(&mut self, slot: usize) -> Next {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // What did not count under the limit of then does not count under a larger one.
+        // Failures beyond the previous maximum were dropped, and do not count under a larger maximum either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
@@ -292,7 +293,7 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Replacements that are tried again may be now.
+    /// Allows due replacements of outdated workers.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -307,16 +308,16 @@ impl Model {
         self.slots.iter_mut().for_each(Slot::forget);
     }
 
-    // How many there are.
+    // Number of slots.
 
-    /// Whether a worker fills its slot or will.
+    /// Returns true if the worker fills its slot or is the slot's successor.
     pub(super) fn is_wanted(&self, worker: &Worker) -> bool {
         let place = worker.id.place;
         matches!(self.slots[worker.slot as usize].state,
             SlotState::Held { current, successor } if current == place || successor == Some(place))
     }
 
-    /// The policy of before has left them without a worker; the new one may give them one.
+    /// Allows workers in slots that the previous restart policy has stopped.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -328,7 +329,7 @@ impl Model {
         }
     }
 
-    /// As many slots as are wanted, whatever there were.
+    /// Adjusts the number of slots to the limits.
     pub(super) fn fit_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
@@ -351,7 +352,7 @@ impl Model {
         self.owe_if_nobody_comes();
     }
 
-    /// A slot gets its worker now, unless one is still leaving it, or later.
+    /// Lets a slot get its worker now, or later if another worker still occupies the slot.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::Resting && self.take_up(slot) {
             return;
@@ -364,7 +365,7 @@ impl Model {
         };
     }
 
-    /// What a slot waited for before it was put to rest, it waits for still.
+    /// Restores the backoff or stop that the slot had before the bulkhead rested.
     fn take_up(&mut self, slot: usize) -> bool {
         let now = self.now;
         let waits = |state: &SlotState| match state {

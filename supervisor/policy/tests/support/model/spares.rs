@@ -1,4 +1,4 @@
-//! Spares: who waits in the reserve, and whose slot one of them may take.
+//! Spares: workers in the reserve, and the slots that they may take over.
 
 use bulkhead_policy::{KillReason, RestartPolicy, WorkerId};
 
@@ -11,19 +11,20 @@ impl Model {
         is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.lives_on()
     }
 
-    /// Whether it could take over at this moment. One that is silent may hang.
+    /// Returns true if the worker could take over a slot now. A silent worker may hang.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
         self.is_ready_spare(worker) && others <= 1 && worker.watched_at.is_none()
     }
 
-    /// Whether it has waited for longer than a worker may live.
+    /// Returns true if the spare has exceeded `recycle.age`.
     pub(super) fn is_stale_spare(&self, worker: &Worker) -> bool {
         let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now);
         self.is_ready_spare(worker) && is_old && self.step.cause == Cause::Tick && !self.is_silent(worker)
     }
 
-    /// A spare took a slot, and what had the slot went to the reserve.
+    /// Checks and records that a spare took over a slot, and that the slot's previous worker moved to the
+    /// reserve.
     pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
         let spare = self.live(id).expect("only what lives takes over");
         assert!(self.can_take_over(spare), "{id:?} is no spare that is ready");
@@ -73,13 +74,13 @@ impl Model {
         }
     }
 
-    /// Whether a slot is to have a worker and none is at work there.
+    /// Returns true if a slot should have a working worker and has none.
     fn is_unmanned(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
             SlotState::Held { current, successor: None } => &self.workers[&current],
             SlotState::Waiting { .. } | SlotState::Stopped { probe_at: Some(_) } => return true,
-            // It was to wait, and the spare spares it that.
+            // The slot would have to wait. With the spare it does not.
             SlotState::Vacated(next) => return !matches!(next, super::slots::Next::Never),
             _ => return false,
         };
@@ -99,14 +100,15 @@ impl Model {
         }
     }
 
-    /// There are no more workers than slots and places in the reserve, unless what is there does not start.
+    /// Checks that no successor is started while a spare is ready or starting, so that there are never more
+    /// workers than slots plus spares.
     pub(super) fn check_no_spare_comes(&self, slot: u32) {
         let is_coming = |state| matches!(state, SlotState::Held { .. } | SlotState::Awaiting);
         let comes = self.slots.iter().any(|slot| slot.is_reserve && is_coming(slot.state));
         assert!(!comes, "slot {slot} gets a successor, and there are spares");
     }
 
-    /// No spare waits beside a slot without a worker at work.
+    /// Checks that no ready spare is idle while a slot has no working worker.
     pub(super) fn check_spares(&self) {
         if self.is_stopping() {
             return;

@@ -1,4 +1,4 @@
-//! Places that tenants pay for workers: who pays, and for how long.
+//! Places withheld from the share of tenants whose jobs have ended a worker.
 
 use bulkhead_policy::{KillReason, TenantId, WorkerId};
 use bulkhead_shared::JobId;
@@ -7,7 +7,7 @@ use super::slots::SlotState;
 use super::{Model, Phase};
 
 impl Model {
-    /// A worker is gone that had these jobs. Each tenant whose job may be the cause pays a place of its share.
+    /// Withholds one place from each tenant whose job may have ended this worker.
     pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
         let worker = &self.workers[&id.place];
         if !self.is_current(worker) || worker.is_written_off || self.limits.tenants.max_in_flight.is_none() {
@@ -53,8 +53,8 @@ impl Model {
         entry.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
     }
 
-    /// Gives back the places of slots that have a ready worker again. The end of that worker does not withhold them
-    /// once more.
+    /// Returns the places of slots that have a ready worker again. A later end of that worker does not
+    /// withhold the places again.
     pub(super) fn give_back_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
