@@ -226,7 +226,7 @@ impl Process {
         }
     }
 
-    /// Continues a hunt, or begins one that is due.
+    /// Continues the current hunt, or begins the next if it is due.
     fn hunt(&mut self, now: Instant) {
         if !self.sweep.hunt.is_on() {
             let is_audit = self.sweep.leaving.is_empty();

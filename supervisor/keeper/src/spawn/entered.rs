@@ -32,7 +32,7 @@ pub(super) fn clone(
             }
             result => {
                 let word = result.map_or_else(|errno| -errno.raw_os_error(), |pid| pid as i32);
-                let _ = rustix::io::write(&tell, &word.to_ne_bytes()); // On an error, the parent sees end of file.
+                let _ = rustix::io::write(&tell, &word.to_ne_bytes()); // On error, the parent sees EOF.
                 exit(0)
             }
         },
