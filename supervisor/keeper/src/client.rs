@@ -1,6 +1,6 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Owns the keeper process: starts it, ends it and waits for it. Does not know which workers exist; the data
+//! Starts and ends the keeper process, and waits for its end. Does not know which workers exist; the data
 //! plane does.
 
 use std::collections::HashSet;
@@ -24,8 +24,8 @@ use super::{
 };
 
 /// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
-/// about a millisecond. Kills and pings are never refused: there can be one kill for each worker ordered
-/// before, and a ping.
+/// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
+/// can wait in addition.
 const ORDERS_WAITING_MAX: usize = 1024;
 
 /// Time for the keeper to exit before it is killed. The keeper kills everything first, and its own time limit
@@ -117,8 +117,8 @@ pub enum Report {
     },
     /// The answer to [`Keeper::ping`].
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. They were left behind by the workers reported
-    /// next.
+    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
+    /// processes behind.
     Remains {
         /// Number of these processes.
         count: u64,
@@ -149,7 +149,7 @@ pub struct Keeper {
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers for which this process had no descriptor left. They have been reported as failed, and killed.
+    /// Workers for which this process had no descriptor left. Reported as failed, and killed.
     disowned: HashSet<u64>,
     /// Source of worker ids, which the next keeper needs as well.
     ids: Option<Arc<SubordinateIds>>,
@@ -186,7 +186,7 @@ impl KeeperOrigin {
 
 impl Keeper {
     /// Starts the keeper of an application that also does other work. The keeper is not a child of the
-    /// application. If the keeper is killed, its guard kills the processes left behind. The keeper ends when
+    /// application. If the keeper is killed, the guard kills the processes left behind. The keeper ends when
     /// this process ends, or when the handle is dropped.
     ///
     /// `program` must be of this version. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
@@ -310,7 +310,7 @@ impl Keeper {
 
     /// Reaps children that have ended and are not this keeper. A supervisor that is process 1 of a container,
     /// or a child subreaper, inherits such orphans. Returns true if there may be more. Does nothing in an
-    /// application, because its children are its own.
+    /// application, which reaps its own children.
     pub fn reap_orphans(&self) -> bool {
         let Process::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_MAX {
@@ -445,8 +445,8 @@ pub fn become_subreaper() -> io::Result<()> {
 /// Kills a lost keeper and **all other descendants of this process**, until nothing is left. Another keeper
 /// must not be started before this returns, because it would be killed as well.
 ///
-/// Only for a program that called [`become_subreaper`] and has no other children: they would be killed and
-/// reaped. Blocks, usually for some milliseconds.
+/// Only for a program that called [`become_subreaper`]. The program must have no other children, because this
+/// function kills and reaps all children. Blocks, usually for some milliseconds.
 ///
 /// For a keeper from [`Keeper::start_beside`], the guard does the work, and spares processes that do not
 /// belong to the keeper.

@@ -44,7 +44,7 @@ pub struct Terms {
     /// User and group of the worker. `None` means the keeper's.
     pub identity: Option<Identity>,
     /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
-    /// Other namespaces are created inside of it, without another user namespace.
+    /// Other namespaces are created inside, without another user namespace.
     pub subordinate: bool,
     /// True if the worker can use the network.
     pub network: bool,
@@ -146,8 +146,8 @@ pub struct Observed {
     pub groups: u32,
     /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// Version of the enforced Landlock rules. The kernel does not report it, so this is the version that was
-    /// applied.
+    /// Version of the enforced Landlock rules. This is the version that was applied, because the kernel does
+    /// not report it.
     pub landlock: Option<u32>,
     /// True if the worker is in the control group created for it.
     pub cgroup: bool,

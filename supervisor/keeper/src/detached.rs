@@ -194,7 +194,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
     Ok(started?.pidfd)
 }
 
-/// Returns the environment of this process, without the variables that are meant only for it.
+/// Returns the environment of this process, without the variables that other processes must not inherit.
 fn environment() -> Vec<CString> {
     let kept = std::env::vars_os().filter(|(name, _)| !WITHHELD.iter().any(|withheld| name == withheld));
     let joined = kept.map(|(mut entry, value): (OsString, OsString)| {

@@ -1,5 +1,5 @@
-//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Groups
-//! are removed when they are empty, and the removal is retried if they are not yet.
+//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
+//! groups are removed. If a group is not empty yet, the removal is retried.
 
 use super::confine::cgroup::{Failure, Leaf, Limits, Root};
 use super::confinement::Cgroup;

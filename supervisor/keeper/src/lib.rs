@@ -1,16 +1,16 @@
 //! The keeper, which starts, watches and kills all workers, and the supervisor's end of the connection to the
 //! keeper.
 //!
-//! The keeper is the supervisor's own program, started again with a hidden argument. It receives orders and
-//! sends reports over one `SOCK_SEQPACKET` socket. It knows nothing of jobs, bulkheads or restarts, and
-//! leaves all decisions to the supervisor. When the supervisor is gone for any reason, the keeper sees the
-//! end of file on the socket. It then kills all its descendants and exits.
+//! The keeper is the supervisor's own program, started again with a hidden argument. Orders and reports go
+//! over one `SOCK_SEQPACKET` socket. The keeper knows nothing of jobs, bulkheads or restarts, and leaves all
+//! decisions to the supervisor. When the supervisor is gone for any reason, the keeper sees the end of file
+//! on the socket, kills all descendants, and exits.
 //!
 //! - [`client`](Keeper): the supervisor's end.
 //! - `detached`: the supervisor's end in an application that embeds a supervisor; `process::guard`: the
 //!   process between the application and the keeper.
-//! - `process`: the keeper's loop, which executes orders, sends reports, and reaps what dead workers left
-//!   behind in small steps.
+//! - `process`: the keeper's loop, which executes orders, sends reports, and reaps the descendants of dead
+//!   workers in small steps.
 //! - `spawn`: the fork, and the steps of the child up to `execve`, with one table row per step.
 //! - `confine`, [`confinement`](Confinement): the layers of confinement, and the form in which they are
 //!   ordered.
@@ -24,10 +24,10 @@
 //! # Two threads, for a reason
 //! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child
 //! of the thread that forked it. So the second thread forks the workers. The first thread waits with
-//! `__WNOTHREAD` and sees exactly the processes that dead workers left behind: `ECHILD` means that nothing is
-//! left, without a scan of all processes of the machine. The first thread waits for each fork to return. So
-//! the two threads never run at the same time, and a process is known before the first thread can wait for
-//! it.
+//! `__WNOTHREAD` and sees exactly the processes that dead workers left behind. `ECHILD` means that nothing is
+//! left, so no scan of all processes of the machine is needed. The first thread waits for each fork to
+//! return. So the two threads never run at the same time, and a process is known before the first thread can
+//! wait for it.
 //!
 //! Each worker is a child subreaper as well. The orphans of a living worker stay below the worker, and come
 //! to the keeper when the worker is dead. So every process that the keeper inherits belongs to a dead worker,
@@ -63,8 +63,7 @@ pub use temporary::folders as temporary_folders;
 /// The hidden first argument with which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// Environment variables by which the service manager talks to the supervisor. Other processes must not
-/// inherit them.
+/// Environment variables of the service manager for the supervisor, which other processes must not inherit.
 const WITHHELD: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -91,7 +90,7 @@ const WORKER_DESCRIPTORS: u32 = 4;
 /// An order to start a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {
-    /// Spawn number, which identifies the worker in reports. The caller chooses it and never uses it twice.
+    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never used twice.
     pub worker: u64,
     /// Path of the program. `PATH` is not searched.
     pub program: &'a str,
@@ -163,7 +162,7 @@ enum Order<'a> {
     Fork { worker: u64, template: u64 },
     /// Sends the user namespace that workers with [`Terms::subordinate`] enter, as a descriptor.
     Namespace,
-    /// Kills the worker at once. An unknown worker is not an error, because its end has been reported or will
+    /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
     /// be.
     Kill { worker: u64 },
     /// Requests a `Pong`.

@@ -8,7 +8,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use super::confinement::Identity;
 
-/// Writes the maps of a child that waits for them.
+/// Writes the maps for a waiting child.
 ///
 /// A keeper without the right to change users must first deny `setgroups` to the child. Only then may the
 /// keeper map its own group, because a group can also be used to deny access to its members. Other keepers

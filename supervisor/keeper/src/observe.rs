@@ -1,5 +1,5 @@
-//! The state of a process as reported by the kernel. The keeper reads it from `/proc` when a worker is
-//! confined, and again when the worker's program runs. It trusts nothing that the child itself reports.
+//! The state of a process as reported by the kernel. The keeper reads `/proc` when a worker is confined, and
+//! again when the worker's program runs. Nothing that the child itself reports is trusted.
 
 use std::fs;
 use std::io;

@@ -95,7 +95,7 @@ fn forked(abilities: &[Ability]) -> Ability {
 /// Name of the ability of the kernel to kill all descendants of a worker, under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
-/// Checks the requirements: a pid namespace for each worker, and a `/proc` that shows it.
+/// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
 fn tree_end(abilities: &[Ability]) -> Ability {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -115,8 +115,8 @@ fn tree_end(abilities: &[Ability]) -> Ability {
     )
 }
 
-/// Variable with the names of layers, separated by commas, that count as missing. With it an administrator
-/// can test a configuration for a machine that lacks them.
+/// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
+/// in this way how a configuration works on a machine with fewer layers.
 pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
 fn withhold(abilities: &mut [Ability], layers: &str) {
@@ -219,8 +219,8 @@ fn own_capabilities() -> [Ability; 3] {
     ]
 }
 
-/// Checks the rights needed to start a worker as another user, to give the worker its folder, and to inspect
-/// and kill it.
+/// Checks the rights needed to start a worker as another user, to give the worker a folder, and to inspect
+/// and kill the worker.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),

@@ -88,7 +88,7 @@ pub fn run_as_keeper() -> ! {
     };
     let result = guard.and_then(prepare).and_then(Process::start).and_then(Process::run);
     if let Err(error) = &result {
-        // Standard error is the supervisor's. If it is closed, the error cannot be reported.
+        // Standard error is the supervisor's. If that is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
@@ -107,8 +107,8 @@ fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_block
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
 }
 
-/// Removes a descriptor from `poll`. Closing it alone would not be enough, because a child that is being
-/// forked can have a copy, which keeps it registered. A failure cannot be handled.
+/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is
+/// being forked can have a copy, which stays registered. A failure cannot be handled.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }

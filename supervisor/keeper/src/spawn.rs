@@ -57,7 +57,7 @@ pub(super) use self::progress::{Progress, go_on, read as read_progress};
 pub(super) use self::steps::put_at;
 
 /// Descriptor of the worker's link. In the keeper, this number belongs to the order socket. So no other
-/// descriptor of the keeper has a number that a child needs for its own.
+/// descriptor of the keeper has one of the numbers that a child needs.
 pub(super) const LINK_FD: RawFd = 3;
 
 /// Variable that names the folder for temporary files.
@@ -262,7 +262,7 @@ pub(super) struct Forker {
 
 impl Forker {
     /// Starts the thread. `standing` has the settings that the keeper was started with, so that workers do
-    /// not get the keeper's raised ones.
+    /// not get the keeper's raised settings.
     pub(super) fn start(standing: Standing) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);

@@ -2,8 +2,8 @@
 //! user.
 //!
 //! One user namespace contains all of these ids, and the supervisor's own user. `newuidmap` and `newgidmap`
-//! create it once, with rights that the user lacks, before there is any worker to wait for them. The process
-//! of a worker enters the namespace before it executes the program. Inside, the process has the rights that a
+//! create the namespace once, with rights that the user lacks, before any worker has to wait. The process of
+//! a worker enters the namespace before it executes the program. Inside, the process has the rights that a
 //! worker started by root has on the machine.
 #![expect(unsafe_code, reason = "a fork has no safe form")]
 
@@ -26,8 +26,8 @@ use super::wait::ends_within;
 /// Name in `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// Maximum run time of `newuidmap`, and of `newgidmap`. They can query a directory service in the network
-/// about the user.
+/// Maximum run time of `newuidmap`, and of `newgidmap`. The programs can query a directory service in the
+/// network about the user.
 const MAP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Maximum time for a child to create an empty namespace.

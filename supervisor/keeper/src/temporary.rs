@@ -1,8 +1,9 @@
 //! Temporary folders of workers that have no separate file system for temporary files.
 //!
-//! All folders are in one base folder. The lock on it distinguishes it from base folders that an earlier
-//! keeper could not remove. The content of a worker's folder is not trusted. The removal follows no links and
-//! does not recurse, however deep the tree is. It runs on a separate thread, however large the tree is.
+//! All folders are in one base folder. A lock distinguishes this base folder from base folders that an
+//! earlier keeper could not remove. The content of a worker's folder is not trusted. The removal follows no
+//! links and does not recurse, however deep the tree is. The removal runs on a separate thread, however large
+//! the tree is.
 
 use std::collections::VecDeque;
 use std::io;
@@ -69,7 +70,7 @@ impl Folders {
     /// keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            // The thread ends with this process. If it cannot keep up, the folder is removed with the base
+            // The thread ends with this process. A folder for which there is no time is removed with the base
             // folder.
             let _ = base.doomed.try_send(folder);
         }
@@ -165,7 +166,7 @@ fn sweep(parent: &Path) {
     }
 }
 
-/// Removes folders as they arrive, and alternates between them in steps.
+/// Removes folders in the order of arrival, and alternates between folders in steps.
 fn remove_all(folders: &Receiver<PathBuf>) {
     let mut left = VecDeque::new();
     loop {
@@ -195,7 +196,7 @@ fn remove_all(folders: &Receiver<PathBuf>) {
 /// `entries_max` entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
-        // An operator can see what remains, and the next keeper tries to remove it.
+        // An operator can see the rest, and the next keeper tries to remove it.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }
@@ -261,7 +262,7 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Root can do everything. Other users cannot move a folder that they have no access to.
+    /// Root can do everything. Other users cannot move a folder without access to it.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
     fn folders_that_are_locked_in_each_other_are_removed_without_privileges() {

@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 pub(super) enum Waited {
     /// There is no such child.
     NoChild,
-    /// There are children, but none has changed its state.
+    /// There are children, but no change of state.
     Nothing,
     /// A child has ended, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
@@ -75,8 +75,8 @@ pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     }
 }
 
-/// Tests whether this kernel distinguishes workers from the processes they leave behind, as the keeper needs
-/// it. Called on the first thread, before there is any worker.
+/// Tests whether this kernel distinguishes workers from processes that workers leave behind. The keeper
+/// relies on this. Called on the first thread, before there is any worker.
 pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();
@@ -107,7 +107,7 @@ pub(super) fn kill_child(pid: u32) {
 /// have been waited for.
 ///
 /// The kernel signals the whole group at once, and nothing in the group can fork meanwhile. So most fork
-/// bombs are over before the keeper has to scan for processes in competition with them.
+/// bombs end before the keeper has to compete with them for the processors in order to scan.
 pub(super) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a group yet. Then the worker is alone.

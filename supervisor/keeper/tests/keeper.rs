@@ -1,4 +1,4 @@
-//! Tests the keeper with real processes. This program is its own keeper. It does not use the usual harness,
+//! Tests the keeper with real processes. This program is its own keeper. The usual harness is not used,
 //! because the keeper must start before there is a thread.
 
 use std::collections::HashSet;
@@ -569,8 +569,9 @@ fn kills_have_room() {
 }
 
 fn fork_bomb() {
-    // Processes that all continue to fork. Either there are many in the worker's group, or some that only a
-    // scan finds, because each is in a separate session (these keep the processors busiest).
+    // Processes that all continue to fork. In one case, many processes are in the worker's group. In the
+    // other, each process is in a separate session, so that only a scan finds it (these keep the processors
+    // busiest).
     let bomb = "if [ $1 -gt 0 ]; then
             $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
         fi

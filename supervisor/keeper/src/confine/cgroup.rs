@@ -87,7 +87,7 @@ fn failure(attempted: String, errno: Errno) -> Failure {
     Failure { attempted, errno, what_to_do }
 }
 
-/// Returns the mounted path of the group that this process may divide, if it was delegated.
+/// Returns the mounted path of the delegated group, which this process may divide.
 pub(crate) fn root_path() -> Result<PathBuf, Failure> {
     open_root().map(|folder| folder.path().to_owned())
 }
@@ -109,7 +109,7 @@ fn open_own() -> Result<Folder, Failure> {
         what_to_do: MOUNT_IT,
     });
     for path in texts::own_cgroups(&mounts, &cgroups) {
-        // Another file system can be mounted over one of these paths.
+        // Another file system can be mounted over some of these paths.
         found = Folder::open(&path);
         if found.is_ok() {
             break;
@@ -131,13 +131,13 @@ pub(crate) struct Root {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Swept {
     pub(crate) removed: usize,
-    /// Number of leaves that were killed but are not empty yet. They must be swept again.
+    /// Number of leaves that were killed but are not empty yet. Another sweep is needed.
     pub(crate) left: usize,
 }
 
 impl Root {
-    /// Finds the group of this process, and checks that it was delegated: this process must be allowed to
-    /// create children and move processes. `supervisor` is the process that started this one.
+    /// Finds the group of this process, and checks that the group was delegated: this process must be allowed
+    /// to create children and move processes. `supervisor` is the process that started this one.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::in_folder(open_root()?, supervisor)
     }
@@ -204,8 +204,8 @@ impl Root {
                 what_to_do: FREE_IT,
             });
         }
-        // Must come first, and not only if the kernel insists. A group with a process in it can get `cpu` and
-        // `pids`, but then refuses to have processes in its children.
+        // Must come first, and not only if the kernel insists. A group that contains a process can get `cpu`
+        // and `pids`, but then its children cannot contain processes.
         self.vacate()?;
         let enabled = self.folder.read_words("cgroup.subtree_control")?;
         let wanted = controllers.iter().filter(|name| !enabled.iter().any(|have| have == *name));

@@ -1,5 +1,6 @@
-//! Checks whether a program or a library works if only a descriptor gives access to it. It must be an ELF
-//! file, which the kernel executes directly, and must not find other files by its own location.
+//! Checks whether a program or a library works if only a descriptor gives access to the file. This requires
+//! an ELF file, which the kernel executes directly. The file must not find other files relative to its own
+//! location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

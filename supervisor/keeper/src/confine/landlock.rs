@@ -1,9 +1,9 @@
 //! Landlock: restricts which files a worker can access, and denies sockets and processes outside.
 //!
-//! The keeper prepares the rules before the fork. The child enforces them and tests that they are in force
-//! (see `proof`). All rights that the running kernel knows are denied, and granted only for the paths below.
-//! There is no best effort; `probe` reports what older kernels lack. (Rights of future kernels are not denied
-//! until the library knows them.)
+//! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
+//! `proof`). All rights that the running kernel knows are denied, and granted only for the paths below. There
+//! is no best effort; `probe` reports what older kernels lack. (Rights of future kernels are not denied until
+//! the library knows them.)
 //!
 //! Rules refer to the files themselves, not to names. If a file is replaced under its name, a running worker
 //! has no access to the new file until the worker is restarted.
@@ -34,11 +34,11 @@ const NEWEST: ABI = ABI::V9;
 /// Paths that a worker can access in addition to the paths that every program needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rules<'a> {
-    /// The program, and the files that it executes or loads. Their folders can be read and executed. A path
-    /// can be missing, because executing it then reports the error.
+    /// The program, and the files that it executes or loads. Their folders can be read and executed. Missing
+    /// paths are not an error here, because executing the program reports the error.
     pub(crate) programs: &'a [&'a Path],
-    /// The working directory, which can be read and executed. It can be missing, because entering it then
-    /// reports the error.
+    /// The working directory, which can be read and executed. A missing directory is not an error here,
+    /// because a later step reports it.
     pub(crate) directory: Option<&'a Path>,
     /// Files and folders that can be read and executed. Executing is included for interpreters and virtual
     /// environments. A process that can read a program could also run it with the dynamic loader.
@@ -49,7 +49,7 @@ pub(crate) struct Rules<'a> {
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that are not granted, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder. These rules then do not cover it.
+    /// True if the worker has a private root folder, which these rules do not cover.
     pub(crate) has_own_root: bool,
     /// True if the worker may use TCP.
     pub(crate) network: bool,

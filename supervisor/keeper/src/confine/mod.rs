@@ -1,5 +1,5 @@
-//! Layers of confinement, apart from rlimits. The keeper prepares them before the fork, and the child applies
-//! them right before `execve`.
+//! Layers of confinement, apart from rlimits. The keeper prepares the layers before the fork, and the child
+//! applies them right before `execve`.
 //!
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.

@@ -93,7 +93,7 @@ pub(crate) const ETC: [&str; 52] = [
 pub(crate) const ETC_FAMILIES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc` that programs would rebuild in each run if they could not read them.
+/// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches in each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
@@ -101,8 +101,7 @@ const CACHES: [&str; 4] =
 /// programs detect a terminal in this way.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Read-only devices. Writing to them, or sending them requests, would tamper with the randomness of all
-/// processes.
+/// Read-only devices. Writes and ioctl requests would tamper with the randomness of all processes.
 pub(crate) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist
@@ -199,9 +198,9 @@ fn is_shared(real: &Path) -> bool {
     SHARED.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES))
 }
 
-/// Returns true if a path of the configuration can be granted as it is. A path that leads through a folder of
-/// `write` cannot, because the worker can make it lead anywhere. `Ok(false)` means that such a path stays
-/// inside of the folder, and is granted with it.
+/// Returns true if a path of the configuration can be granted unchanged. A path that leads through a folder
+/// of `write` cannot, because the worker can change the target. `Ok(false)` means that such a path stays
+/// inside of the folder, and is granted with the folder.
 pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve(path, &writable).is_some() {
@@ -214,8 +213,8 @@ pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno
     }
 }
 
-/// Resolves a path. Returns `None` if a part of it is in one of these folders, or if there are too many
-/// links.
+/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or through too
+/// many links.
 fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     let mut real = PathBuf::from("/");
     let mut ahead: Vec<OsString> = parts(path);
@@ -311,7 +310,7 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
                     format!("it has more than {ENTRIES_MAX} entries beside the supervisor's own files");
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
-            // A link grants nothing. Its target is granted separately, or is not granted.
+            // A link grants nothing. The target is granted separately, or is not granted.
             if !entry.file_type()?.is_symlink() {
                 folders.push((entry.path(), real.join(entry.file_name())));
             }
@@ -322,7 +321,7 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
 
 /// Returns hard links in this folder to files among `secrets`. Rules and mounts apply to files, so every name
 /// of a file grants access to it. Fails if a file has several names and the folder is too large to be
-/// searched for them.
+/// searched.
 fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
@@ -396,7 +395,7 @@ mod tests {
             let given = own_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
-        // Only the script is writable. The worker does not choose its folder, but does choose its first line.
+        // Only the script is writable. The worker cannot choose the folder, but can choose the first line.
         let given = own_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 

@@ -1,7 +1,7 @@
 //! Finds the given paths that the worker's user can reach, by the modes of files and folders.
 //!
 //! Access control lists are ignored. If an access control list allows more than the mode, the worker is shown
-//! a path that it could have reached anyway. If it allows less, the step that fails reports the path.
+//! a path that was reachable anyway. If the list allows less, the step that fails reports the path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -64,14 +64,14 @@ pub(crate) struct Closed {
     pub(crate) folders: Vec<PathBuf>,
     /// Given paths inside of these folders.
     pub(crate) hidden: Vec<Hidden>,
-    /// Given folders that the user cannot list or traverse. Their entries are given instead.
+    /// Given folders that the user cannot list or traverse. The entries are given instead.
     pub(crate) opened: BTreeSet<PathBuf>,
 }
 
 impl Closed {
     /// True if the only hidden paths are the working directory, and the programs with the paths next to them.
-    /// These can be opened before the change of user. A script is found by its name, and so is a library that
-    /// needs others next to it, so neither qualifies.
+    /// These can be opened before the change of user. Scripts do not qualify, because they are found by name.
+    /// Libraries that need other libraries next to them do not qualify for the same reason.
     pub(crate) fn is_only_programs(&self, given: &Given<'_>) -> bool {
         let others = given.programs.iter();
         let others = others.filter(|path| **path != given.program && !elf::is_self_contained(path));
@@ -124,7 +124,7 @@ impl fmt::Display for Useless {
     }
 }
 
-/// Checks all given paths. Ignores missing paths, because the step that needs a path reports it.
+/// Checks all given paths. Ignores missing paths, because a later step reports the error.
 pub(crate) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
     let mut closed = Closed::default();
     let mut folders = BTreeSet::new();

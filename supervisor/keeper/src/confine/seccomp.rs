@@ -43,8 +43,8 @@ const ARCHITECTURE: u32 = 183 | 0xc000_0000;
 #[cfg(target_endian = "big")]
 compile_error!("the lower half of an argument would be the second one");
 
-/// First number of the x32 calls. They appear under the 64-bit architecture, and would bypass the rules for
-/// the corresponding calls.
+/// First number of the x32 calls. These calls appear under the 64-bit architecture, and would bypass the
+/// rules for the corresponding calls.
 const X32: u32 = 0x4000_0000;
 
 /// Result of a call.
@@ -171,7 +171,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule for each of these names by one made from the present rule.
+    /// Replaces the rule for each of these names by a rule made from the present rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "there is no system call {name}");

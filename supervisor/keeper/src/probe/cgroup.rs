@@ -20,7 +20,7 @@ pub(super) fn probe() -> Vec<Ability> {
     let in_leaf = |task: fn(&Leaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // Without a leaf, there is no advice about its other abilities.
+    // Without a leaf, nothing is known about actions on leaves.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![

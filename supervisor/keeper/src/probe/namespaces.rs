@@ -149,7 +149,7 @@ fn die_with_parent() {
 }
 
 fn unshare(flag: libc::c_int) -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and shares nothing with other processes that the call changes.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(flag) })
 }
 

@@ -49,7 +49,7 @@ pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
-    // The socket is standard input. It must get this number; see `LINK_FD`.
+    // The socket is standard input, and must get this number; see `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "everything above standard error was just closed");
     let owners = guard.map(|guard| Owners::find(guard, std::io::stdout())).transpose()?;

@@ -37,7 +37,7 @@ pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 /// Time for the keeper to exit after the application's end, in addition to the keeper's own time limit.
 const KEEPER_TIME_MORE: Duration = Duration::from_secs(5);
 
-/// The guard's only message. It carries the keeper's pidfd, and the namespace of `ids` if there is one.
+/// The guard's only message. Carries the keeper's pidfd, and the namespace of `ids` if there is one.
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct Ready {
     pub(crate) keeper: u32,
@@ -71,8 +71,8 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     match fork()? {
         None => {
-            // Waits until the guard has sent its message, because the keeper's reports must follow it on the
-            // same socket. The pipe also closes if the guard ends.
+            // Waits until the guard has sent its message, because the keeper's reports use the same socket
+            // and must come later. The pipe also closes if the guard ends.
             drop(tells);
             rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut [0]))?;
             Ok(own)

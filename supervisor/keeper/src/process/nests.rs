@@ -21,7 +21,8 @@ use crate::{Exit, ReportMessage, Usage, wait};
 /// Maximum number of exits read at a time.
 const ENDS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unknown processes. The template may be about to name them.
+/// Maximum number of remembered exits of unknown processes. The template may be about to name some of these
+/// processes.
 const DEAD_MAX: usize = 64;
 
 /// Pause between two orders to kill.
@@ -51,7 +52,7 @@ pub(super) struct Nest {
     has_more: bool,
     /// Unknown processes that have ended.
     dead: VecDeque<u32>,
-    /// Workers that have ended. They are swept when nothing is left of any of them.
+    /// Workers that have ended. All are reported as swept when no unknown process is left.
     leaving: Vec<Leaving>,
     /// Set while there are processes to kill: start, time of the next order, and pause after that order.
     hunt: Option<(Instant, Instant, Duration)>,

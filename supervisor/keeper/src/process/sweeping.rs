@@ -1,5 +1,5 @@
-//! Handles deaths: reaps the dead, reports them, and kills the processes they left behind, in small steps
-//! between other work.
+//! Handles deaths: reaps dead workers, reports their deaths, and kills the processes left behind, in small
+//! steps between other work.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -114,8 +114,8 @@ impl Process {
         }
     }
 
-    /// Reaps ended processes, workers and orphans. The ends of workers also have separate events, so that
-    /// they do not wait behind a thousand orphans.
+    /// Reaps ended processes, workers and orphans. Ends of workers also have separate events, and so do not
+    /// wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.sweep.has_dead = false;
         let mut heard = 0;

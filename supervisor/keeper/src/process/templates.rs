@@ -2,9 +2,9 @@
 //! first process in their namespace.
 //!
 //! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
-//! the process itself has said so; the kernel identifies the sender. Until then it cannot be distinguished
-//! from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt begins during a
-//! fork.
+//! the process itself has said so; the kernel identifies the sender. Until then the process cannot be
+//! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
+//! begins during a fork.
 
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
@@ -250,8 +250,8 @@ impl Process {
         self.forking_own_children().into_iter().map(|pid| self.hear_what_waits(pid)).sum()
     }
 
-    /// Reads the waiting messages of a template and its workers, but not many more, because they can send
-    /// faster than the keeper reads. Returns the number of bytes that were waiting.
+    /// Reads the waiting messages of a template and its workers, but not many more, because senders can be
+    /// faster than the keeper. Returns the number of bytes that were waiting.
     pub(super) fn hear_what_waits(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -293,8 +293,8 @@ impl Process {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. All processes in its nest die too, because any of them
-    /// can have caused the error.
+    /// Kills a template because of a protocol error. All processes in the template's nest die too, because
+    /// any process there can have caused the error.
     pub(super) fn end_template(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -343,7 +343,7 @@ impl Process {
             Word::Status(text) => TemplateWord::Status(text.to_owned()),
             Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
             Word::Forked { worker, pid: forked } => {
-                // If the worker has already identified itself, its fork is no longer in the list.
+                // If the worker has already identified itself, the fork is no longer in the list.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
                 if let Some(fork) = fork {
                     fork.pid = Some(forked);
@@ -522,7 +522,7 @@ impl Process {
         }
     }
 
-    /// Handles the end of a template: its forks in progress have failed.
+    /// Handles the end of a template, whose forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let refusal = match template.is_hung {
@@ -535,7 +535,7 @@ impl Process {
     }
 }
 
-/// Receives a message. Returns its length before truncation, and the pid of the sender. An empty message has
+/// Receives a message. Returns the length before truncation, and the pid of the sender. An empty message has
 /// a sender too, but end of file does not.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];

@@ -79,7 +79,7 @@ impl Process {
     }
 
     /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
-    /// that are killed. If the supervisor cannot keep up, it learns only of the worker's end.
+    /// that are killed. If the supervisor cannot keep up, only the worker's end is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < REPORTS_WAITING_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);

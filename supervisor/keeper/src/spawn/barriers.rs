@@ -55,7 +55,7 @@ pub(crate) struct Barriers {
     may_mount: bool,
 }
 
-/// Compiled filters by their input. Compiling a filter takes longer than all other preparations.
+/// Compiled filters by input. Compiling a filter takes longer than all other preparations.
 #[derive(Default)]
 pub(crate) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 

@@ -1,8 +1,9 @@
 //! The first process of a pid namespace, from the fork of the worker on.
 //!
-//! It reaps every process that ends in the namespace. When the worker has ended, the first process reports
-//! how, and exits. The kernel then kills everything else in the namespace. The first process is a copy of the
-//! keeper without rights. No signal from the namespace reaches it, and it makes only system calls.
+//! The first process reaps every process that ends in the namespace. When the worker has ended, the first
+//! process reports how, and exits. The kernel then kills everything else in the namespace. The first process
+//! is a copy of the keeper without rights. Signals from the namespace do not reach it. The code makes only
+//! system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -33,7 +34,8 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     }
 }
 
-/// Reduces this process to these capabilities, or to none if it does not have them, and to these descriptors.
+/// Reduces this process to these capabilities, or to none if these are not available, and to these
+/// descriptors.
 pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {

@@ -1,8 +1,8 @@
 //! The fork into an existing user namespace, which has the subordinate ids.
 //!
 //! Only a single-threaded process can enter a user namespace, and it cannot leave again. So an intermediate
-//! process enters the namespace and forks the child as its own sibling, which makes it a child of the forking
-//! thread. The intermediate process then reports the child's pid and exits.
+//! process enters the namespace and forks the child with `CLONE_PARENT`, which makes the new process a child
+//! of the forking thread. The intermediate process then reports the child's pid and exits.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -51,6 +51,6 @@ pub(super) fn clone(
 }
 
 fn enter(namespace: &OwnedFd) -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and shares nothing with other processes that the call changes.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWUSER) })
 }

@@ -11,9 +11,9 @@ use rustix::io::Errno;
 
 use super::mounts::{Access, mount, restrict};
 
-/// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read them. The
-/// entries show processors, memory, times, and the kernel's version, settings, file systems and control
-/// groups.
+/// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
+/// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
+/// control groups.
 const KEPT: [&str; 11] = [
     "cgroups",
     "cpuinfo",
@@ -28,8 +28,8 @@ const KEPT: [&str; 11] = [
     "version",
 ];
 
-/// Files mounted over hidden entries. No process may open them. Both are removed from the root folder when
-/// all entries are hidden.
+/// Files mounted over hidden entries. No process may open these files. Both are removed from the root folder
+/// when all entries are hidden.
 const NO_FILE: &CStr = c"/no-file";
 const NO_FOLDER: &CStr = c"/no-folder";
 

@@ -3,11 +3,11 @@
 //!
 //! Template and workers are children of this process, because a template forks siblings of itself. Processes
 //! that a worker leaves behind become children as well. This process reports each exit to the keeper, and
-//! lists the remaining children with the last exit of an iteration. It kills the children that the keeper
-//! names. It decides nothing, and knows only the template. When this process exits, the kernel kills
+//! lists the remaining children with the last exit of an iteration. The keeper names the children to kill.
+//! This process decides nothing, and knows only the template. When this process exits, the kernel kills
 //! everything in the namespace.
 //!
-//! This process is a copy of the keeper. It has only the right to signal the others, and makes only system
+//! This process is a copy of the keeper, with only the right to signal the others. The code makes only system
 //! calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -228,8 +228,8 @@ impl Nest<'_> {
         }
     }
 
-    /// Reads the remaining children into `numbers`, up to its size. Returns their number, and true if there
-    /// may be more.
+    /// Fills `numbers` with remaining children. Returns the number of children read, and true if there may be
+    /// more.
     fn children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];

@@ -1,4 +1,4 @@
-//! A private root folder for a worker. It has parts of the system's root folder, nearly all of them
+//! A private root folder for a worker, made of parts of the system's root folder. Nearly all parts are
 //! read-only.
 //!
 //! The keeper decides the layout before the fork. The child makes the mounts in a private mount namespace,
@@ -27,8 +27,8 @@ const OLD: &CStr = c"/old";
 /// the root is changed.
 const STAGE: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root. It becomes read-only at the
-/// end.
+/// Mount options of the file system with the folders and links of the new root, which becomes read-only at
+/// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
 /// Number of bytes of a private `/tmp` per file that it can hold, and minimum number of files.
@@ -74,7 +74,7 @@ pub(super) struct Root {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of a folder's entries that are shown one by one. A larger folder is shown as a whole, and
+/// Maximum number of a folder's entries that are shown individually. A larger folder is shown as a whole, and
 /// withheld paths inside are hidden.
 const PARTS_MAX: usize = 512;
 
@@ -123,7 +123,7 @@ impl Root {
         for folder in &places.opened {
             steps.extend(folders_to(folder).into_iter().map(Make::Folder));
         }
-        // The worker can work in its directory even if the content is not given to it.
+        // The working directory must exist, even if the worker has no access to the content.
         if paths::leads_as_named(given.directory, given.write) == Ok(true) {
             steps.extend(folders_to(given.directory).into_iter().map(Make::Folder));
         }
@@ -170,7 +170,7 @@ impl Root {
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
-        // Must come before the system's paths are shown, because they can be inside of these folders.
+        // Must come before the system's paths are shown, because some can be inside of these folders.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -256,10 +256,10 @@ impl Places {
         }
     }
 
-    /// Shows a folder. If paths inside are withheld, shows the other entries one by one, as they exist now.
-    /// Otherwise a withheld path that is hidden by a mount would become visible when another file gets its
-    /// name. A folder that denies access to the worker's user is shown by its entries too. Returns the links
-    /// in the folder and their targets.
+    /// Shows a folder. If paths inside are withheld, shows the other present entries individually. A mount
+    /// over a withheld path would not be enough, because the path becomes visible again when another file
+    /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
+    /// the links in the folder, with targets.
     fn own_folder(&mut self, folder: &Path, withheld: &[&Path], closed: &Closed) -> Vec<(PathBuf, PathBuf)> {
         let entries = |folder: &Path| {
             let entries = std::fs::read_dir(folder).ok()?.flatten();
@@ -418,7 +418,7 @@ pub(super) fn mount_own_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Replaces the root with an empty one, in which the system's root is a folder.
+/// Replaces the root by an empty file system, in which the system's root is a folder.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGE, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;

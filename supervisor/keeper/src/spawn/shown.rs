@@ -22,10 +22,10 @@ use bulkhead_linux::errno::{self, check};
 /// Maximum number of covered folders. Each needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of a folder's entries that are shown one by one.
+/// Maximum number of a folder's entries that are shown individually.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of an empty folder, which holds only folders and mount points. It becomes read-only at the
+/// Mount options of an empty folder, which holds only folders and mount points, and becomes read-only at the
 /// end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
@@ -169,8 +169,8 @@ impl Shown {
         }
     }
 
-    /// Makes the mounts in a private mount namespace, which the process may already have, and adds them to
-    /// the rules. Runs in the forked child, and makes only system calls.
+    /// Makes the mounts in a private mount namespace, which the process may already have, and adds the mounts
+    /// to the rules. Runs in the forked child, and makes only system calls.
     pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Stop> {
         let common = |number: usize, result: Result<(), Errno>| {
             result.map_err(|errno| Stop { errno, detail: COMMON + number as u32 })
@@ -226,7 +226,7 @@ fn entries(folder: &Path, secrets: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)
 }
 
 fn own_mounts() -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and shares nothing with other processes that the call changes.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
     // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)

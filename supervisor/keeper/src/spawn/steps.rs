@@ -146,7 +146,7 @@ fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
-    // SAFETY: the process has one thread, and shares nothing with other processes that the call changes.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWUSER) })?;
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
 }
@@ -170,7 +170,8 @@ fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     become_one(plan.terms().identity.unwrap_or(plan.own))
 }
 
-/// Becomes the worker's user outside of a new user namespace. Inside of one, this has been done already.
+/// Becomes the worker's user outside of a new user namespace. Inside of a new user namespace, this has been
+/// done already.
 fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
     match plan.terms().identity {
         Some(identity) if !plan.terms().namespaces.user => {
@@ -185,8 +186,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
     }
 }
 
-/// Makes this process readable in `/proc` again. After a change of user, only a process with rights over all
-/// processes can read it. The keeper owns the user namespace, but has no such rights.
+/// Makes this process readable in `/proc` again. After a change of user, reading needs rights over all
+/// processes. The keeper owns the user namespace, but has no such rights.
 fn be_readable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper's read-back fails and is reported.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
@@ -422,8 +423,8 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Sets the limit of open files: as ordered, or as the keeper was started with, before it raised its own
 /// limit. A confined worker gets at most three quarters of the keeper's hard limit. Descriptors that the
-/// worker sends to itself and does not receive count for all processes of its user. They must not prevent the
-/// keeper from starting other workers.
+/// worker sends to itself and does not receive count for all processes of the same user. A worker must not
+/// prevent the keeper from starting other workers in this way.
 fn open_files(plan: &Plan<'_>) -> Result<(), Stop> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -443,8 +444,7 @@ fn set_limit(limit: &Rlimit) -> Result<(), Stop> {
 /// Second safety net if the keeper is killed. A change of identity clears the signal.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of the namespace has no pid here. The parent is alive if it lets this process
-    // continue.
+    // A parent outside of the namespace has no pid here. Only a living parent lets this process continue.
     let is_numbered = !plan.terms().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
@@ -473,8 +473,8 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the change of identity, if the worker's user cannot enter it and
-/// nothing can be mounted for the user.
+/// Enters the working directory before the change of identity, if the worker's user cannot and no mount can
+/// help.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
 }

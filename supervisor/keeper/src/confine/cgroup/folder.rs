@@ -151,7 +151,7 @@ impl Folder {
     }
 
     /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
-    /// running there, or if there is more than one call removes. The next call continues.
+    /// running there, or if a single call cannot remove everything. The next call continues.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),

@@ -50,7 +50,8 @@ impl Limits {
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // A worker must not divide its group, because its processes are killed and counted together.
+        // A worker must not divide its group, because all processes of a worker are killed and counted
+        // together.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
@@ -80,7 +81,7 @@ impl Setting {
 }
 
 /// Converts cores into time and period, both in µs. Returns `None` for a share that is smaller than the
-/// kernel supports, because a larger one was not requested.
+/// kernel supports, because a larger share was not requested.
 fn cpu_max(cores: f64) -> Option<String> {
     if !cores.is_finite() || cores < CORES_MIN {
         return None;

@@ -1,5 +1,5 @@
 //! The owner of a leaf, which the leaf's name states. So a later keeper can recognise the leaves of a dead
-//! one.
+//! keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,7 +8,8 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process, which stays unique although pids are reused and each namespace has its own.
+/// Identity of a process. It stays unique although pids are reused and each namespace numbers its processes
+/// separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the pid namespace.

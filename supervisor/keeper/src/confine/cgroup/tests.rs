@@ -127,7 +127,7 @@ fn processes(path: &Path) -> Vec<u32> {
     Folder::open(path).unwrap().read_processes().unwrap()
 }
 
-/// Opens the folder of a leaf, in order to start a process in it.
+/// Opens the folder of a leaf, in order to start a process there.
 fn folder(leaf: &Leaf) -> Folder {
     Folder::open(leaf.path()).unwrap()
 }
@@ -138,7 +138,7 @@ fn remove(leaf: &Leaf) {
 }
 
 impl Leaf {
-    /// Stops all processes in the group, or continues them. This takes effect slightly later.
+    /// Stops or continues all processes in the group. This takes effect slightly later.
     fn freeze(&self, is_frozen: bool) -> std::io::Result<()> {
         std::fs::write(self.path().join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
     }

@@ -39,8 +39,8 @@ impl Forbidden {
         }
     }
 
-    /// Makes the attempt. Without rules it can fail for other reasons: the user may not list the root folder,
-    /// or lacks the capability for a device.
+    /// Makes the attempt. Without rules the attempt can fail for other reasons: the user may not list the
+    /// root folder, or lacks the capability for a device.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::Root => {

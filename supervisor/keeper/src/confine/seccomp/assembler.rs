@@ -1,7 +1,7 @@
 //! The part of classic BPF that a filter needs.
 //!
-//! Jumps are relative and lead forward, so blocks can be joined by appending one to the other. The only
-//! knowledge about system calls is where the kernel puts their numbers and arguments.
+//! Jumps are relative and lead forward, so blocks can be joined by concatenation. The only knowledge about
+//! system calls is where the kernel puts their numbers and arguments.
 
 use std::mem::offset_of;
 

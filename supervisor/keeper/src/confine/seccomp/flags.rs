@@ -26,8 +26,8 @@ const SENDING: [(u8, &str); 2] = [(2, "sendmsg"), (3, "sendto sendmmsg")];
 /// Restricts all calls that could create a program with another user's rights, or send urgent data. Urgent
 /// data is a byte outside of the stream, which readers of Unix sockets do not expect.
 ///
-/// `openat2` can create such programs too, and its mode is in memory, where a filter cannot see it. So
-/// `openat2` is one of the calls that are reported as missing.
+/// `openat2` can create such programs too, and takes the mode from memory, which a filter cannot see. So
+/// `openat2` is reported as missing.
 pub(super) fn refuse(rules: &mut Rules) {
     let refused = Verdict::Errno(Errno::PERM);
     for (argument, names) in MODES {

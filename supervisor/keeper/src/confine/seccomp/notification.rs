@@ -1,4 +1,4 @@
-//! The keeper's end of a listener: receives forbidden calls and answers them.
+//! The keeper's end of a listener: receives and answers notifications of forbidden calls.
 //!
 //! Never waits, because the caller has polled the listener. Decides nothing.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe form")]
@@ -18,8 +18,8 @@ use bulkhead_linux::errno;
 pub(crate) struct Notification {
     /// Identifies the call in the answer.
     pub id: u64,
-    /// Id of the calling thread, which can be any thread of any process of the worker. 0 if it is not in this
-    /// pid namespace.
+    /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
+    /// in this pid namespace.
     pub thread: u32,
     /// Number of the call.
     pub number: u32,
@@ -86,8 +86,8 @@ pub(crate) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     control(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
-/// Returns a zeroed buffer. The kernel's structures grow: the kernel writes as many bytes as its own version
-/// has, and requires all of them to be zero before.
+/// Returns a zeroed buffer. The kernel's structures grow: the kernel writes its own version of the structure,
+/// and requires the whole buffer to be zero before.
 fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
     vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
 }

@@ -1,7 +1,7 @@
 //! Predefined rules.
 //!
-//! If honest programs try a denied call, it fails with an error that makes them fall back. Calls that no
-//! honest program makes are fatal. Under `strict`, all calls that are not listed are fatal.
+//! A denied call that honest programs try fails with an error that makes these programs fall back. Calls that
+//! no honest program makes are fatal. Under `strict`, all calls that are not listed are fatal.
 //!
 //! Nothing here concerns access to files or processes of other users, which Landlock and the identity
 //! restrict.
@@ -81,7 +81,7 @@ pub(crate) fn strict(network: bool) -> Rules {
     rules
 }
 
-/// Returns the rules that are added to `strict` when the program is ready for its first job. They deny
+/// Returns the rules that are added to `strict` when the program is ready for its first job. These rules deny
 /// executing programs, and deny new sockets unless the worker has the network. `allow` is the list with which
 /// `strict` was overridden.
 ///
@@ -156,15 +156,15 @@ fn without(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
 
-/// Allows querying the personality, the normal one, and addresses that are not random, which sanitizers use.
-/// Other personalities have weakened programs that were meant to be secure.
+/// Allows querying the personality, the normal personality, and addresses that are not random, which
+/// sanitizers use. Other personalities have weakened programs that were meant to be secure.
 fn personality() -> Rule {
     const ASK: u32 = u32::MAX;
     only_these(0, &[ASK, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
-/// Refuses a request to be traced, by which a program can find out whether it is being traced. All other
-/// requests are for debuggers, and fatal.
+/// Refuses a request to be traced, which programs use to detect tracing. All other requests are for
+/// debuggers, and fatal.
 fn trace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
@@ -172,8 +172,8 @@ fn trace() -> Rule {
 
 /// Allows only the calling process or thread as the target. A limit can kill another process, and a priority
 /// can starve it. Any process of the supervisor's user may set them: neither Landlock nor missing
-/// capabilities prevent this. (This cannot be applied to processor affinity, because threads of one process
-/// set it for each other.)
+/// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
+/// process set the affinity of each other.)
 fn of_itself(argument: u8) -> Rule {
     const ITSELF: u32 = 0;
     only_these(argument, &[ITSELF], REFUSE)
@@ -187,8 +187,8 @@ fn limits() -> (Rule, Rule) {
     #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
     const CORE: u32 = libc::RLIMIT_CORE as u32;
     let is_core = |argument, set: Rule| -> Rule { check(argument, vec![(Is(CORE), set)], Verdict::Allow) };
-    // If the caller also requests the old limit, an ignored call would make it read a value that the kernel
-    // did not write.
+    // If the caller also requests the old limit, an ignored call would let the caller read a value that the
+    // kernel did not write. So the call is refused.
     let set = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
     let asked = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: set.into() };
     let of_itself = check(0, vec![(Is(0), is_core(1, asked.into()))], REFUSE);
