@@ -331,7 +331,7 @@ fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno>
     clone_as(namespaces, cgroup, 0)
 }
 
-/// Forks like [`clone`], with an additional flag.
+/// Forks like `clone`, with an additional flag.
 fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int) -> Result<u32, Errno> {
     let rows = [
         (namespaces.user, libc::CLONE_NEWUSER),

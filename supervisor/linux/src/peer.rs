@@ -94,8 +94,8 @@ impl Peer {
 }
 
 /// Processes known not to descend from this one, by pid and start time. That cannot change, because an orphan
-/// is reparented to one of its own ancestors. So processes that connect often, such as scrapers, are looked
-/// up only once.
+/// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
+/// once.
 #[derive(Debug, Default)]
 pub struct Outsiders(Mutex<VecDeque<(u32, u64)>>);
 

@@ -1,6 +1,6 @@
 //! Finds and kills the descendants of this process, even if they try to escape.
 //!
-//! The supervisor's keeper and the host for plain programs are both *child subreapers*: when a process below
+//! The supervisor's keeper and the host for plain programs are both *child subreapers*. When a process below
 //! a subreaper dies, the dead process's children become children of the subreaper. So a child that the
 //! subreaper has not started itself was left behind by a dead descendant, and must be killed. A process that
 //! forks as fast as possible is first stopped with all its descendants, and then killed.
@@ -152,8 +152,8 @@ fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
 ///
 /// If a process has the same parent in both reads, the parent was alive between the two reads. So the
 /// parent's pid still belonged to the parent when the parent's own parent was read. The same pid cannot
-/// belong to a new parent, because an orphan is reparented to an ancestor, and that ancestor was alive at the
-/// same time as the dead parent.
+/// belong to a new parent. An orphan is reparented to an ancestor, which was alive at the same time as the
+/// dead parent.
 fn is_still(line: &[u32]) -> bool {
     line.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }

@@ -48,8 +48,8 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let mut pidfd: RawFd = -1;
     let blocked = Blocked::all();
-    // SAFETY: the child has exclusive use of the stack, whose upper end is aligned as required, and of
-    // `call`: this thread continues only when the child has executed another program or is gone.
+    // SAFETY: the child has exclusive use of `call` and of the stack, whose upper end is aligned as required.
+    // This thread continues only when the child has executed another program or is gone.
     let pid =
         unsafe { libc::clone(run::<F>, top.cast(), flags, (&raw mut call).cast::<c_void>(), &raw mut pidfd) };
     let failed = errno::check(pid);
@@ -70,8 +70,8 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
 /// Starts a process like [`spawn`], but not as a child of this one. An intermediate child starts the process
 /// and exits at once, so the process becomes an orphan.
 ///
-/// A `waitpid(-1)` in this process sees neither of the two, and neither raises SIGCHLD when it ends, unless
-/// this process is the one that adopts orphans. (An exit signal of 0 alone would not be enough, because
+/// A `waitpid(-1)` in this process sees neither of the two, and neither raises SIGCHLD at its end. The
+/// exception is a process that adopts orphans. (An exit signal of 0 alone would not be enough, because
 /// `execve` changes it to SIGCHLD.)
 ///
 /// # Safety

@@ -262,8 +262,8 @@ impl Filter {
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.ending {
             Ending::Kill => &[0],
-            // With this flag, signals do not interrupt a waiting call. Otherwise a process that gets signals
-            // constantly would never be found waiting.
+            // With this flag, only fatal signals interrupt a call whose notification was received. Otherwise
+            // a process that gets signals constantly would never be found waiting.
             Ending::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.

@@ -49,8 +49,8 @@ const ENDS_PER_TURN: usize = 64;
 /// Maximum time for which one order stops everything in the namespace.
 const STANDSTILL_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before it
-/// continues. A process that waits for a disk does not die at once.
+/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before
+/// the namespace continues. A process that waits for a disk does not die at once.
 const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const VAIN_WAITS_MAX: u32 = 8;
 

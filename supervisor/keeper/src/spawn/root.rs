@@ -418,7 +418,7 @@ pub(super) fn mount_own_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Replaces the root by an empty file system, in which the system's root is a folder.
+/// Replaces the root with an empty file system, in which the system's root is a folder.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGE, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;

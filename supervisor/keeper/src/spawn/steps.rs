@@ -60,8 +60,8 @@ pub(super) const OUTER: [(&str, Step); 14] = [
 ///
 /// Limits come before the identity and the capabilities, because raising a limit needs a capability. Actions
 /// that a limit or a filter could prevent come before that limit or filter. The limit of open files also
-/// bounds the descriptors that a process can pass over sockets. Descriptors in flight from all processes of
-/// the user count. So this limit comes last, when nothing more has to be passed.
+/// bounds the descriptors that a process can pass over sockets. The kernel counts descriptors in flight from
+/// all processes of the user. So this limit comes last, when nothing more has to be passed.
 pub(super) const INNER: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -359,8 +359,8 @@ fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
         .and_then(|file| rustix::io::write(file, &digits[first..]));
     match written {
-        // The worker then keeps the keeper's score, which is above the supervisor's. This is acceptable,
-        // unless the supervisor is protected.
+        // If the write fails, the worker keeps the keeper's score, which is above the supervisor's. This is
+        // acceptable, unless the supervisor is protected.
         Err(errno) if is_spared => Err(errno.into()),
         _ => Ok(()),
     }

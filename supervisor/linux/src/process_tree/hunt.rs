@@ -176,8 +176,8 @@ impl Hunt {
     }
 
     /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
-    /// and some time has passed since the scan. If a process was not yet stopped and now has another parent,
-    /// it is left to the next scan, because it is not known to be a descendant.
+    /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
+    /// may not be a descendant, so it is left to the next scan.
     fn send(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };

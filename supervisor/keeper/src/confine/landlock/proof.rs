@@ -55,7 +55,7 @@ impl Forbidden {
                     rustix::fs::unlink(node)?;
                 }
                 match made {
-                    Err(Errno::PERM) => Ok(()), // The kernel checks the rules before this.
+                    Err(Errno::PERM) => Ok(()), // Only after the rules were checked.
                     made => made,
                 }
             }
