@@ -1,7 +1,7 @@
-//! The supervisor's end of the keeper: orders in, reports out, without blocking.
+//! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! It owns the keeper process: its start, its end and its wait. It does not know which workers there
-//! are; the data plane does.
+//! Starts and ends the keeper process, and waits for its end. Does not know which workers exist; the data
+//! plane does.
 
 use std::collections::HashSet;
 use std::io;
@@ -23,22 +23,23 @@ use super::{
     Usage, WITHHELD, wait,
 };
 
-/// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
-/// so. Beyond them there is room for one kill of each worker that was ordered before, and for a question whether
-/// the keeper is there: these are never refused.
+/// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
+/// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
+/// can wait in addition.
 const ORDERS_WAITING_MAX: usize = 1024;
 
-/// How long the end of the keeper may take before it is killed: it ends everything first, and has a
-/// little less patience itself.
+/// Time for the keeper to exit before it is killed. The keeper kills everything first, and its own time limit
+/// is slightly shorter.
 const END_PATIENCE: Duration = Duration::from_secs(65);
 
-/// How long whatever a killed keeper left behind may take to die.
+/// Time for the processes that a killed keeper left behind to die.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Maximum number of orphans that are reaped in one go.
+/// Maximum number of orphans reaped in one call.
 const ORPHANS_MAX: usize = 64;
 
-/// What to do about a start that failed at this step, where that can be known.
+/// Returns advice about a start that failed at this step. The text is empty if nothing is known about the
+/// cause.
 pub fn advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
@@ -51,117 +52,119 @@ pub fn advice(step: &str, error: &io::Error) -> &'static str {
 
 const UNREACHABLE: &str = " (see whether the worker's user can reach it, and every folder above it)";
 
-/// News from the keeper.
+/// A report of the keeper.
 ///
-/// Each [`Keeper::spawn`] is answered by either `Spawned`, `Exited` and `Swept`, in this order, or by
+/// The answer to each [`Keeper::spawn`] is either `Spawned`, `Exited` and `Swept`, in this order, or
 /// `SpawnFailed`.
 #[derive(Debug)]
 pub enum Report {
-    /// The keeper is up; the first report.
+    /// The keeper is running. This is the first report.
     Started {
-        /// This kernel does not hand orphans to a process's first thread, so each death takes a look
-        /// at every process of the machine.
+        /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
+        /// all processes of the machine after each death.
         scan_always: bool,
     },
-    /// The worker's program runs.
+    /// The worker's program is running.
     Spawned {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// Its process.
+        /// Process id of the worker.
         pid: u32,
-        /// Names the process for ever, and is readable when it has ended.
+        /// Identifies the process even when the pid is reused, and becomes readable when the process has
+        /// ended.
         pidfd: OwnedFd,
-        /// How far it is confined, as the kernel says.
+        /// The worker's confinement as read back from the kernel.
         observed: Observed,
     },
-    /// A process of the worker's made a system call that its filter forbids, and is killed for it.
+    /// A process of the worker made a system call that the filter forbids. The keeper kills the process.
     Violation {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// The process, by the number that it has for the worker.
+        /// Process id as the worker sees it.
         process: u32,
-        /// The call's number; see [`super::call_name`].
+        /// Number of the call; see [`super::call_name`].
         call: u32,
     },
     /// The worker's program never ran.
     SpawnFailed {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// What failed on the way, such as `exec` or `rlimit as`.
+        /// The step that failed, such as `exec` or `rlimit as`.
         step: String,
-        /// Why.
+        /// The error of the step.
         error: io::Error,
     },
-    /// The worker is dead. What it left behind is being ended.
+    /// The worker is dead. The keeper is killing the processes that the worker left behind.
     Exited {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
-        /// How it ended.
+        /// Cause of the end.
         exit: Exit,
-        /// What it used.
+        /// Resource usage.
         usage: Usage,
     },
-    /// All that a dead worker left behind is gone.
+    /// Everything that a dead worker left behind is gone.
     Swept {
-        /// The worker.
+        /// Spawn number of the worker.
         worker: u64,
     },
-    /// A template says something.
+    /// A message from a template.
     Template {
-        /// The template.
+        /// Spawn number of the template.
         worker: u64,
-        /// What it says.
+        /// The message.
         word: TemplateWord,
     },
-    /// The keeper is there; see [`Keeper::ping`].
+    /// The answer to [`Keeper::ping`].
     Pong,
-    /// Processes have survived SIGKILL for two seconds. The workers reported next have left them.
+    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
+    /// processes behind.
     Remains {
-        /// How many.
+        /// Number of these processes.
         count: u64,
     },
 }
 
-/// What a template says before it forks; see [`Keeper::fork`].
+/// A message that a template sends before it forks; see [`Keeper::fork`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemplateWord {
-    /// It can fork.
+    /// The template can fork.
     Ready,
-    /// What it is doing.
+    /// Current status of the initialisation.
     Status(String),
-    /// Why it ends.
+    /// Reason why the template exits.
     Refused(String),
-    /// It needs so much more time from now.
+    /// Extends the start deadline to this time from now.
     Extend(Duration),
 }
 
-/// The keeper as the supervisor has it.
+/// The supervisor's handle of a keeper.
 ///
-/// Dropping it orders the keeper to end; [`Keeper::end`] also waits for that.
+/// Dropping the handle orders the keeper to exit. [`Keeper::end`] also waits for the exit.
 #[derive(Debug)]
 pub struct Keeper {
     process: Process,
-    /// How it was started.
+    /// Program that was started as the keeper.
     program: PathBuf,
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers that we had no descriptor left for: reported as failed, and killed.
+    /// Workers for which this process had no descriptor left. Reported as failed, and killed.
     disowned: HashSet<u64>,
-    /// Where ids of workers come from that the next keeper needs as well.
+    /// Source of worker ids, which the next keeper needs as well.
     ids: Option<Arc<SubordinateIds>>,
 }
 
 /// The keeper's process.
 #[derive(Debug)]
 enum Process {
-    /// A child of this one.
+    /// A child of this process.
     Child(Child),
-    /// No child, and behind a guard.
+    /// Not a child of this process, and started by a guard.
     Detached(Detached),
 }
 
-/// What it takes to start another keeper like one before.
+/// Everything needed to start another keeper in place of a previous one.
 #[derive(Clone, Debug)]
 pub struct KeeperOrigin {
     program: PathBuf,
@@ -170,7 +173,7 @@ pub struct KeeperOrigin {
 }
 
 impl KeeperOrigin {
-    /// Starts it, and hands over what the one before had.
+    /// Starts the keeper, and passes on the worker ids of the previous keeper.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::start_detached(&self.program, IsFirst::No)?.0,
@@ -182,12 +185,14 @@ impl KeeperOrigin {
 }
 
 impl Keeper {
-    /// Starts the keeper of an application that goes on with its own work: no process of the application's is its
-    /// parent, and what it leaves behind when it is killed is ended by its guard. It ends when this process does, or
-    /// when it is dropped. `program` must call [`super::run_as_keeper`] first thing in `main` when its first argument is
-    /// [`KEEPER_ARGUMENT`], and be of this version.
+    /// Starts the keeper of an application that also does other work. The keeper is not a child of the
+    /// application. If the keeper is killed, the guard kills the processes left behind. The keeper ends when
+    /// this process ends, or when the handle is dropped.
     ///
-    /// Waits until the keeper is there: some ten milliseconds.
+    /// `program` must be of this version. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
+    /// [`super::run_as_keeper`] first in `main`.
+    ///
+    /// Waits some ten milliseconds until the keeper is running.
     pub fn start_beside(program: &Path) -> io::Result<(Self, Found)> {
         Self::start_detached(program, IsFirst::Yes)
     }
@@ -198,8 +203,8 @@ impl Keeper {
         Ok((Self::of(Process::Detached(process), program, socket), found))
     }
 
-    /// Starts the keeper: `program`, which must call [`super::run_as_keeper`] when its first argument
-    /// is [`KEEPER_ARGUMENT`]; normally `/proc/self/exe`. [`Report::Started`] follows.
+    /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
+    /// [`super::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
     pub fn start(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
@@ -222,20 +227,20 @@ impl Keeper {
         }
     }
 
-    /// Hands over the user namespace that workers with [`super::Terms::subordinate`] enter.
+    /// Sends the keeper the user namespace that workers with [`super::Terms::subordinate`] enter.
     pub fn give(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
         self.order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
 
-    /// How the keeper that follows this one is started.
+    /// Returns the data for starting the next keeper.
     pub fn origin(&self) -> KeeperOrigin {
         let is_detached = matches!(self.process, Process::Detached(_));
         KeeperOrigin { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
-    /// The keeper's process.
+    /// Returns the keeper's process id.
     pub fn pid(&self) -> u32 {
         match &self.process {
             Process::Child(process) => process.id(),
@@ -243,10 +248,13 @@ impl Keeper {
         }
     }
 
-    /// Orders a worker. `link` becomes its descriptor 3; standard input is empty.
+    /// Orders a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
     ///
-    /// Errors, with which nothing has been ordered: the order is too long or contains a NUL; too many
-    /// orders wait ([`io::ErrorKind::WouldBlock`]); the keeper is gone ([`io::ErrorKind::BrokenPipe`]).
+    /// If an error is returned, nothing has been ordered. Errors:
+    ///
+    /// - The order is too long or contains a NUL.
+    /// - Too many orders are waiting ([`io::ErrorKind::WouldBlock`]).
+    /// - The keeper is gone ([`io::ErrorKind::BrokenPipe`]).
     pub fn spawn(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -257,7 +265,7 @@ impl Keeper {
         self.order_start(order.encode()?, [link, stdout, stderr])
     }
 
-    /// Orders a template: [`SpawnOrder::is_template`] is set.
+    /// Orders a template. [`SpawnOrder::is_template`] must be set.
     pub fn spawn_template(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -268,7 +276,7 @@ impl Keeper {
         self.order(order.encode()?, vec![stdout, stderr])
     }
 
-    /// Has a template fork a worker, once it has said that it is ready: [`Report::Spawned`] or
+    /// Makes a template fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
     /// [`Report::SpawnFailed`] follows. Errors are those of [`Keeper::spawn`].
     pub fn fork(
         &mut self,
@@ -287,21 +295,22 @@ impl Keeper {
         self.order(message, descriptors.into())
     }
 
-    /// Orders a worker to be killed at once, with all it leaves behind; once is enough. [`Report::Exited`]
-    /// follows, if it does not come anyway. An error means that the keeper is gone.
+    /// Orders the keeper to kill a worker at once, with everything the worker leaves behind. Call this once
+    /// per worker. [`Report::Exited`] follows, unless the worker has ended before. An error means that the
+    /// keeper is gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
         self.order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
-    /// Asks the keeper whether it is there. [`Report::Pong`] follows within milliseconds, or something is
-    /// wrong with it.
+    /// Checks that the keeper is responsive. [`Report::Pong`] follows within milliseconds, unless something
+    /// is wrong.
     pub fn ping(&mut self) -> io::Result<()> {
         self.order(Order::Ping.encode()?, Vec::new())
     }
 
-    /// Waits for children that have ended and are not this keeper: the orphans that process 1 of a container, or a
-    /// child subreaper, inherits. Returns true if there may be more. Reaps nothing in an application, whose children
-    /// are its own.
+    /// Reaps children that have ended and are not this keeper. A supervisor that is process 1 of a container,
+    /// or a child subreaper, inherits such orphans. Returns true if there may be more. Does nothing in an
+    /// application, which reaps its own children.
     pub fn reap_orphans(&self) -> bool {
         let Process::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_MAX {
@@ -313,7 +322,7 @@ impl Keeper {
         true
     }
 
-    /// Kills a keeper that does not answer: [`Keeper::receive`] says so next.
+    /// Kills an unresponsive keeper. The next [`Keeper::receive`] then returns an error.
     pub fn kill_keeper(&mut self) -> io::Result<()> {
         self.process.kill()
     }
@@ -323,20 +332,20 @@ impl Keeper {
         self.flush()
     }
 
-    /// Sends waiting orders as far as the socket takes them; to be called when it is writable.
+    /// Sends waiting orders until the socket is full. Call this when the socket is writable.
     pub fn flush(&mut self) -> io::Result<()> {
         self.outbox.flush(&self.socket).map(drop)
     }
 
-    /// Whether orders wait for the socket to be writable.
+    /// True if orders wait for the socket to become writable.
     pub fn has_waiting(&self) -> bool {
         self.outbox.len() > 0
     }
 
-    /// The next report; `None` if there is none at present.
+    /// Returns the next report, or `None` if no report is available at present.
     ///
-    /// Any error means that this keeper is lost, [`io::ErrorKind::UnexpectedEof`] that it has ended:
-    /// its workers die with it. See [`sweep_after_keeper`].
+    /// Any error means that this keeper is lost, and that its workers die. [`io::ErrorKind::UnexpectedEof`]
+    /// means that the keeper has exited. See [`sweep_after_keeper`].
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
             match socket::receive(&self.socket, &mut self.buffer)? {
@@ -379,7 +388,8 @@ impl Keeper {
         })
     }
 
-    /// This process has as many descriptors as it may: a worker that cannot be watched must not run.
+    /// Kills a worker for which there is no pidfd, because this process has reached its limit of descriptors.
+    /// A worker that cannot be watched must not run.
     fn disown(&mut self, worker: u64) -> io::Result<Report> {
         self.disowned.insert(worker);
         self.kill(worker)?;
@@ -387,8 +397,8 @@ impl Keeper {
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Has the keeper end, with all workers and whatever descends from them, and waits for it: some
-    /// milliseconds as a rule, up to a minute if processes cannot be killed.
+    /// Orders the keeper to exit, with all workers and their descendants, and waits for the exit. This
+    /// usually takes some milliseconds, but up to a minute if processes cannot be killed.
     pub fn end(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
         drop(socket);
@@ -425,20 +435,21 @@ impl AsRawFd for Keeper {
     }
 }
 
-/// Makes this process the one that inherits the descendants of a killed keeper, for
-/// [`sweep_after_keeper`]. For the supervisor's own program, when it starts.
+/// Makes this process inherit the descendants of a killed keeper, for [`sweep_after_keeper`]. The
+/// supervisor's own program calls this when it starts.
 pub fn become_subreaper() -> io::Result<()> {
-    // The kernel takes any number but zero for yes.
+    // The kernel takes any number except zero as true.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-/// Kills a lost keeper and **whatever else descends from this process**, until nothing is left. Then
-/// another keeper may be started, and not before: it would be killed as well.
+/// Kills a lost keeper and **all other descendants of this process**, until nothing is left. Another keeper
+/// must not be started before this returns, because it would be killed as well.
 ///
-/// Only for a program that called [`become_subreaper`] and has no children of its own: they would be
-/// killed and waited for. Blocks, for some milliseconds as a rule.
+/// Only for a program that called [`become_subreaper`]. The program must have no other children, because this
+/// function kills and reaps all children. Blocks, usually for some milliseconds.
 ///
-/// With [`Keeper::start_beside`] it is the keeper's guard that does so, and it spares what is not the keeper's.
+/// For a keeper from [`Keeper::start_beside`], the guard does the work, and spares processes that do not
+/// belong to the keeper.
 pub fn sweep_after_keeper(old: Keeper) -> io::Result<()> {
     match old.process {
         Process::Child(mut process) => {

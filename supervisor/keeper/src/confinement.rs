@@ -1,66 +1,69 @@
-//! How far a worker is to be confined, as it is ordered, and how far it is, as the kernel says.
+//! The confinement of a worker as ordered, and as read back from the kernel.
 //!
-//! The supervisor decides what is wanted, and what may be missing; the keeper does what is ordered, all
-//! of it, or starts nothing.
+//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all that is
+//! ordered, or does not start the worker.
 
 use bincode::{BorrowDecode, Encode};
 
-/// What a worker is barred from. The default is nothing.
+/// The ordered confinement of a worker. The default confines nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
-    /// Which layers there are.
+    /// Layers and limits.
     pub terms: Terms,
-    /// What it executes, and what that executes or loads in turn; their folders are read.
+    /// Programs that the worker executes, and the files that these execute or load. The worker can read the
+    /// folders of these files.
     pub programs: Vec<&'a str>,
-    /// Further paths to read.
+    /// Additional readable paths.
     pub read: Vec<&'a str>,
-    /// Paths to write.
+    /// Writable paths.
     pub write: Vec<&'a str>,
-    /// What is given to no worker, though it may lie in a folder that is: the supervisor's own files.
+    /// Paths that no worker gets, even inside a folder that is given: the supervisor's own files.
     pub withheld: Vec<&'a str>,
-    /// System calls more than the profile has.
+    /// System calls allowed in addition to the profile.
     pub allow: Vec<&'a str>,
-    /// System calls less.
+    /// System calls denied in addition to the profile.
     pub deny: Vec<&'a str>,
 }
 
-/// The layers, and what there is to say of them in numbers.
+/// Layers of confinement, and their numeric parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Terms {
-    /// No privileges from programs that it executes.
+    /// Executed programs cannot gain privileges.
     pub no_new_privs: bool,
-    /// No capability, whatever its user.
+    /// The worker has no capabilities, whatever its user is.
     pub no_capabilities: bool,
-    /// Which files, and which sockets and processes outside, it reaches.
+    /// Landlock restricts files, and sockets and processes outside.
     pub landlock: bool,
-    /// Which system calls it can make.
+    /// Filter of system calls.
     pub seccomp: Seccomp,
-    /// Whether a forbidden call is told by name; if not, the kernel ends the process that makes it.
+    /// True if forbidden calls are reported by name. Otherwise the kernel kills the process that makes the
+    /// call.
     pub seccomp_names: bool,
-    /// Which namespaces are its own.
+    /// New namespaces.
     pub namespaces: Namespaces,
-    /// The user it runs as; `None`: the keeper's.
+    /// User and group of the worker. `None` means the keeper's.
     pub identity: Option<Identity>,
-    /// Whether that one is of the keeper's user namespace of subordinate ids, which it enters. Other namespaces are
-    /// made in there, and no further one of users.
+    /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
+    /// Other namespaces are created inside, without another user namespace.
     pub subordinate: bool,
-    /// Whether it may use the network.
+    /// True if the worker can use the network.
     pub network: bool,
-    /// Where it can write temporary files.
+    /// Place for temporary files.
     pub temporary: Temporary,
-    /// Whether it is told its own rules, so that it can put each program that it runs under rules apart from
-    /// those of the others.
+    /// True if the worker receives its own rules. The worker can then confine each program that it runs
+    /// separately from the others.
     pub programs_apart: bool,
-    /// What it may use together with all that it starts, in a control group of its own; `None`: no group.
+    /// Limits for the worker and its descendants together, in a separate control group. `None` means no
+    /// group.
     pub cgroup: Option<Cgroup>,
 }
 
-/// The limits of a control group; unlimited where nothing is said.
+/// Limits of a control group. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Cgroup {
-    /// Bytes of memory.
+    /// Memory in bytes.
     pub memory_bytes: Option<u64>,
-    /// Processes and threads.
+    /// Number of processes and threads.
     pub pids: Option<u64>,
     /// Thousandths of a processor core.
     pub cpu_thousandths: Option<u64>,
@@ -69,91 +72,94 @@ pub struct Cgroup {
 /// A filter of system calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
 pub enum Seccomp {
-    /// None.
+    /// No filter.
     #[default]
     Off,
     /// A deny list that ordinary programs do not notice.
     Deny,
-    /// What computing needs.
+    /// An allow list with the calls needed for computing.
     Allow,
 }
 
-/// Namespaces that are a worker's own.
+/// New namespaces of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Namespaces {
-    /// Users: what makes the others possible without root.
+    /// User namespace, which allows an unprivileged keeper to create the others.
     pub user: bool,
-    /// Processes, and with them System V objects and host names.
+    /// Pid namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
     pub pid: bool,
-    /// Mounts: a root folder of its own.
+    /// Mount namespace with a private root folder.
     pub mount: bool,
-    /// The network: no interface but a loopback that is down.
+    /// Network namespace, in which the only interface is a loopback that is down.
     pub network: bool,
-    /// Mounts as well, but of them only a `/proc` of its own, on the system's root folder.
+    /// Mount namespace with the system's root folder, in which only `/proc` is private.
     pub proc: bool,
 }
 
 impl Namespaces {
-    /// Whether there is any.
+    /// Returns true if there is any new namespace.
     pub fn any(self) -> bool {
         self != Self::default()
     }
 }
 
-/// A user and a group; there are no others.
+/// A user and a group, without supplementary groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Identity {
-    /// The user.
+    /// User id.
     pub uid: u32,
-    /// The group.
+    /// Group id.
     pub gid: u32,
 }
 
-/// Where a worker can write temporary files.
+/// Place for a worker's temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum Temporary {
-    /// Nowhere, or wherever its user can.
+    /// None, or wherever the worker's user can write.
     #[default]
     None,
-    /// A folder of its own on disk, which `TMPDIR` names.
+    /// A private folder on disk, named by `TMPDIR`.
     Folder,
-    /// A `/tmp` of its own in memory, of so many bytes. It takes a mount namespace.
+    /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
     FileSystem(u64),
-    /// The same in the place of a folder, which `TMPDIR` names, on the system's root folder.
+    /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
+    /// The root folder is the system's.
     Mounted(u64),
 }
 
-/// What the kernel says of a worker, read back when its program ran.
+/// The confinement of a worker as read back from the kernel once the program runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Observed {
     /// `NoNewPrivs`.
     pub no_new_privs: bool,
-    /// `Seccomp`: 0 for none, 2 for a filter.
+    /// `Seccomp`: 0 without a filter, 2 with a filter.
     pub seccomp: u32,
-    /// `CapEff`, `CapPrm`, `CapInh` and `CapAmb` together.
+    /// Union of `CapEff`, `CapPrm`, `CapInh` and `CapAmb`.
     pub capabilities: u64,
     /// `CapBnd`.
     pub bounding: u64,
-    /// The four of `Uid`, if they are one.
+    /// The value of `Uid`, if all four ids are equal.
     pub uid: Option<u32>,
-    /// The four of `Gid`, if they are one.
+    /// The value of `Gid`, if all four ids are equal.
     pub gid: Option<u32>,
-    /// How many there are in `Groups`.
+    /// Number of entries in `Groups`.
     pub groups: u32,
-    /// Which namespaces are not the keeper's.
+    /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// The version of the Landlock rules that it was put under; the kernel does not tell it.
+    /// Version of the enforced Landlock rules. This is the version that was applied, because the kernel does
+    /// not report it.
     pub landlock: Option<u32>,
-    /// Whether it is in the control group that was made for it.
+    /// True if the worker is in the control group created for it.
     pub cgroup: bool,
-    /// Descriptors that it started its program with.
+    /// Number of descriptors that the program was started with.
     pub descriptors: u32,
-    /// Whether all that was read of the template that has forked it.
+    /// True if these values were read from the template that forked the worker.
     pub is_inherited: bool,
 }
 
 impl Observed {
-    /// What is not as ordered: a name, as in `/proc/PID/status` where it is there.
+    /// Returns the first value that differs from the order, by its name in `/proc/PID/status` if there is
+    /// one.
     pub fn mismatch(&self, terms: &Terms) -> Option<&'static str> {
         let wanted = terms.namespaces;
         let found = self.namespaces;
@@ -177,7 +183,7 @@ impl Observed {
     }
 }
 
-/// The number of `SECCOMP_MODE_FILTER`.
+/// Value of `SECCOMP_MODE_FILTER`.
 const FILTER: u32 = 2;
 
 #[cfg(test)]

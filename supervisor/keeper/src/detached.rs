@@ -1,5 +1,5 @@
-//! The keeper of an application that has a supervisor in it: started so that the application has no child of ours, and
-//! known by descriptors of its process and its guard's.
+//! The keeper of an application that embeds a supervisor. Neither the keeper nor its guard is a child of the
+//! application; both are known by their pidfds.
 
 use std::ffi::{CString, OsString};
 use std::io;
@@ -19,29 +19,30 @@ use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
 use crate::socket::{self, Received};
 use crate::{Ability, KEEPER_ARGUMENT, ORDER_BYTES_MAX, SubordinateIds, WITHHELD};
 
-/// How long the keeper may take to be there: what it tries out takes milliseconds, and seconds if something is stuck.
+/// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
+/// is stuck.
 const READY_WITHIN: Duration = Duration::from_secs(60);
 
-/// Numbers from here on are not in the way of a new program's standard input and output.
+/// Lowest descriptor number that does not collide with the standard input and output of a new program.
 const DESCRIPTOR_MIN: i32 = 3;
 
-/// What the guard found out.
+/// Results of the guard's probe of the machine.
 #[derive(Debug)]
 pub struct Found {
-    /// What there is to confine workers by.
+    /// Layers of confinement that the machine supports.
     pub abilities: Vec<Ability>,
-    /// Ids for workers, or why there are none.
+    /// Ids for workers, or the reason why there are none.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
-/// Whether the guard is to find out what there is.
+/// Tells the guard whether to probe the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IsFirst {
     Yes,
     No,
 }
 
-/// The keeper's process and its guard's.
+/// The processes of the keeper and its guard.
 #[derive(Debug)]
 pub(super) struct Detached {
     guard: OwnedFd,
@@ -50,7 +51,7 @@ pub(super) struct Detached {
 }
 
 impl Detached {
-    /// Starts both, and waits until they are there. `theirs` becomes the keeper's end.
+    /// Starts both, and waits until they are running. `theirs` becomes the keeper's end of the socket.
     pub(super) fn start(
         program: &Path,
         is_first: IsFirst,
@@ -73,7 +74,8 @@ impl Detached {
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
             Err(error) => {
-                // It may be any program. Its keeper, if there is one, ends with the socket.
+                // The process can be any program. Its keeper, if there is one, exits when the socket is
+                // closed.
                 let _ = pidfd_send_signal(&guard, Signal::KILL);
                 let is_mute = error.kind() == io::ErrorKind::UnexpectedEof;
                 Err(if is_mute { not_a_keeper(program) } else { error })
@@ -92,23 +94,24 @@ impl Detached {
         }
     }
 
-    /// Waits until neither is there any more. Returns whether that is so in time.
+    /// Waits until both are gone. Returns false if one is still running after `patience`.
     pub(super) fn wait(&self, patience: Duration) -> io::Result<bool> {
         let until = Instant::now() + patience;
         for process in [&self.keeper, &self.guard] {
             if !is_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
-            // Where this process is the one that adopts orphans, it is the one to wait for them; else it is not.
+            // Reaps the process if this process adopts orphans. Otherwise the call fails, and this process
+            // need not reap it.
             let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
         Ok(true)
     }
 
-    /// Kills the keeper, and waits until its guard has ended what it left behind.
+    /// Kills the keeper, and waits until the guard has killed the processes left behind.
     pub(super) fn sweep(&self, patience: Duration) -> io::Result<()> {
         self.kill_keeper()?;
-        // One that was stopped sweeps as well.
+        // The guard could be stopped.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);
         if self.wait(patience)? {
             return Ok(());
@@ -129,7 +132,7 @@ fn not_a_keeper(program: &Path) -> io::Error {
     ))
 }
 
-/// The guard's message. An end of file: it is no guard.
+/// Receives the guard's message. Fails with an end of file if the process is not a guard.
 fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_WITHIN;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
@@ -149,7 +152,8 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            // What another thread of the application forked just then may hold the socket open.
+            // The guard has ended, but the socket is not closed: a process that another thread of the
+            // application has just forked can hold a copy.
             Ok(_) if polled[0].revents().is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) => {}
         }
@@ -160,7 +164,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
 #[expect(unsafe_code, reason = "execve, and what is between, have no safe form")]
 fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
-    // Above the numbers that they get, so that neither is in the other's way.
+    // Above the numbers of the final descriptors, so that neither `dup2` overwrites the other source.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
     let (socket, application) = (above(theirs)?, above(application)?);
     let path = CString::new(program.as_os_str().as_bytes())?;
@@ -174,7 +178,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
     let environment = environment();
     let (argv, envp) = (vfork::pointers(&arguments), vfork::pointers(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
-    // SAFETY: three system calls, with lists that were made before and end with a null pointer.
+    // SAFETY: three system calls, with lists that were prepared before and end with a null pointer.
     let started = unsafe {
         vfork::spawn_orphan(|| {
             for (from, to) in [(socket_number, libc::STDIN_FILENO), (application_number, libc::STDOUT_FILENO)]
@@ -190,7 +194,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
     Ok(started?.pidfd)
 }
 
-/// This process's, without what is meant for it alone.
+/// Returns the environment of this process, without the variables that other processes must not inherit.
 fn environment() -> Vec<CString> {
     let kept = std::env::vars_os().filter(|(name, _)| !WITHHELD.iter().any(|withheld| name == withheld));
     let joined = kept.map(|(mut entry, value): (OsString, OsString)| {
@@ -198,6 +202,6 @@ fn environment() -> Vec<CString> {
         entry.push(value);
         CString::new(entry.into_vec())
     });
-    // One with a NUL in it cannot be.
+    // Leaves out variables that contain a NUL.
     joined.filter_map(Result::ok).collect()
 }

@@ -1,21 +1,21 @@
-//! The control groups of the keeper's workers: found when the first one is wanted, removed when they are
-//! empty, and again looked after if they are not yet.
+//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
+//! groups are removed. If a group is not empty yet, the removal is retried.
 
 use super::confine::cgroup::{Failure, Leaf, Limits, Root};
 use super::confinement::Cgroup;
 use super::spawn::Refusal;
 
-/// The group that all others are in, and those that could not be removed yet.
+/// The parent of all groups, and the groups that could not be removed yet.
 #[derive(Default)]
 pub(super) struct Groups {
     root: Option<Root>,
-    /// Whether leaves of keepers that are gone may be left.
+    /// True if groups of previous keepers may be left.
     is_unswept: bool,
     left: Vec<Leaf>,
 }
 
 impl Groups {
-    /// Makes a group for a worker.
+    /// Creates a group for a worker.
     pub(super) fn make(&mut self, worker: u64, limits: &Cgroup) -> Result<Leaf, Refusal> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, what_to_do } = failure;
@@ -36,14 +36,14 @@ impl Groups {
         root.leaf(worker, &limits).map_err(refused)
     }
 
-    /// Removes a group of which all have been killed, now or with [`Groups::retry`].
+    /// Removes a group in which all processes have been killed. If this fails, [`Groups::retry`] tries again.
     pub(super) fn remove(&mut self, leaf: Leaf) {
         if !is_gone(&leaf) {
             self.left.push(leaf);
         }
     }
 
-    /// Tries again what could not be removed. Whether nothing is left of it.
+    /// Tries again to remove groups. Returns true if none is left.
     pub(super) fn retry(&mut self) -> bool {
         self.left.retain(|leaf| !is_gone(leaf));
         self.sweep();
@@ -52,14 +52,14 @@ impl Groups {
 
     fn sweep(&mut self) {
         if let (true, Some(root)) = (self.is_unswept, &self.root) {
-            // One that cannot be swept is not ours to sweep.
+            // Groups that cannot be removed because of an error do not belong to this keeper.
             self.is_unswept = root.sweep().is_ok_and(|swept| swept.left > 0);
         }
     }
 }
 
-/// Removes a group if that can be done; one that cannot be removed for another reason than that it is not
-/// empty never will be.
+/// Removes a group if possible. Returns false only if the group is not empty, because any other error is
+/// permanent.
 fn is_gone(leaf: &Leaf) -> bool {
     leaf.remove().unwrap_or(true)
 }

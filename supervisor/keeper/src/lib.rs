@@ -1,32 +1,37 @@
-//! The keeper: the process that starts, watches and ends all workers, and the supervisor's end of it.
+//! The keeper, which starts, watches and kills all workers, and the supervisor's end of the connection to the
+//! keeper.
 //!
-//! It is the supervisor's own program, started again under a hidden argument, with one `SOCK_SEQPACKET`
-//! socket to take orders from and report to. It knows nothing of jobs, bulkheads or restarts, and
-//! decides nothing: the supervisor does. When that is gone, in whatever way, the end of file on
-//! the socket tells, and the keeper kills whatever descends from it before it ends.
+//! The keeper is the supervisor's own program, started again with a hidden argument. Orders and reports go
+//! over one `SOCK_SEQPACKET` socket. The keeper knows nothing of jobs, bulkheads or restarts, and leaves all
+//! decisions to the supervisor. When the supervisor is gone for any reason, the keeper sees the end of file
+//! on the socket, kills all descendants, and exits.
 //!
 //! - [`client`](Keeper): the supervisor's end.
-//! - `detached`: the same in an application that is no supervisor otherwise; `process::guard`: the process that stands
-//!   between that and the keeper.
-//! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead in pieces.
-//! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
-//! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
-//! - `observe`: what the kernel says of it.
-//! - `subordinate`: ids of workers where the supervisor has no privileges.
-//! - `temporary`: its folder for temporary files.
-//! - `probe`: what of all that this machine can do.
-//! - `wait`: which thread of the keeper has which children, and how they ended.
-//! - `socket`: whole messages with descriptors, never blocking.
+//! - `detached`: the supervisor's end in an application that embeds a supervisor; `process::guard`: the
+//!   process between the application and the keeper.
+//! - `process`: the keeper's loop, which executes orders, sends reports, and reaps the descendants of dead
+//!   workers in small steps.
+//! - `spawn`: the fork, and the steps of the child up to `execve`, with one table row per step.
+//! - `confine`, [`confinement`](Confinement): the layers of confinement, and the form in which they are
+//!   ordered.
+//! - `observe`: the confinement as read back from the kernel.
+//! - `subordinate`: user ids for workers if the supervisor has no privileges.
+//! - `temporary`: temporary folders of workers.
+//! - `probe`: the layers that this machine supports.
+//! - `wait`: waits for children, by thread of the keeper, and how they ended.
+//! - `socket`: non-blocking exchange of whole messages with descriptors.
 //!
 //! # Two threads, for a reason
-//! The kernel hands orphans to the first thread of a child subreaper, while a process is the child of
-//! the very thread that forked it. So the second thread forks the workers, and the first one, asking
-//! with `__WNOTHREAD`, sees exactly what a worker left behind: `ECHILD` means that nothing is left,
-//! without a look at every process of the machine. The first thread waits for each fork to return, so
-//! that the two never run at the same time and a process is known before the first thread can wait for it.
+//! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child
+//! of the thread that forked it. So the second thread forks the workers. The first thread waits with
+//! `__WNOTHREAD` and sees exactly the processes that dead workers left behind. `ECHILD` means that nothing is
+//! left, so no scan of all processes of the machine is needed. The first thread waits for each fork to
+//! return. So the two threads never run at the same time, and a process is known before the first thread can
+//! wait for it.
 //!
-//! Each worker is a child subreaper as well: its orphans stay below it while it lives and come to the
-//! keeper when it is dead. What the keeper adopts thus belongs to the dead, and goes.
+//! Each worker is a child subreaper as well. The orphans of a living worker stay below the worker, and come
+//! to the keeper when the worker is dead. So every process that the keeper inherits belongs to a dead worker,
+//! and is killed.
 
 mod client;
 mod confine;
@@ -55,108 +60,112 @@ pub use process::run_as_keeper;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
 pub use temporary::folders as temporary_folders;
 
-/// The hidden first argument under which a program must call [`run_as_keeper`].
+/// The hidden first argument with which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// What the service manager tells the supervisor by its environment is not meant for other processes.
+/// Environment variables of the service manager for the supervisor, which other processes must not inherit.
 const WITHHELD: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
-/// Bytes of one order: arguments and environment (96 KiB at most, says the configuration), the limits,
-/// and what is left for the paths of a sandbox.
+/// Maximum size of an order in bytes. The configuration allows 96 KiB for arguments and environment. The
+/// limits and the paths of a sandbox use the rest.
 pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 
-/// Asked of the kernel for the socket's buffer: the largest order, and the kernel's own share of it.
+/// Size requested for the socket's buffer, in bytes: the largest order, and the kernel's own share.
 const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
 
-/// Bytes of one report: the longest is a step's name, perhaps with a path in it, and some numbers.
+/// Maximum size of a report in bytes. The longest report has the name of a step, possibly with a path, and
+/// some numbers.
 const REPORT_BYTES_MAX: usize = 1024;
 
-/// Bytes of a step's name in a report.
+/// Maximum size of a step's name in a report, in bytes.
 const STEP_BYTES_MAX: usize = 768;
 
-/// Descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
+/// Number of descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
 const SPAWN_DESCRIPTORS: usize = 3;
 
-/// Descriptors that a worker starts with: standard input, output and error, and its link.
+/// Number of descriptors that a worker starts with: standard input, output and error, and the link.
 const WORKER_DESCRIPTORS: u32 = 4;
 
-/// A worker to start.
+/// An order to start a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {
-    /// Names the worker in the reports; the caller's choice, and never used twice.
+    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never used twice.
     pub worker: u64,
-    /// The program's path; there is no search.
+    /// Path of the program. `PATH` is not searched.
     pub program: &'a str,
-    /// All arguments, the zeroth (the program's name) included.
+    /// All arguments, including the zeroth (the program's name).
     pub arguments: Vec<&'a str>,
-    /// The whole environment, each as `NAME=value`: nothing is inherited.
+    /// The whole environment as `NAME=value`. Nothing is inherited.
     pub environment: Vec<&'a str>,
-    /// The working directory.
+    /// Working directory.
     pub directory: &'a str,
-    /// Limits, set in this order.
+    /// Resource limits, set in this order.
     pub rlimits: Vec<Rlimit>,
-    /// What it is barred from.
+    /// Confinement of the worker.
     pub confinement: Confinement<'a>,
-    /// Whether it forks other workers, see [`Keeper::fork`], and has the keeper's socket in place of a link.
+    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`]). A template has a
+    /// socket to the keeper in place of a link.
     pub is_template: bool,
 }
 
-/// One limit of `setrlimit(2)`; `u64::MAX` means unlimited.
+/// A limit of `setrlimit(2)`. `u64::MAX` means unlimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Rlimit {
-    /// The kernel's number, such as `libc::RLIMIT_AS`.
+    /// Number of the resource, such as `libc::RLIMIT_AS`.
     pub resource: u32,
-    /// What is in force.
+    /// Limit in force.
     pub soft: u64,
-    /// How far the process may raise it.
+    /// Maximum to which the process can raise the soft limit.
     pub hard: u64,
 }
 
-/// How a worker ended.
+/// Cause of a worker's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum Exit {
-    /// By itself, with this exit code.
+    /// The worker exited with this code.
     Code(i32),
-    /// By a signal.
+    /// A signal killed the worker.
     Signal {
-        /// The signal's number.
+        /// Number of the signal.
         number: i32,
-        /// Whether the kernel wrote a core file.
+        /// True if the kernel wrote a core file.
         core_dumped: bool,
     },
-    /// Killed by the kernel, since its control group had all the memory that it may, or there was no more.
+    /// The kernel killed the worker because its control group had reached the memory limit, or because the
+    /// machine was out of memory.
     Oom,
-    /// Killed by the keeper for a system call that its filter forbids; see [`call_name`].
+    /// The keeper killed the worker for a system call that the filter forbids; see [`call_name`].
     Violation {
-        /// The call's number.
+        /// Number of the call.
         call: u32,
     },
 }
 
-/// What a worker and those of its descendants that it waited for have used.
+/// Resource usage of a worker, including descendants that the worker has waited for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Usage {
-    /// Microseconds of processor time in the program.
+    /// Processor time in user mode, in microseconds.
     pub user_us: u64,
-    /// Microseconds of processor time in the kernel.
+    /// Processor time in the kernel, in microseconds.
     pub system_us: u64,
-    /// The most memory resident at a time, of the largest process.
+    /// Peak resident memory of the largest process, in KiB.
     pub maxrss_kib: u64,
 }
 
-/// What the supervisor orders. End of file is the order to end.
+/// An order of the supervisor. End of file is the order to exit.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum Order<'a> {
-    /// Start a worker, with its link, standard output and standard error.
+    /// Starts a worker, with link, standard output and standard error.
     Spawn(Box<SpawnOrder<'a>>),
-    /// Have a template fork a worker, with the same descriptors.
+    /// Makes a template fork a worker, with the same descriptors as `Spawn`.
     Fork { worker: u64, template: u64 },
-    /// The user namespace that workers enter with [`Terms::subordinate`]: the descriptor that comes along.
+    /// Sends the user namespace that workers with [`Terms::subordinate`] enter, as a descriptor.
     Namespace,
-    /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
+    /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
+    /// be.
     Kill { worker: u64 },
-    /// Say that you are there.
+    /// Requests a `Pong`.
     Ping,
 }
 
@@ -181,36 +190,38 @@ impl SpawnOrder<'_> {
     }
 }
 
-/// The name of a system call, or an empty text if it has none here.
+/// Returns the name of a system call, or an empty text if the number has no name on this architecture.
 pub fn call_name(number: u32) -> &'static str {
     syscalls::name(number).unwrap_or_default()
 }
 
-/// What a worker puts in force by itself when it is ready for its first job.
+/// A stricter filter that a worker installs itself when it is ready for its first job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seal<'a> {
-    /// On top of [`Seccomp::Allow`]: no other program any more, and no socket.
+    /// True if the worker has [`Seccomp::Allow`]. The seal then also forbids to execute programs and to
+    /// create sockets.
     pub is_strict: bool,
-    /// Whether it has the network, and so makes sockets.
+    /// True if the worker has the network, and so can create sockets.
     pub network: bool,
-    /// Names of system calls that it may make all the same.
+    /// Names of system calls that stay allowed.
     pub allow: &'a [&'a str],
-    /// Whether it was forked by a template, and may not fork as that does.
+    /// True if a template forked the worker. The seal then forbids to fork siblings, which the template may
+    /// do.
     pub is_forked: bool,
 }
 
-/// That, as a filter that the kernel takes.
+/// Compiles a seal into a filter program for the kernel.
 pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
     let Seal { is_strict, network, allow, is_forked } = *seal;
     let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
-    // Only a name that is not known is an error.
+    // Fails only for an unknown name.
     let strict = is_strict.then(|| confine::seccomp::sealed(network, &known).ok()).flatten();
     let rules = strict.unwrap_or_else(confine::seccomp::open);
     let rules = if is_forked { confine::seccomp::without_siblings(rules) } else { rules };
     rules.compile(confine::seccomp::Ending::Kill).bytes()
 }
 
-/// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
+/// A report of the keeper: [`Report`] as sent over the socket, without the pidfd that comes with `Spawned`.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum ReportMessage<'a> {
     Started { scan_always: bool },
@@ -224,7 +235,8 @@ enum ReportMessage<'a> {
     Pong,
 }
 
-/// The coding of orders. The limit bounds what is allocated for one of [`ORDER_BYTES_MAX`] bytes, each of them a text.
+/// Encoding of orders. The limit bounds the memory allocated for an order of [`ORDER_BYTES_MAX`] bytes in
+/// which each byte is a text.
 fn coding() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
 }
@@ -234,7 +246,7 @@ impl Order<'_> {
         bincode::encode_to_vec(self, coding()).map_err(io::Error::other)
     }
 
-    /// `None`: this is not an order.
+    /// Returns `None` if the bytes are not an order.
     fn decode(bytes: &[u8]) -> Option<Order<'_>> {
         let (order, used) = bincode::borrow_decode_from_slice(bytes, coding()).ok()?;
         (used == bytes.len()).then_some(order)

@@ -1,4 +1,5 @@
-//! Which users there are in a child's user namespace: one, which is the same inside and outside.
+//! User and group maps of a child's user namespace. Each map has a single id, which is the same inside and
+//! outside.
 
 use std::fs;
 use std::io;
@@ -7,11 +8,11 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use super::confinement::Identity;
 
-/// Writes the maps of a child that waits for it.
+/// Writes the maps for a waiting child.
 ///
-/// A keeper without the right to become another user must forbid the child to give up groups before it may map its
-/// own, since a group can also be what keeps its members out. Others leave that to the child, which gives up
-/// all of them, and then every right to have some.
+/// A keeper without the right to change users must first deny `setgroups` to the child. Only then may the
+/// keeper map its own group, because a group can also be used to deny access to its members. Other keepers
+/// leave this to the child, which gives up all groups and then the right to set any.
 pub(super) fn write(pid: u32, identity: Option<Identity>) -> io::Result<()> {
     let own =
         || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };

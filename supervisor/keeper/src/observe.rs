@@ -1,5 +1,5 @@
-//! What the kernel says of a process: read from `/proc` when a worker is confined, and again when its
-//! program runs. Nothing that the child itself said is believed.
+//! The state of a process as reported by the kernel. The keeper reads `/proc` when a worker is confined, and
+//! again when the worker's program runs. Nothing that the child itself reports is trusted.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,7 @@ use bulkhead_linux::rlimits::Resource;
 use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
 
-/// The namespaces that a worker can have of its own, as the kernel names them.
+/// Namespaces that can be private to a worker, by their names in `/proc`.
 const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 fn filters_of(status: &str) -> u32 {
@@ -19,10 +19,10 @@ fn filters_of(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// What this process has itself, to compare with.
+/// The keeper's own values, for comparison.
 pub(super) struct Own {
     namespaces: [Option<std::path::PathBuf>; NAMES.len()],
-    /// Filters of system calls that this process is under itself.
+    /// Number of seccomp filters that apply to the keeper itself.
     pub(super) filters: u32,
 }
 
@@ -32,11 +32,11 @@ impl Own {
         Self { namespaces, filters: filters_of(&read_small("/proc/self/status").unwrap_or_default()) }
     }
 
-    /// Which namespaces of a process are others than ours.
+    /// Returns the namespaces of a process that differ from the keeper's.
     pub(super) fn compare(&self, pid: u32) -> io::Result<Namespaces> {
         let mut differs = [false; NAMES.len()];
         for ((name, own), differs) in NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
-            // A kernel built without this kind has no such file, neither for us.
+            // A kernel built without this kind of namespace has no such file.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
         }
@@ -45,12 +45,12 @@ impl Own {
     }
 }
 
-/// Descriptors that a process has.
+/// Returns the number of open descriptors of a process.
 pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/fd");
     match fs::read_dir(&path) {
         Ok(entries) => Ok(entries.count() as u32),
-        // Of another user: since 6.2 the kernel tells at least how many there are.
+        // The process has another user. Since Linux 6.2 the kernel reports at least the number.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             Ok(fs::metadata(&path)?.len() as u32)
         }
@@ -58,8 +58,8 @@ pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
     }
 }
 
-/// Puts what `/proc/PID/status` says of a process in its place, and returns how many filters of system calls
-/// it is under; 0 on kernels that do not tell.
+/// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 on
+/// kernels that do not report it.
 pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
     let text = read_small(&format!("/proc/{pid}/status"))?;
     parse(&text, observed);
@@ -70,7 +70,7 @@ fn parse(text: &str, observed: &mut Observed) {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
-    // What is not there is taken for the worst.
+    // Missing values count as the worst.
     let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
     let one = |name| {
         let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
@@ -87,8 +87,8 @@ fn parse(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// The first of these limits that a process does not have, by its name in `/proc/PID/limits`; but for one
-/// that it still has to get.
+/// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
+/// the limit `to_come`, which is set later.
 pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::Result<Option<&'static str>> {
     let text = read_small(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
@@ -97,7 +97,7 @@ pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// The first of these limits that a process has more of.
+/// Returns the first of these limits that a process exceeds.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_small(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
@@ -107,7 +107,7 @@ pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// What a table of limits says of one.
+/// Returns the soft and hard limit for a resource in the text of `/proc/PID/limits`.
 fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix(limit_name(resource)))?;
     let mut numbers = line.split_whitespace().map(|number| match number {
@@ -121,14 +121,14 @@ fn limit_name(resource: u32) -> &'static str {
     Resource::numbered(resource).map_or("unknown", Resource::label)
 }
 
-/// Whether a process is in the control group of this folder.
+/// True if a process is in the control group of this folder.
 pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
     let Ok(text) = read_small(&format!("/proc/{pid}/cgroup")) else { return false };
     let own = text.lines().find_map(|line| line.strip_prefix("0::"));
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// The process that a thread belongs to, and that one's number where it lives.
+/// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
 pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_small(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
@@ -138,14 +138,14 @@ pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
-/// Where a process stands: its parent, and its own number in its namespace.
+/// Parent of a process, and pid of the process in its own namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) parent: u32,
     pub(super) inner: u32,
 }
 
-/// Says that of a process.
+/// Reads the parent and the inner pid of a process.
 pub(super) fn place(pid: u32) -> io::Result<Place> {
     let text = read_small(&format!("/proc/{pid}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().last());

@@ -1,7 +1,7 @@
-//! Which layers of confinement this kernel and user can have, found by trying.
+//! Finds out by trial which layers of confinement this kernel and user support.
 //!
-//! Versions and settings only hint at it: a distribution, a container or a security module may forbid what
-//! the kernel can do. Every try is bounded in time and leaves nothing behind.
+//! Versions and settings are only hints, because a distribution, a container or a security module can forbid
+//! what the kernel supports. Each trial has a time limit and leaves nothing behind.
 #![expect(unsafe_code, reason = "most of what is tried has no safe form, for want of anything to do")]
 
 mod cgroup;
@@ -23,24 +23,24 @@ use serde::Serialize;
 use self::child::Refused;
 use super::confine::seccomp::{self, Ending};
 
-/// One layer, and whether it can be had.
+/// A layer of confinement, and whether it is available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
 pub struct Ability {
-    /// Its name.
+    /// Name of the layer.
     pub layer: String,
-    /// Whether it can be had.
+    /// True if the layer is available.
     #[serde(rename = "available")]
     pub is_available: bool,
-    /// What was found, where there is more to say than yes: a version, a path.
+    /// Details such as a version or a path, if there are any.
     pub found: Option<String>,
-    /// What the kernel said instead.
+    /// Error of the kernel, if the layer is not available.
     pub why_not: Option<String>,
-    /// What an administrator can do about it.
+    /// Advice for an administrator, if the layer is not available.
     pub what_to_do: Option<String>,
 }
 
 impl Ability {
-    /// Makes an ability of what a try returned.
+    /// Converts the result of a trial.
     pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
         let what_to_do = (!is_available).then(|| what_to_do.into());
@@ -51,13 +51,13 @@ impl Ability {
         Self { layer: layer.into(), is_available, found, why_not, what_to_do }
     }
 
-    /// Makes an ability where there is nothing to say but yes or no.
+    /// Converts the result of a trial without details.
     fn plain(layer: &str, tried: Result<(), impl Into<Refused>>, what_to_do: &str) -> Self {
         Self::of(layer, tried.map(|()| None).map_err(|why| why.into().explain()), what_to_do)
     }
 }
 
-/// Tries all of it. Takes some milliseconds, and some seconds if something is stuck.
+/// Tries all layers. Takes some milliseconds, or some seconds if something is stuck.
 pub fn probe() -> Vec<Ability> {
     let mut abilities = landlock::probe();
     abilities.extend(filters());
@@ -73,10 +73,11 @@ pub fn probe() -> Vec<Ability> {
     abilities
 }
 
-/// Whether workers can be forked from a template in a sandbox (`start.mode = "fork"`).
+/// Name of the ability to fork workers from a template in a sandbox (`start.mode = "fork"`).
 pub const FORKED: &str = "forked workers";
 
-/// What keeps them from each other, and tells what they leave behind.
+/// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
+/// by which the keeper finds processes that workers leave behind.
 fn forked(abilities: &[Ability]) -> Ability {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
@@ -91,10 +92,10 @@ fn forked(abilities: &[Ability]) -> Ability {
     Ability::of(FORKED, tried, what_to_do)
 }
 
-/// Whether the kernel ends all that a worker has started, under the profile `default`.
+/// Name of the ability of the kernel to kill all descendants of a worker, under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
-/// What it takes: process numbers of a worker's own, and a `/proc` that shows them.
+/// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
 fn tree_end(abilities: &[Ability]) -> Ability {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -114,8 +115,8 @@ fn tree_end(abilities: &[Ability]) -> Ability {
     )
 }
 
-/// Names layers, separated by commas, that are taken for missing: to see what becomes of a configuration
-/// on a machine that lacks them.
+/// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
+/// in this way how a configuration works on a machine with fewer layers.
 pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
 fn withhold(abilities: &mut [Ability], layers: &str) {
@@ -138,7 +139,7 @@ fn no_new_privs() -> Result<(), Refused> {
     if rustix::thread::no_new_privs()? { Ok(()) } else { Err(Refused::Untrue) }
 }
 
-/// What the kernel said, in its words.
+/// Returns the kernel's text for an error.
 fn explain(errno: Errno) -> String {
     io::Error::from(errno).to_string()
 }
@@ -171,7 +172,7 @@ fn filter(ending: Ending) -> Result<(), Refused> {
 }
 
 fn seccomp_action(action: u32) -> Result<(), Errno> {
-    // SAFETY: reads the number that the pointer is to.
+    // SAFETY: the call only reads the number that the pointer refers to.
     check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) })
 }
 
@@ -183,7 +184,7 @@ fn descriptors() -> [Ability; 3] {
     ]
 }
 
-/// Whether a Unix socket tells the process at its other end, not only that one's number.
+/// Checks that a Unix socket provides a pidfd of its peer, and not only the peer's pid.
 fn peer_pidfd() -> Result<(), Errno> {
     let (socket, _peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
@@ -218,8 +219,8 @@ fn own_capabilities() -> [Ability; 3] {
     ]
 }
 
-/// To start a worker as another user takes one right, to give it its folder, to look at it and to end it
-/// others.
+/// Checks the rights needed to start a worker as another user, to give the worker a folder, and to inspect
+/// and kill the worker.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [
         ("CAP_SETUID", CapabilitySet::SETUID),
@@ -235,7 +236,7 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     if missing.is_empty() { Ok(None) } else { Err(format!("this user does not have {}", missing.join(", "))) }
 }
 
-/// A second net below Landlock and the identity, for processes of one user.
+/// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
 fn yama() -> Ability {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
@@ -275,7 +276,7 @@ mod tests {
             assert_eq!(ability.is_available, ability.why_not.is_none(), "{ability:?}");
             assert_eq!(ability.is_available, ability.what_to_do.is_none(), "{ability:?}");
         }
-        // What this project cannot do without.
+        // A layer that this project cannot do without.
         let pidfd = abilities.iter().find(|ability| ability.layer == "pidfd").unwrap();
         assert!(pidfd.is_available);
     }
@@ -297,7 +298,8 @@ mod tests {
         };
         let mounts = || std::fs::read("/proc/thread-self/mountinfo").unwrap();
         let before = (namespaces(), mounts());
-        // Other tests of this program open and close descriptors, so it is tried until it is quiet.
+        // Other tests of this program open and close descriptors, so this repeats until a measurement is
+        // undisturbed.
         let is_flat = || {
             let before = descriptors_open();
             (0..5).for_each(|_| drop(probe()));

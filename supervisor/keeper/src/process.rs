@@ -1,7 +1,7 @@
-//! The keeper process itself: a loop over orders, starts, forbidden calls and deaths.
+//! The keeper process: a loop over orders, starts, forbidden system calls and deaths.
 //!
-//! It owns the kill and the wait of every worker. It never blocks on the supervisor, on a program's
-//! file system or on a process that will not die; and it restarts nothing.
+//! Kills and reaps every worker. Never blocks on the supervisor, on a program's file system, or on a process
+//! that does not die. Restarts nothing.
 
 mod becoming;
 pub(crate) mod guard;
@@ -42,40 +42,40 @@ use super::temporary::Folders;
 use super::wait;
 use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, observe};
 
-/// No order is taken while this many reports wait for the supervisor; what then still can come is the
-/// three last reports of each worker.
+/// Maximum number of waiting reports before orders are no longer accepted. After that, only the last three
+/// reports of each worker can follow.
 const REPORTS_WAITING_MAX: usize = 1024;
 
-/// How long the keeper tries to kill everything before it gives up and ends.
+/// Time limit for killing all processes. When it has passed, the keeper gives up and exits.
 const END_PATIENCE: Duration = Duration::from_secs(60);
 
-/// What one turn of the loop takes from the kernel; the rest comes with the next.
+/// Maximum number of events in one iteration of the loop. The others follow in the next iteration.
 const EVENTS_MAX: usize = 64;
 
-// The tokens of a worker's descriptors are its process number, and one of these.
-/// Of its listener.
+// Tokens of a worker's descriptors: the process id, and one of the following bits.
+/// Bit for the listener.
 const LISTENER: usize = 1 << 32;
-/// Of its pidfd.
+/// Bit for the pidfd.
 const END: usize = 1 << 33;
-/// Of what the first process of its namespace tells.
+/// Bit for the status pipe of the first process in a pid namespace.
 const STATUS: usize = 1 << 34;
-/// Of the socket of a template.
+/// Bit for the socket of a template.
 const FORKS: usize = 1 << 35;
-/// Of the first process of a nest.
+/// Bit for the socket of the first process in a nest.
 const NEST: usize = 1 << 36;
 const NUMBER: usize = LISTENER - 1;
 
-/// Of the guard and the application, where there are some: their ends.
+/// Token of the guard and the application, if there are any. Readable when one of them has ended.
 const OWNERS: usize = 1 << 37;
 
-// A worker's progress has its process number alone as token, and no worker is number 0 or 1.
+// The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
 const ORDERS: usize = 0;
 const DEATHS: usize = 1;
 
-/// Runs the keeper; it ends with everything that descends from it.
+/// Runs the keeper. All its descendants end with it.
 ///
-/// A program that starts a [`super::Keeper`] of its own executable calls this first thing in `main`,
-/// before there is a thread, if its first argument is [`super::KEEPER_ARGUMENT`].
+/// For a program that starts its own executable as a [`super::Keeper`]. If the first argument is
+/// [`super::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
 pub fn run_as_keeper() -> ! {
     let mut arguments = std::env::args().skip(2);
     let guard = match arguments.next().as_deref() {
@@ -88,26 +88,27 @@ pub fn run_as_keeper() -> ! {
     };
     let result = guard.and_then(prepare).and_then(Process::start).and_then(Process::run);
     if let Err(error) = &result {
-        // Standard error is the supervisor's own; if that is closed, the error cannot be reported.
+        // Standard error is the supervisor's. If that is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Has `poll` tell by `token` when the descriptor becomes readable.
+/// Makes `poll` report `token` when the descriptor becomes readable.
 fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<()> {
     let mut source = SourceFd(&descriptor.as_raw_fd());
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Has `poll` tell again that a descriptor is readable, if it is, and that it is writable if it `is_blocked`.
+/// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
+/// true.
 fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_blocked: bool) -> io::Result<()> {
     let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
 }
 
-/// Has `poll` forget a descriptor. Closing alone would not do: a child that is being forked may have a copy, which keeps
-/// it registered. There is nothing to be done if it fails.
+/// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is
+/// being forked can have a copy, which stays registered. A failure cannot be handled.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
@@ -119,30 +120,31 @@ struct Child {
     stage: Stage,
     terms: Terms,
     rlimits: Vec<Rlimit>,
-    /// Whether it was let go on to its program.
+    /// True if the child was allowed to execute its program.
     is_confined: bool,
-    /// The worker's process, once it is known: in a pid namespace it is a child of this one.
+    /// Pid of the worker, once it is known. In a pid namespace the worker is a child of the process that the
+    /// keeper forked.
     process: u32,
-    /// Where the kernel tells of forbidden system calls.
+    /// Receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
-    /// The first such call of the worker's process itself.
+    /// First forbidden call of the worker's own process.
     violation: Option<u32>,
-    /// Its folder, which goes when nothing is left of it.
+    /// Temporary folder, removed when nothing is left of the worker.
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     observed: Observed,
-    /// Where the first process of a pid namespace tells how the worker ended.
+    /// Pipe on which the first process of a pid namespace reports how the worker ended.
     status: Option<OwnedFd>,
-    /// If it forks other workers.
+    /// Set if this child is a template.
     template: Option<Template>,
-    /// If it does so in a namespace, where all of them live.
+    /// Set if this child is a template in a pid namespace, which its workers share.
     nest: Option<Nest>,
-    /// If it is one of them.
+    /// Set if this child is a worker in such a namespace.
     home: Option<Home>,
 }
 
 impl Child {
-    /// How it ended, by this status and by what else is known of it.
+    /// Determines how the worker ended, from the exit status and other information.
     fn cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
@@ -165,8 +167,9 @@ impl Child {
         }
     }
 
-    /// Reads its status back once its program runs: to execute can give, and must not have given. What is not
-    /// as ordered, by name; of a process that has ended already there is nothing to say.
+    /// Reads the worker's status back once its program runs, because executing a program could have given
+    /// privileges. Returns the name of a value that is not as ordered. Returns `None` if the process has
+    /// already ended.
     fn look_again(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
         observe::status(self.process, &mut observed).ok()?;
@@ -174,49 +177,49 @@ impl Child {
         if self.terms == Terms::default() {
             return None;
         }
-        // It may have lowered its limits by now.
+        // The worker can have lowered its limits already.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
         observed.mismatch(&self.terms).or_else(limit)
     }
 }
 
 enum Stage {
-    /// On its way to `execve`.
+    /// On the way to `execve`.
     Starting(Ends),
     /// Reported as spawned.
     Running,
-    /// Reported as failed; it only has to be waited for.
+    /// Reported as failed. Only has to be waited for.
     Failed,
-    /// Reported as ended, while the first process of its namespace has not.
+    /// Reported as ended, although the first process of its namespace has not ended.
     Ended,
 }
 
 struct Process {
     poll: Poll,
     socket: OwnedFd,
-    /// Whose ends are this one's.
+    /// The guard and the application. The keeper exits when one of them ends.
     owners: Option<Owners>,
     deaths: SignalFd,
     forker: Forker,
-    /// The user namespace of subordinate ids, if there is one.
+    /// User namespace of subordinate ids, if there is one.
     namespace: Option<Arc<OwnedFd>>,
     children: HashMap<u32, Child>,
-    /// The same by the supervisor's names for them.
+    /// Pids by spawn number.
     by_worker: HashMap<u64, u32>,
-    /// Those of them that fork, or did.
+    /// Pids of templates.
     templates: BTreeSet<u32>,
     own: observe::Own,
     filters: Filters,
     folders: Folders,
     groups: Groups,
     sweep: Sweep,
-    /// What is forked when processes are not hunted any more.
+    /// Fork orders that wait for the end of a hunt.
     held: VecDeque<Held>,
     precedence: Precedence,
     outbox: Outbox,
-    /// Whether the socket had more orders when it was last looked at.
+    /// True if the socket may have more orders.
     has_orders: bool,
-    /// Whether the outbox waits for the socket.
+    /// True if the outbox waits for the socket to become writable.
     is_blocked: bool,
     order: Vec<u8>,
 }
@@ -258,7 +261,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Serves until the supervisor is gone or talks nonsense; then ends everything.
+    /// Serves orders until the supervisor is gone or sends an invalid order, and then kills everything.
     fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS_MAX);
         let served = loop {
@@ -269,19 +272,19 @@ impl Process {
             }
         };
         self.precedence.take();
-        // What lives in a nest ends with that.
+        // The processes of a nest die with its first process.
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.home.is_none()) {
             wait::kill_group(pid);
         }
         wait::end_all(END_PATIENCE)?;
         match served {
-            // The supervisor went away while we wrote to it: an end like another.
+            // The supervisor exited while the keeper was writing to it. This is a normal end.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
             served => served,
         }
     }
 
-    /// One turn of the loop; `false` is the order to end.
+    /// Performs one iteration of the loop. Returns `false` if the keeper must exit.
     fn turn(&mut self, events: &mut Events) -> io::Result<bool> {
         self.flush()?;
         match self.poll.poll(events, self.timeout(Instant::now())) {
@@ -290,7 +293,7 @@ impl Process {
         }
         for event in events.iter() {
             match event.token().0 {
-                // Or closed, or writable: then the look is for nothing.
+                // The socket can also be closed or writable. Then the attempt to receive finds nothing.
                 ORDERS => self.has_orders = true,
                 OWNERS if self.owners.is_some() => return Ok(false),
                 DEATHS => while self.deaths.read_signal()?.is_some() {},
@@ -307,9 +310,9 @@ impl Process {
                 }
             }
         }
-        // A death is told before there is time for a spawn or for a look at all processes.
+        // Reports deaths before a spawn or a step of a scan, which take time.
         self.flush()?;
-        // One order a turn, so that deaths do not wait for a hundred spawns.
+        // Takes one order per iteration, so that deaths do not wait for a hundred spawns.
         if self.can_take_order() && !self.take_order()? {
             return Ok(false);
         }
@@ -368,11 +371,11 @@ impl Process {
             }
             Order::Namespace => self.namespace = descriptors.into_iter().next().map(Arc::new),
             Order::Kill { worker } => {
-                // A child in the table has not been waited for.
+                // A child in the table has not been waited for, so the pid is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_nest = |child: &Child| child.nest.is_some() || child.home.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_nest) {
-                        // Given back when nothing is left of it.
+                        // Given back when nothing is left of the worker.
                         self.precedence.take();
                     }
                     self.kill(pid);
@@ -408,13 +411,13 @@ impl Process {
 
     fn report(&mut self, message: &ReportMessage<'_>, pidfd: Option<OwnedFd>) {
         let mut bytes = Vec::new();
-        // It fails only beyond 64 KiB.
+        // Fails only beyond 64 KiB.
         let encoded = codec::encode(message, &[], &mut bytes);
         debug_assert!(encoded.is_ok() && bytes.len() <= super::REPORT_BYTES_MAX);
         self.outbox.push(bytes, pidfd.into_iter().collect());
     }
 
-    /// Sends what waits, and has the loop told when there is room, if there is none now.
+    /// Sends waiting reports. If the socket is full, the loop wakes up when the socket is writable.
     fn flush(&mut self) -> io::Result<()> {
         if self.outbox.len() == 0 {
             return Ok(());
@@ -422,7 +425,8 @@ impl Process {
         let is_blocked = !self.outbox.flush(&self.socket)?;
         if is_blocked != self.is_blocked {
             self.is_blocked = is_blocked;
-            // Asked for only then: otherwise each report that the supervisor reads would wake us up.
+            // Registered only when needed. Otherwise each report that the supervisor reads would wake the
+            // keeper.
             register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, for both ends.
 //!
-//! Nothing here blocks: what the socket does not take waits in an [`Outbox`], whose owner bounds it.
+//! Nothing here blocks. Messages that the socket does not accept yet wait in an [`Outbox`]. The owner of the
+//! outbox limits their number.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -15,17 +16,17 @@ use rustix::net::{
 
 use super::{SOCKET_BUFFER_BYTES, SPAWN_DESCRIPTORS};
 
-/// Two connected ends, closed in whatever program is executed.
+/// Creates two connected ends, both close-on-exec.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Orders are large, reports small: the default does for the other direction. The kernel cuts this
-    // to its own maximum, and its default maximum does.
+    // Orders are large. Reports are small, so the default buffer is enough for the other direction. The
+    // kernel caps the size at its own maximum, whose default is large enough.
     rustix::net::sockopt::set_socket_send_buffer_size(&here, SOCKET_BUFFER_BYTES)?;
     Ok((here, there))
 }
 
-/// Messages that the socket has not taken yet, with the descriptors that go along.
+/// Messages that the socket has not accepted yet, with their descriptors.
 #[derive(Debug, Default)]
 pub(super) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
 
@@ -39,16 +40,17 @@ impl Outbox {
         self.0.push_back((message, descriptors));
     }
 
-    /// Sends what the socket takes. Returns whether all is sent; if not, wait until it is writable.
+    /// Sends messages until the socket is full. Returns true if all are sent. If not, call this again when
+    /// the socket is writable.
     pub(super) fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                // Without privileges, a user may have only so many descriptors under way: those in front
-                // of this one arrive first.
+                // A user without privileges can have only a limited number of descriptors in flight. The
+                // descriptors sent before have to arrive first.
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
-                // It went away with messages of ours unread.
+                // The peer has closed the socket with unread messages.
                 Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),
                 Err(error) => return Err(error.into()),
             }
@@ -68,18 +70,18 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
     rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut ancillary, flags).map(drop)
 }
 
-/// What [`receive`] found.
+/// Result of [`receive`].
 pub(super) enum Received {
-    /// A message of this many bytes, and its descriptors: fewer than were sent, if this process may
-    /// not have more.
+    /// A message of this many bytes, with its descriptors. If this process has reached its limit of
+    /// descriptors, some are missing.
     Message(usize, Vec<OwnedFd>),
-    /// Nothing at present.
+    /// No message at present.
     Nothing,
     /// The peer is gone.
     Closed,
 }
 
-/// Takes one message.
+/// Receives one message.
 pub(super) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -90,7 +92,7 @@ pub(super) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Receiv
             Ok(received) => break received,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
-            // It went away with messages of ours unread.
+            // The peer has closed the socket with unread messages.
             Err(Errno::CONNRESET) => return Ok(Received::Closed),
             Err(error) => return Err(error.into()),
         }
@@ -99,7 +101,7 @@ pub(super) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Receiv
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too long"));
     }
     if received.bytes == 0 {
-        return Ok(Received::Closed); // No message of ours is empty.
+        return Ok(Received::Closed); // Messages are never empty.
     }
     let mut descriptors = Vec::new();
     for message in ancillary.drain() {

@@ -1,19 +1,20 @@
-//! The fork, and what the child does until it is the worker's program.
+//! The fork, and the steps of the child until it executes the worker's program.
 //!
-//! The child is a copy of one thread of two, with locks perhaps held for ever: between the fork and
-//! `execve` it makes raw system calls on what was prepared, allocates nothing and cannot panic. Its way
-//! is a table, [`steps`]; a step that fails is named to the supervisor, and the worker does not start.
+//! The child is a copy of one of two threads, and other threads' locks can be held forever in the copy. So
+//! between the fork and `execve`, the child makes only raw system calls on prepared data, allocates nothing
+//! and cannot panic. A table, [`steps`], lists its steps. If a step fails, the supervisor gets the step's
+//! name, and the worker does not start.
 //!
-//! - `barriers`: what confines it, made ready before the fork.
-//! - `progress`: what it and the keeper say to each other meanwhile.
-//! - `programs`: what a host of programs is told of its own rules.
-//! - `root`: a root folder of its own.
-//! - `machine`: what the `/proc` in there does not show.
-//! - `mounts`: one mount.
-//! - `shown`: what it is given and its user cannot reach.
-//! - `entered`: the fork into a user namespace that there is already.
-//! - `ended`: the first process of a pid namespace, which the worker is a child of.
-//! - `nest`: the same with a template, which forks workers beside itself.
+//! - `barriers`: the confinement, prepared before the fork.
+//! - `progress`: messages between the child and the keeper.
+//! - `programs`: the rules that a host of programs receives about its own confinement.
+//! - `root`: a private root folder.
+//! - `machine`: hides the machine's entries in a private `/proc`.
+//! - `mounts`: a single mount.
+//! - `shown`: mounts for paths that the worker's user cannot reach.
+//! - `entered`: the fork into an existing user namespace.
+//! - `ended`: the first process of a pid namespace, which is the worker's parent.
+//! - `nest`: the first process of a pid namespace with a template, which forks workers as its siblings.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
 mod barriers;
@@ -55,33 +56,33 @@ pub(super) use self::nest::{END_BYTES_MAX, End, NAMED_MAX, Order as NestOrder};
 pub(super) use self::progress::{Progress, go_on, read as read_progress};
 pub(super) use self::steps::put_at;
 
-/// The worker's link. In the keeper this number is its own socket, so that none of the descriptors it
-/// ever receives or opens is in the way of the ones a child puts in place.
+/// Descriptor of the worker's link. In the keeper, this number belongs to the order socket. So no other
+/// descriptor of the keeper has one of the numbers that a child needs.
 pub(super) const LINK_FD: RawFd = 3;
 
-/// The variable that names a folder for temporary files.
+/// Variable that names the folder for temporary files.
 const TEMPORARY: &str = "TMPDIR=";
 
-/// The variable that names the user's own folder. A worker has no other than for temporary files.
+/// Variable that names the user's home folder. A worker's only home is the folder for temporary files.
 const HOME: &str = "HOME=";
 
-/// Where a worker with a root folder of its own has its temporary files.
+/// Folder for temporary files in a private root folder.
 const OWN_TMP: &str = "/tmp";
 
-/// The exit code of a child that failed on its way; it is never shown.
+/// Exit code of a child that failed before `execve`. The code is never shown.
 const FAILED: i32 = 127;
 
-/// A child of the forking thread can be one of these.
+/// A child of the forking thread.
 pub(super) enum Job {
     /// A worker.
     Worker(Box<Prepared>),
-    /// One that ends at once.
+    /// Exits immediately.
     Child,
-    /// One that ends at once and leaves behind one that does.
+    /// Exits immediately and leaves a child that does the same.
     Grandchild,
 }
 
-/// Everything a worker's child needs, made before the fork.
+/// Everything that a worker's child needs, prepared before the fork.
 pub(super) struct Prepared {
     program: CString,
     directory: CString,
@@ -92,18 +93,18 @@ pub(super) struct Prepared {
     stdout: OwnedFd,
     stderr: OwnedFd,
     progress: OwnedFd,
-    /// The keeper's end of that, of which the child has a copy.
+    /// The keeper's end of `progress`, of which the child has a copy.
     other_end: RawFd,
-    /// Where it starts.
+    /// Control group in which the child starts.
     cgroup: Option<OwnedFd>,
-    /// Where the first process of a pid namespace tells how the worker ended.
+    /// Pipe on which the first process of a pid namespace reports how the worker ended.
     status: Option<OwnedFd>,
-    /// The same of a template and all that it forks; it is told there what to kill.
+    /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
     nest: Option<OwnedFd>,
     barriers: Barriers,
 }
 
-/// What an order says of a worker's program.
+/// The program of a worker, as ordered.
 pub(super) struct Program {
     pub(super) program: CString,
     pub(super) directory: CString,
@@ -113,7 +114,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// From an order; `TMPDIR` and `HOME` are its temporary folder, if it has one.
+    /// Converts an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
     pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
         let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
         let mut environment = texts(&order.environment)?;
@@ -139,7 +140,7 @@ fn text(text: &str) -> Result<CString, Refusal> {
     CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL))
 }
 
-/// Why a worker does not start: a step that failed, and an error's number.
+/// Reason why a worker does not start: the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
     pub(super) step: String,
@@ -156,23 +157,23 @@ impl Refusal {
     }
 }
 
-/// The ends of a child's descriptors that stay with the keeper.
+/// The keeper's ends of the connections to a child.
 pub(super) struct Ends {
-    /// How far it has come: see [`Progress`].
+    /// Progress of the child: see [`Progress`].
     pub(super) progress: OwnedFd,
     /// See [`read_status`].
     pub(super) status: Option<OwnedFd>,
     /// See [`NestOrder`].
     pub(super) nest: Option<OwnedFd>,
-    /// To name what failed.
+    /// Describe failed steps.
     root: Option<Arc<Root>>,
     shown: Option<Arc<Shown>>,
-    /// Descriptors of the child beside those of every worker and that for progress.
+    /// Number of the child's descriptors in addition to those of every worker and the progress socket.
     pub(super) beside: u32,
 }
 
 impl Ends {
-    /// What a child that failed was about.
+    /// Describes the failure of a child.
     pub(super) fn refusal(&self, failure: &Failure) -> Refusal {
         let step = steps::describe(failure, self.root.as_deref(), self.shown.as_deref());
         Refusal { step, errno: Errno::from_raw_os_error(failure.errno) }
@@ -180,7 +181,7 @@ impl Ends {
 }
 
 impl Prepared {
-    /// Puts together what the child needs.
+    /// Combines everything that the child needs.
     pub(super) fn new(
         program: Program,
         descriptors: Vec<OwnedFd>,
@@ -232,42 +233,43 @@ impl Prepared {
     }
 }
 
-/// How the keeper stands with the kernel before it takes precedence.
+/// Scheduling and memory settings of the keeper before it takes precedence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Standing {
-    /// The nice value, which workers get.
+    /// Nice value, which workers get too.
     pub(super) nice: i32,
-    /// Which process the kernel ends first when memory runs out.
+    /// Preference of the kernel when memory runs out.
     pub(super) oom: Oom,
-    /// How many files it may have open, and how far it may raise that.
+    /// Soft and hard limit of open files.
     pub(super) open_files: (u64, u64),
 }
 
-/// Which process goes when memory runs out.
+/// Preference of the kernel when memory runs out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Oom {
-    /// Whether the supervisor is to be spared, which workers must not inherit.
+    /// True if the supervisor is protected by a negative score, which workers must not inherit.
     pub(super) is_spared: bool,
-    /// The `oom_score_adj` of workers.
+    /// `oom_score_adj` of workers.
     pub(super) workers: i32,
 }
 
-/// The second thread of the keeper: the parent of all workers. It lives as long as the process, since
-/// the parent-death signal is that of the thread.
+/// The second thread of the keeper, which is the parent of all workers. It lives as long as the process,
+/// because the kernel sends the parent-death signal when the parent thread ends.
 pub(super) struct Forker {
     jobs: SyncSender<Job>,
     results: Receiver<io::Result<u32>>,
 }
 
 impl Forker {
-    /// `standing` is how the keeper was started, which workers are not to profit from.
+    /// Starts the thread. `standing` has the settings that the keeper was started with, so that workers do
+    /// not get the keeper's raised settings.
     pub(super) fn start(standing: Standing) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
         std::thread::Builder::new().name("forker".into()).spawn(move || {
             for job in todo {
                 let result = fork(&job, standing);
-                drop(job); // Closes our copies of the child's descriptors before the keeper reports it.
+                drop(job); // Closes copies of the child's descriptors before the keeper reports the child.
                 if done.send(result).is_err() {
                     return;
                 }
@@ -276,7 +278,7 @@ impl Forker {
         Ok(Self { jobs, results })
     }
 
-    /// Forks, and returns the child's number when it runs. The caller waits meanwhile.
+    /// Forks and returns the child's pid. Blocks until the fork is done.
     pub(super) fn fork(&self, job: Job) -> io::Result<u32> {
         let gone = || io::Error::other("the forking thread has ended");
         self.jobs.send(job).map_err(|_| gone())?;
@@ -311,7 +313,7 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
             Some(plan) => plan.run(),
             None => {
                 if matches!(job, Job::Grandchild) {
-                    // Both only exit.
+                    // Both processes only exit.
                     let _ = clone(Namespaces::default(), None);
                 }
                 exit(0)
@@ -321,15 +323,15 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
     }
 }
 
-/// Forks, and returns twice: 0 in the child, which is in namespaces and a control group of its own.
+/// Forks, and returns 0 in the child, which is in new namespaces and in the given control group.
 ///
-/// The bare call, without what the C library does for programs that go on: the child, a copy of this
-/// thread alone, makes nothing but system calls until it is replaced or gone.
+/// This is the bare system call, without the C library's preparations for a child that continues to run. The
+/// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
 fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
     clone_as(namespaces, cgroup, 0)
 }
 
-/// The same with a further flag.
+/// Forks like `clone`, with an additional flag.
 fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int) -> Result<u32, Errno> {
     let rows = [
         (namespaces.user, libc::CLONE_NEWUSER),
@@ -340,40 +342,40 @@ fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int)
     let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
     let flags = wanted.fold(flag, |flags, (_, flag)| flags | flag);
     if let Some(cgroup) = cgroup {
-        // SAFETY: see above for the child.
+        // SAFETY: see `clone` for the child.
         return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);
     }
     let flags = flags | libc::SIGCHLD;
     const NONE: usize = 0;
-    // SAFETY: without a stack and without shared memory this is a fork; see above for the child.
+    // SAFETY: without a stack and without shared memory this is a fork; see `clone` for the child.
     match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
         -1 => Err(errno::last()),
         pid => Ok(pid as u32),
     }
 }
 
-/// Whether the first process of a nest can tell its children.
+/// Checks that the first process of a nest can list its children.
 pub(super) fn first_process_sees_children() -> Result<(), Errno> {
     nest::children().map(drop)
 }
 
-/// What it is called if the fork fails.
+/// Returns the name of the step for a failed fork.
 pub(super) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process, without a thing being run that the parent registered.
+    // SAFETY: ends the process without running anything that the parent registered.
     unsafe { libc::_exit(code) }
 }
 
-/// What the steps work on; borrowed from, and as good as, what was prepared before the fork.
+/// Input of the steps. Borrows from the data prepared before the fork, which outlives it.
 struct Plan<'p> {
     prepared: &'p Prepared,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     keeper: Pid,
-    /// The user the keeper runs as.
+    /// User and group of the keeper.
     own: Identity,
     standing: Standing,
 }
@@ -383,16 +385,16 @@ impl Plan<'_> {
         &self.prepared.barriers.terms
     }
 
-    /// The namespaces that the fork makes; a user namespace can also come later.
+    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
     fn forked_into(&self) -> Namespaces {
         let wanted = self.terms().namespaces;
         Namespaces { user: wanted.user && !self.prepared.barriers.root_comes_first(), ..wanted }
     }
 
     fn run(&self) -> ! {
-        // Or else it would wait for ever for the word of a keeper that died before the parent-death signal was
+        // Otherwise this process would wait forever for a keeper that died before the parent-death signal was
         // set.
-        // SAFETY: the keeper's copy stays, and nothing of this process uses it.
+        // SAFETY: the keeper's copy stays open, and nothing in this process uses this one.
         unsafe { libc::close(self.prepared.other_end) };
         let namespaces = self.terms().namespaces;
         if namespaces.any() {
@@ -405,7 +407,7 @@ impl Plan<'_> {
         exit(FAILED)
     }
 
-    /// Takes the steps of a table, the first of which has this number.
+    /// Executes the steps of a table. `first` is the number of the first step.
     fn take(&self, first: usize, table: &[(&str, steps::Step)]) {
         for (number, (_, step)) in table.iter().enumerate() {
             if let Err(stop) = step(self) {
@@ -422,7 +424,8 @@ impl Plan<'_> {
         exit(FAILED)
     }
 
-    /// The first process of the pid namespace stays behind; the worker is its child.
+    /// Forks the worker. This process stays as the first process of the pid namespace, and is the worker's
+    /// parent.
     fn become_two(&self) {
         let failed = |step, errno: Errno| -> ! { self.stop(step, errno.into()) };
         let fork =

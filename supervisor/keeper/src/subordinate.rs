@@ -1,8 +1,10 @@
-//! Ids of workers for a supervisor without privileges: those that `/etc/subuid` and `/etc/subgid` give its user.
+//! Worker ids for a supervisor without privileges: the ids that `/etc/subuid` and `/etc/subgid` assign to its
+//! user.
 //!
-//! One user namespace has them all, beside the supervisor's own user. It is made once, by `newuidmap` and `newgidmap`
-//! (which may do what this user may not), before there is a worker to wait for them; a worker's process enters it
-//! on its way, and is in there what a worker of root's is on the machine.
+//! One user namespace contains all of these ids, and the supervisor's own user. `newuidmap` and `newgidmap`
+//! create the namespace once, with rights that the user lacks, before any worker has to wait. The process of
+//! a worker enters the namespace before it executes the program. Inside, the process has the rights that a
+//! worker started by root has on the machine.
 #![expect(unsafe_code, reason = "a fork has no safe form")]
 
 use std::fs::File;
@@ -21,19 +23,20 @@ use rustix::process::Pid;
 
 use super::wait::ends_within;
 
-/// The name of this in `doctor`.
+/// Name in `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// How long `newuidmap` may take, and `newgidmap`: they may ask a directory service in the network for the user.
+/// Maximum run time of `newuidmap`, and of `newgidmap`. The programs can query a directory service in the
+/// network about the user.
 const MAP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a child may take to make an empty namespace.
+/// Maximum time for a child to create an empty namespace.
 const CHILD_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Bytes of what a program says that are shown.
+/// Maximum size of a program's error output that is shown, in bytes.
 const SAID_BYTES_MAX: u64 = 512;
 
-/// Ids from the first to the last.
+/// A range of ids, with both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
     first: u32,
@@ -43,17 +46,18 @@ struct Span {
 /// A user namespace with ids for workers.
 #[derive(Debug)]
 pub struct SubordinateIds {
-    /// The first id, of a user and of a group.
+    /// First id, both for users and for groups.
     pub first: u32,
-    /// The last.
+    /// Last id.
     pub last: u32,
     namespace: OwnedFd,
 }
 
 impl SubordinateIds {
-    /// Finds the ids and makes the namespace. Errors: why there is none, and what to do.
+    /// Finds the ids and creates the namespace. The error names the reason and the fix.
     ///
-    /// Takes a fork and two programs: some milliseconds. Call it before there is another thread.
+    /// Forks once and runs two programs, which takes some milliseconds. Call this before there is another
+    /// thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
             return Err("root does not need them".to_owned());
@@ -61,7 +65,7 @@ impl SubordinateIds {
         if std::env::var(super::probe::WITHOUT).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} names them", super::probe::WITHOUT));
         }
-        // To list the descriptors of another user's process takes a right that no namespace gives.
+        // Listing the descriptors of another user's process needs a right that no namespace gives.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err("the kernel does not count other users' descriptors: run 6.2 or later".to_owned());
         }
@@ -79,18 +83,18 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// One that the guard has made.
+    /// Takes over ids and a namespace that the guard has created.
     pub(super) fn received((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
 
-    /// A descriptor of the namespace.
+    /// Returns a descriptor of the namespace.
     pub(super) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }
 }
 
-/// What a file gives a user, by name or number.
+/// Returns the ranges that a file assigns to a user, by name or number.
 fn spans(text: &str, name: Option<&str>, uid: u32) -> Vec<Span> {
     let span = |line: &str| {
         let mut fields = line.trim().split(':');
@@ -103,7 +107,7 @@ fn spans(text: &str, name: Option<&str>, uid: u32) -> Vec<Span> {
     text.lines().filter_map(span).collect()
 }
 
-/// The largest range that is in both.
+/// Returns the largest range that is in both lists.
 fn largest_common(users: &[Span], groups: &[Span]) -> Option<Span> {
     let both =
         |one: &Span, other: &Span| Span { first: one.first.max(other.first), last: one.last.min(other.last) };
@@ -111,7 +115,7 @@ fn largest_common(users: &[Span], groups: &[Span]) -> Option<Span> {
     all.filter(|span| span.first <= span.last).max_by_key(|span| span.last - span.first)
 }
 
-/// Makes a user namespace with our own user and group and this span of others.
+/// Creates a user namespace with this process's own user and group, and with the ids of `span`.
 fn make(programs: &[(&str, u32)], span: Span) -> Result<OwnedFd, String> {
     let child = Holder::start().map_err(|error| format!("a user namespace cannot be made: {error}"))?;
     for (program, own) in programs {
@@ -121,7 +125,7 @@ fn make(programs: &[(&str, u32)], span: Span) -> Result<OwnedFd, String> {
     Ok(namespace.map_err(|error| format!("its user namespace cannot be opened: {error}"))?.into())
 }
 
-/// Has a program write a map, in which each id is itself.
+/// Runs a program that writes a map. Each id is mapped to itself.
 fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<(), String> {
     let count = u64::from(last - first) + 1;
     let numbers = [u64::from(own), own.into(), 1, first.into(), first.into(), count];
@@ -135,7 +139,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
         _ => format!("{program} cannot be run: {error}"),
     })?;
     if !ends_within(&running, MAP_PATIENCE).map_err(|error| format!("{program}: {error}"))? {
-        let _ = running.kill(); // It may have ended by now.
+        let _ = running.kill(); // It can have ended by now.
         let _ = running.wait();
         return Err(format!("{program} took more than {MAP_PATIENCE:?}"));
     }
@@ -145,7 +149,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
     }
     let mut said = Vec::new();
     if let Some(stderr) = running.stderr.take() {
-        let _ = stderr.take(SAID_BYTES_MAX).read_to_end(&mut said); // What cannot be read is not shown.
+        let _ = stderr.take(SAID_BYTES_MAX).read_to_end(&mut said); // Text that cannot be read is not shown.
     }
     let said = String::from_utf8_lossy(&said).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
@@ -155,7 +159,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
     Err(format!("{program} ended with {status}: {said}{hint}"))
 }
 
-/// A child that does nothing but be in a user namespace; dropped, it is ended.
+/// A child that only holds a user namespace. Killed when dropped.
 struct Holder {
     pid: libc::pid_t,
 }
@@ -165,7 +169,7 @@ impl Holder {
         let flags = rustix::pipe::PipeFlags::CLOEXEC;
         let (told, tell) = rustix::pipe::pipe_with(flags)?;
         let parent = rustix::process::getpid();
-        // SAFETY: the child makes nothing but raw calls until it is ended.
+        // SAFETY: the child makes only raw system calls until it is killed.
         let pid = match unsafe { fork_unheard() }? {
             0 => hold(&tell, parent),
             pid => pid,
@@ -185,7 +189,7 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // SAFETY: the child has not been waited for, so that the number is its own.
+        // SAFETY: the child has not been waited for, so the pid still belongs to it.
         unsafe {
             libc::kill(self.pid, libc::SIGKILL);
             libc::waitpid(self.pid, std::ptr::null_mut(), libc::__WALL);
@@ -193,17 +197,17 @@ impl Drop for Holder {
     }
 }
 
-/// The child: enters a new namespace, says how that went, and waits to be ended.
+/// Runs in the child: enters a new namespace, reports the result, and waits to be killed.
 fn hold(tell: &OwnedFd, parent: Pid) -> ! {
-    // SAFETY: numbers alone are passed, and this process has one thread. It ends with its parent.
+    // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        // If the parent died before that, the signal would not be sent.
+        // If the parent died before the call, the signal would never be sent.
         if rustix::process::getppid() != Some(parent) {
             libc::_exit(1);
         }
         let errno = errno::check(libc::unshare(libc::CLONE_NEWUSER)).err().map_or(0, Errno::raw_os_error);
-        let _ = rustix::io::write(tell, &errno.to_ne_bytes()); // Silence tells as well.
+        let _ = rustix::io::write(tell, &errno.to_ne_bytes()); // If this fails, the parent sees a timeout.
         loop {
             libc::pause();
         }

@@ -1,8 +1,9 @@
-//! Temporary folders of workers that have no file system of their own for that.
+//! Temporary folders of workers that have no separate file system for temporary files.
 //!
-//! All of them are in one folder, which a lock tells from those that an earlier keeper could not remove.
-//! Nothing that a worker leaves in its folder is trusted: it is removed without following a link, without
-//! recursion, however deep it is, and on a thread of its own, however much it is.
+//! All folders are in one base folder. A lock distinguishes this base folder from base folders that an
+//! earlier keeper could not remove. The content of a worker's folder is not trusted. The removal follows no
+//! links and does not recurse, however deep the tree is. The removal runs on a separate thread, however large
+//! the tree is.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,23 +19,23 @@ use rustix::io::Errno;
 
 use super::confinement::Identity;
 
-/// The names of these folders begin so, and with the user's number.
+/// Prefix of the base folder's name, followed by the user id.
 const PREFIX: &str = "bulkhead-";
 
-/// Others may go through the folder of all folders, but not look into it.
+/// Mode of the base folder. Other users can traverse the folder but not list it.
 const BASE_MODE: u32 = 0o711;
 
-/// Tries to find a name that is free.
+/// Maximum number of attempts to find a free name.
 const TRIES_MAX: u32 = 100;
 
-/// Folders that may wait for their removal, and as many that are removed in part.
+/// Maximum number of folders that wait for removal, and maximum number of folders that are partly removed.
 const DOOMED_MAX: usize = 16 * 1024;
 
-/// Entries of one folder that are removed before it is another's turn: what lies in a template's folder can be filled
-/// by that while it is emptied.
+/// Number of entries removed from one folder before the next folder's turn. A template can fill the folder of
+/// a worker while the folder is being emptied.
 const ENTRIES_AT_ONCE: usize = 16 * 1024;
 
-/// The folder of all folders, made when the first one is wanted.
+/// The base folder, created when the first worker needs a folder.
 #[derive(Default)]
 pub(super) struct Folders {
     base: Option<Base>,
@@ -42,20 +43,20 @@ pub(super) struct Folders {
 
 struct Base {
     path: PathBuf,
-    /// Held while the keeper lives: the lock.
+    /// Lock on the base folder, held while the keeper lives.
     lock: OwnedFd,
-    /// Dropped, it ends the thread that removes.
+    /// Sends folders to the removing thread, which ends when this is dropped.
     doomed: SyncSender<PathBuf>,
 }
 
 impl Folders {
-    /// Makes a folder for a worker.
+    /// Creates a folder for a worker.
     pub(super) fn make(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
         if self.base.is_none() {
             self.base = Some(Base::make(&std::env::temp_dir())?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
-        // Workers of this user may change the mode of what is this user's.
+        // Workers that run as this user can change the mode of the base folder.
         rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
         let path = base.path.join(worker.to_string());
         std::fs::DirBuilder::new().mode(0o700).create(&path)?;
@@ -65,23 +66,25 @@ impl Folders {
         Ok(path)
     }
 
-    /// Removes a folder of a worker of which nothing is left, soon, or else when the keeper ends.
+    /// Removes the folder of a worker of which nothing is left. The removal happens soon, or else when the
+    /// keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            // The thread ends with us. If it does not keep up, the folder goes along with all the others.
+            // The thread ends with this process. A folder for which there is no time is removed with the base
+            // folder.
             let _ = base.doomed.try_send(folder);
         }
     }
 }
 
-/// The folders of a keeper of this user, each with the number of its worker.
+/// Returns the folders of a keeper that runs as this user, each with its worker's spawn number.
 pub fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
     let paths =
         (0..TRIES_MAX).map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-    // Workers of this user may have shut it.
+    // Workers that run as this user can have changed the mode.
     let open_up = |path: &PathBuf| {
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
     };
@@ -108,13 +111,13 @@ impl Base {
     }
 }
 
-/// Makes a folder that others may go through but not look into, and locks it.
+/// Creates a folder that others can traverse but not list, and locks it.
 fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     let prefix = prefix();
     for number in 0..TRIES_MAX {
         let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
         match std::fs::DirBuilder::new().mode(BASE_MODE).create(&path) {
-            // Another keeper may sweep it away before it is locked.
+            // Another keeper can remove the folder before it is locked.
             Ok(()) => match lock(&path) {
                 Ok(lock) => return Ok((path, lock)),
                 Err(Errno::NOENT | Errno::WOULDBLOCK) => {}
@@ -127,8 +130,8 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks the folder of that name. `NOENT` or `WOULDBLOCK`: another keeper was faster, and it is gone, goes, or
-/// another one has the name by now.
+/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the
+/// folder is gone, is being removed, or another folder has the name.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -136,7 +139,7 @@ fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
         return Err(Errno::NOENT);
     }
-    // The keeper's mask may be narrower.
+    // The keeper's umask can have removed permissions.
     rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
     Ok(lock)
 }
@@ -145,7 +148,7 @@ fn prefix() -> String {
     format!("{PREFIX}{}-", rustix::process::geteuid().as_raw())
 }
 
-/// Removes what keepers of this user left that were killed.
+/// Removes what killed keepers of this user left behind.
 fn sweep(parent: &Path) {
     let prefix = prefix();
     let own = rustix::process::geteuid().as_raw();
@@ -155,14 +158,15 @@ fn sweep(parent: &Path) {
         if !is_named || !is_ours() {
             continue;
         }
-        // Held while it is removed; only the holder of a folder's lock takes its name away.
+        // The lock is held during the removal, because only the holder of a folder's lock may remove its
+        // name.
         if let Ok(_lock) = lock(&entry.path()) {
             remove(&entry.path(), usize::MAX);
         }
     }
 }
 
-/// Removes folders as they come, a piece of each in turn.
+/// Removes folders in the order of arrival, and alternates between folders in steps.
 fn remove_all(folders: &Receiver<PathBuf>) {
     let mut left = VecDeque::new();
     loop {
@@ -182,16 +186,17 @@ fn remove_all(folders: &Receiver<PathBuf>) {
             && !remove(&folder, ENTRIES_AT_ONCE)
         {
             left.push_back(folder);
-            // One that is filled again and again takes half of a processor at most.
+            // A folder that is refilled again and again uses at most half of a processor.
             std::thread::sleep(begun_at.elapsed());
         }
     }
 }
 
-/// Removes a folder and what is in it, as far as it can be; `false` if it has more entries than are to be removed now.
+/// Removes a folder and its content, as far as possible. Returns `false` if the folder has more than
+/// `entries_max` entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
-        // What is left is seen by an operator who looks, and tried again by the next keeper.
+        // An operator can see the rest, and the next keeper tries to remove it.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }
@@ -240,7 +245,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
-        // Deeper than a path can be long.
+        // Deeper than the maximum length of a path.
         let mut here = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
         for _ in 0..3000 {
             rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
@@ -257,7 +262,7 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Root may do everything; others may not move a folder that is closed to themselves.
+    /// Root can do everything. Other users cannot move a folder without access to it.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
     fn folders_that_are_locked_in_each_other_are_removed_without_privileges() {
@@ -265,7 +270,7 @@ mod tests {
         const NOBODY: libc::uid_t = 65534;
         let remove_all = || {
             if rustix::process::geteuid().is_root() {
-                // SAFETY: no memory is touched.
+                // SAFETY: accesses no memory.
                 let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
                 assert_eq!(changed, 0);
             }

@@ -1,6 +1,6 @@
-//! Waiting for children, and ending all of them.
+//! Waits for children of the keeper, and kills all descendants.
 //!
-//! This knows which thread of the keeper has which children; it does not know what a worker is.
+//! This module distinguishes the children of the keeper's threads, but does not know what a worker is.
 
 use std::io;
 use std::process::Child;
@@ -14,26 +14,26 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use super::spawn::{Forker, Job};
 use super::{Exit, Usage};
 
-/// While all are being killed, every process of the machine is looked at this often.
+/// Interval between scans of all processes of the machine while all descendants are being killed.
 const RESCAN: Duration = Duration::from_millis(10);
 
-/// How long to sleep between two looks at what has died of it.
+/// Pause between two checks for processes that have died.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// The news of a child.
+/// Result of a wait.
 #[derive(Debug)]
 pub(super) enum Waited {
-    /// There is no child at all.
+    /// There is no such child.
     NoChild,
-    /// There are children, and no news.
+    /// There are children, but no change of state.
     Nothing,
-    /// A child has ended, and its number is free again.
+    /// A child has ended, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
-    /// A child asked to be traced by its parent and has stopped, which no honest one does.
+    /// A child has stopped because it asked to be traced by its parent. Honest processes do not do that.
     Stopped { pid: u32 },
 }
 
-/// Takes the news of this child, without waiting.
+/// Waits for this child without blocking.
 pub(super) fn take(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
 }
@@ -54,7 +54,7 @@ fn wait(pid: i32, flags: i32) -> Waited {
     }
 }
 
-/// How a process ended. `None`: it did not.
+/// Returns how a process ended, or `None` if it has not ended.
 pub(super) fn exit(status: i32) -> Option<Exit> {
     if libc::WIFEXITED(status) {
         Some(Exit::Code(libc::WEXITSTATUS(status)))
@@ -65,7 +65,7 @@ pub(super) fn exit(status: i32) -> Option<Exit> {
     }
 }
 
-/// What a process has used, in our units.
+/// Converts the usage of a process into the units of [`Usage`].
 pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     let us = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
     Usage {
@@ -75,15 +75,15 @@ pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     }
 }
 
-/// Tries whether this kernel tells the workers from what they leave behind as `keeper` says. Called on
-/// the first thread, before there is any worker.
+/// Tests whether this kernel distinguishes workers from processes that workers leave behind. The keeper
+/// relies on this. Called on the first thread, before there is any worker.
 pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();
     wait(child as i32, 0);
     let child = forker.fork(Job::Grandchild)?;
     wait(child as i32, 0);
-    // Now the grandchild is an orphan: dead or about to be.
+    // Now the grandchild is an orphan, and dead or about to be.
     let sees_orphans = matches!(wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
     while !matches!(wait(-1, 0), Waited::NoChild) {}
     Ok(!sees_workers && sees_orphans)
@@ -95,28 +95,28 @@ pub(super) fn ends_within(process: &Child, patience: Duration) -> io::Result<boo
     is_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
 }
 
-/// Sends SIGKILL to a child that has not been waited for, so that the number is still its own.
+/// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.
 pub(super) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
-        // The only failures are that it is dead already, or changed its identity: then nothing helps.
+        // Fails only if the child is dead already, or has changed its identity. Then nothing helps.
         let _ = rustix::process::kill_process(pid, Signal::KILL);
     }
 }
 
-/// Sends SIGKILL to a worker, which leads a process group, and to that group. The worker may be dead,
-/// but must not have been waited for.
+/// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead, but must not
+/// have been waited for.
 ///
-/// The kernel does this in one go, during which nothing in the group can fork. So most fork bombs are
-/// over before the keeper has to look for processes while they have the processors.
+/// The kernel signals the whole group at once, and nothing in the group can fork meanwhile. So most fork
+/// bombs end before the keeper has to compete with them for the processors in order to scan.
 pub(super) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
-        // It fails if the worker does not lead its group yet: then the group is the worker alone.
+        // Fails if the worker does not lead a group yet. Then the worker is alone.
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
     kill_child(pid);
 }
 
-/// Kills whatever descends from this process until nothing is left, and reaps it.
+/// Kills and reaps all descendants of this process until nothing is left.
 pub(super) fn end_all(patience: Duration) -> io::Result<()> {
     let start = Instant::now();
     loop {

@@ -1,5 +1,5 @@
-//! The keeper with real processes. This program is its own keeper: without the usual harness, since
-//! the keeper has to begin before there is a thread.
+//! Tests the keeper with real processes. This program is its own keeper. The usual harness is not used,
+//! because the keeper must start before there is a thread.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,10 +14,10 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Nothing here takes nearly as long, unless it fails.
+/// Time limit of a condition. No condition takes nearly this long unless it fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-// The kernel's numbers, which the C libraries type differently.
+// The kernel's numbers, whose types differ between C libraries.
 const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
@@ -49,7 +49,7 @@ fn main() {
     if argument.as_deref() == Some(KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
-    // What `cargo test` passes to name cases is understood; its options are not, and do no harm.
+    // A name of a case from `cargo test` is used as a filter. Options are ignored.
     let filter = argument.filter(|argument| !argument.starts_with('-')).unwrap_or_default();
     keeper::become_subreaper().unwrap();
     let chosen: Vec<_> = CASES.iter().filter(|(name, _)| name.contains(&filter)).collect();
@@ -57,19 +57,19 @@ fn main() {
     for (name, case) in &chosen {
         print!("test {name} ... ");
         io::stdout().flush().unwrap();
-        case(); // A panic ends the program, and the keeper with all it keeps.
+        case(); // A panic ends the program, and so the keeper with its workers.
         println!("ok");
     }
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
 }
 
-/// A keeper that has started.
+/// A running keeper.
 struct Fixture {
     keeper: Keeper,
     workers: u64,
 }
 
-/// What the test has of a worker: the other ends.
+/// The test's ends of a worker's connections.
 struct Worker {
     number: u64,
     link: UnixStream,
@@ -98,7 +98,7 @@ impl Fixture {
         this
     }
 
-    /// The next report. Sends waiting orders meanwhile.
+    /// Returns the next report. Sends waiting orders in the meantime.
     fn next(&mut self) -> Report {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -124,7 +124,7 @@ impl Fixture {
         Worker { number: self.workers, link, stdout }
     }
 
-    /// Runs a shell script, and returns its process.
+    /// Runs a shell script, and returns its worker and pid.
     fn run(&mut self, script: &str) -> (Worker, u32) {
         let worker = self.order(shell(script));
         match self.next() {
@@ -133,7 +133,7 @@ impl Fixture {
         }
     }
 
-    /// How a worker ended, of which nothing is left then.
+    /// Returns how a worker ended, when nothing is left of it.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
         let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
@@ -176,7 +176,7 @@ fn shell(script: &str) -> SpawnOrder<'_> {
 }
 
 impl Worker {
-    /// Waits for a line with a process number.
+    /// Reads a line with a pid.
     fn read_pid(&mut self) -> u32 {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -199,13 +199,13 @@ fn send(pid: u32, signal: Signal) {
 
 fn state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // After the name in parentheses comes the state.
+    // The state follows the name in parentheses.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
 fn is_there(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // After the name in parentheses comes the state.
+    // The state follows the name in parentheses.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
@@ -217,7 +217,7 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Leaves a process in a session of its own, prints its number, and stays until its link is closed.
+/// Leaves a process in a separate session, prints its pid, and stays until the link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
 fn exit_status() {
@@ -245,7 +245,7 @@ fn exit_status() {
     fixture.keeper.kill(worker.number).unwrap();
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
     assert!(!is_there(pid));
-    fixture.keeper.kill(worker.number).unwrap(); // It is gone: nothing happens.
+    fixture.keeper.kill(worker.number).unwrap(); // The worker is gone, so nothing happens.
     fixture.keeper.end().unwrap();
 }
 
@@ -267,7 +267,7 @@ fn failures() {
         let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), null());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
-    // The largest that fits, and nothing of the failures is left.
+    // The largest order that fits also works, and nothing of the failures is left.
     let variable = format!("A={}", "x".repeat(100_000));
     let order = SpawnOrder { environment: vec![&variable], ..shell("exit ${#A}") };
     let worker = fixture.order(order);
@@ -299,22 +299,22 @@ fn open_in(pid: u32) -> HashSet<String> {
 
 fn clean_start() {
     let mut fixture = Fixture::start();
-    // Left open to whatever is executed, as a careless library might.
+    // Not close-on-exec, as a careless library might leave it.
     let careless = fs::File::open("/dev/zero").unwrap();
     rustix::io::fcntl_setfd(&careless, rustix::io::FdFlags::empty()).unwrap();
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        // No shell, which would have descriptors and variables of its own.
+        // Not a shell, which would have additional descriptors and variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
-        // The loader of programs opens some, and closes them.
+        // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
         wait_until("descriptors 0 to 3 are open, and no other", PATIENCE, || open_in(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
-        // The kernel lets the news of an exec out before it is all in place.
+        // The kernel reports an exec before all of it is in place.
         wait_until("the environment is what was ordered", PATIENCE, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
@@ -347,7 +347,7 @@ fn orphans() {
     assert!(!is_there(stays));
 }
 
-/// What a worker starts by way of a process that is killed in between comes to the worker, not to us.
+/// A process whose intermediate parent is killed is reparented to the worker, not to the keeper.
 fn stays_below() {
     let mut fixture = Fixture::start();
     let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
@@ -375,7 +375,7 @@ fn signals_are_ignored() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers with orphans, and returns the processes of both.
+/// Starts workers with orphans, and returns the pids of both.
 fn populate(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -475,7 +475,7 @@ fn no_keeper() {
     });
 }
 
-/// Several have died before the keeper looks, and the first of them has left many behind.
+/// Several workers have died before the keeper checks, and the first has left many processes behind.
 fn told_at_once() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
@@ -504,8 +504,8 @@ fn told_at_once() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace ends when all others in there have. One that this test traces has not until the
-/// test says so.
+/// The first process of a namespace ends when all others in the namespace have ended. A process that this
+/// test traces ends only when the test permits it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn told_in_namespace() {
     if !rustix::process::geteuid().is_root() {
@@ -521,7 +521,7 @@ fn told_in_namespace() {
         sleeper = descendants_of(pid).unwrap().first().copied().unwrap_or(0);
         sleeper != 0
     });
-    // SAFETY: neither call touches memory of this process.
+    // SAFETY: neither call accesses memory of this process.
     let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, sleeper as libc::pid_t, 0, 0) };
     assert_eq!(ptrace(libc::PTRACE_SEIZE), 0, "{}", io::Error::last_os_error());
     worker.link.shutdown(std::net::Shutdown::Both).unwrap();
@@ -537,7 +537,7 @@ fn told_in_namespace() {
     fixture.swept(&worker);
 }
 
-/// However many orders wait.
+/// Kills and pings are accepted, however many orders wait.
 fn kills_have_room() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
@@ -569,8 +569,9 @@ fn kills_have_room() {
 }
 
 fn fork_bomb() {
-    // Processes that all go on forking: many in the group of the worker, or some that nothing finds
-    // but a look for them, each in a session of its own (these keep the processors busiest).
+    // Processes that all continue to fork. In one case, many processes are in the worker's group. In the
+    // other, each process is in a separate session, so that only a scan finds it (these keep the processors
+    // busiest).
     let bomb = "if [ $1 -gt 0 ]; then
             $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
         fi
@@ -628,7 +629,7 @@ fn unread_reports() {
     }
 }
 
-/// What the keeper has open when it is done with all it was ordered.
+/// Returns the keeper's open descriptors when it has executed all orders.
 fn settled(fixture: &mut Fixture) -> HashSet<String> {
     let (worker, _) = fixture.run("exit 0");
     fixture.exit_of(&worker);

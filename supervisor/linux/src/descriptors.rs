@@ -1,4 +1,4 @@
-//! Descriptors by their numbers.
+//! Closes descriptors by number.
 #![expect(unsafe_code, reason = "close_range(2) has no safe form")]
 
 use std::os::fd::RawFd;
@@ -7,16 +7,16 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// Closes the descriptors from `first` on, except `kept`. Allocates nothing.
+/// Closes all descriptors from `first` on, except those in `kept`. Allocates nothing.
 ///
 /// # Safety
-/// Nothing in this process goes on using a closed descriptor.
+/// Nothing in this process may use a closed descriptor afterwards.
 pub unsafe fn close_all_but(first: RawFd, kept: &mut [RawFd]) -> Result<()> {
     let close = |low: RawFd, high: RawFd| {
         if low > high {
             return Ok(());
         }
-        // SAFETY: the caller's part.
+        // SAFETY: guaranteed by the caller.
         errno::check(unsafe { libc::syscall(libc::SYS_close_range, low, high, 0) })
     };
     kept.sort_unstable();

@@ -1,24 +1,24 @@
-//! The errors of raw system calls. Safe to use between `fork` and `execve`: nothing here allocates.
+//! Errors of raw system calls. Safe to use between `fork` and `execve`, because nothing here allocates.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// The error of the last system call of this thread that failed.
+/// Returns the error of this thread's last failed system call.
 #[inline]
 #[expect(unsafe_code, reason = "the C library's errno has no safe form without an allocation")]
 pub fn last() -> Errno {
-    // SAFETY: the address of this thread's `errno`, always there.
+    // SAFETY: the address of this thread's `errno` is always valid.
     Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }
 
-/// What a call that returns -1 for an error has returned.
+/// Converts the result of a call that returns -1 on error.
 #[inline]
 pub fn check(result: impl Into<i64>) -> rustix::io::Result<()> {
     if result.into() == -1 { Err(last()) } else { Ok(()) }
 }
 
-/// The error's number, or `otherwise` if it has none.
+/// Returns the error's number, or `otherwise` if the error has no number.
 pub fn of(error: &io::Error, otherwise: Errno) -> Errno {
     error.raw_os_error().map_or(otherwise, Errno::from_raw_os_error)
 }

@@ -1,5 +1,5 @@
-//! Emptying a folder whose content is not trusted: without following links, without recursion, at any depth and
-//! whatever the modes of the entries are. Mounted file systems are left alone.
+//! Empties a folder with untrusted content. Follows no links, does not recurse, and handles any depth and any
+//! modes of the entries. Mounted file systems are left alone.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -9,13 +9,13 @@ use rustix::io::{Errno, Result};
 use rustix::path::Arg;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// How a folder is opened: never through a link that has its name.
+/// Flags for opening a folder. The last component of the path must not be a symbolic link.
 pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Names of a folder's entries that are held at a time.
+/// Maximum number of a folder's entries whose names are held in memory at a time.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder to list it, whatever its mode was. Without these rights its owner is given all.
+/// Opens a folder for listing, whatever its mode is. If the folder lacks `rights`, its mode becomes 0700.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     open_by(parent, path, rights, ResolveFlags::empty())
 }
@@ -27,7 +27,8 @@ fn open_by(
     resolve: ResolveFlags,
 ) -> Result<OwnedFd> {
     let flags = FOLDER | OFlags::RDONLY;
-    // A worker's filter has no `openat2`; in its folder nothing can be mounted.
+    // A worker's seccomp filter has no `openat2`. The fallback is safe because nothing can be mounted in the
+    // worker's folder.
     let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
         Err(Errno::NOSYS) => rustix::fs::openat(parent, path, flags, Mode::empty()),
         opened => opened,
@@ -43,20 +44,24 @@ fn open_by(
 }
 
 fn unlock(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
-    // By its descriptor: nothing that took its name meanwhile is meant.
+    // Goes through a descriptor, so that the mode of an entry that has since taken the folder's name never
+    // changes.
     give_to_owner(&rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?)
 }
 
-/// Gives its owner all rights to a folder, also by a descriptor that opens nothing.
+/// Sets the mode of a folder to 0700. Also works for a descriptor opened with `O_PATH`.
 pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
     let link = format!("/proc/self/fd/{}", folder.as_raw_fd());
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder, possibly while other processes and threads do the same. Returns `false` if the folder has more
-/// than `entries_max` entries. Entries of a subfolder are moved up first, so that there are only two levels at any
-/// time. A tree of a million levels takes no more descriptors than a flat one, and no stack. Errors: `XDEV`, or `BUSY`
-/// for a file, if something is mounted in the folder; the mount is left as it is.
+/// Empties a folder. Other processes and threads can do the same at the same time. Returns `false` if the
+/// folder has more than `entries_max` entries.
+///
+/// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
+/// of a million levels needs no more descriptors than a flat one, and no stack.
+///
+/// Errors: `XDEV`, or `BUSY` for a file, if something is mounted in the folder. The mount is left as it is.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {
@@ -94,14 +99,16 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top, by a random name: one that its maker guessed would be taken, and nothing would move.
+/// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create
+/// that name first, and the move would fail.
 fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     let mut drawn = [0; 16];
     getrandom(&mut drawn, GetRandomFlags::empty())?;
     let free = format!(".bulkhead-{:032x}", u128::from_ne_bytes(drawn));
     let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
     let brought = bring().or_else(|errno| match errno {
-        // To move a folder takes the right to write to it, since that is where its parent is noted.
+        // Moving a folder to another parent requires the right to write to the folder, because its `..` entry
+        // changes.
         Errno::ACCESS => unlock(folder.as_fd(), inner).and_then(|()| bring()),
         errno => Err(errno),
     });
@@ -111,7 +118,8 @@ fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// The names of a folder's first entries; those behind them come when these are gone.
+/// Returns the names of the first `NAMES_MAX` entries. Later entries follow in the next call, when these are
+/// removed.
 fn names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
@@ -121,7 +129,7 @@ fn names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     named.collect()
 }
 
-/// Removes what is not a folder; whether it was none.
+/// Removes an entry that is not a folder. Returns `false` if the entry is a folder.
 fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<bool> {
     if kind == FileType::Directory {
         return Ok(false);

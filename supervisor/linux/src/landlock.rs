@@ -1,5 +1,5 @@
-//! The system calls of Landlock, where rights are numbers. Safe to use between `fork` and `execve`: nothing here
-//! allocates.
+//! The system calls of Landlock, with access rights as numbers. Safe to use between `fork` and `execve`,
+//! because nothing here allocates.
 #![expect(unsafe_code, reason = "these system calls have no safe form without an allocation")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -8,42 +8,44 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: what is withheld. Older kernels know less of it, and take what they do not know as
-/// long as it is zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset handles, and so denies by default. An older
+/// kernel knows fewer fields, and accepts unknown fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Withheld {
-    /// What can be done with files.
+    /// Rights for files.
     pub files: u64,
-    /// What can be done with TCP.
+    /// Rights for TCP.
     pub network: u64,
-    /// What can be done with processes and sockets outside.
+    /// Scopes: processes and sockets outside of the sandbox.
     pub scopes: u64,
 }
 
-/// The kernel's version of Landlock. `NOSYS`: built without; `OPNOTSUPP`: switched off.
+/// Returns the kernel's version of Landlock. Fails with `NOSYS` if the kernel was built without Landlock, and
+/// with `OPNOTSUPP` if Landlock is switched off.
 pub fn kernel_abi() -> Result<u32> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();
-    // SAFETY: with this flag the call takes no memory, and makes no descriptor.
+    // SAFETY: with this flag the call uses no memory and creates no descriptor.
     let result = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, 0_usize, VERSION) };
     if result > 0 { Ok(result as u32) } else { Err(errno::last()) }
 }
 
 const NO_FLAGS: libc::c_uint = 0;
 
-/// A ruleset that refuses all that is withheld.
+/// Creates a ruleset that denies all rights in `withheld`.
 pub fn create_ruleset(withheld: Withheld) -> Result<OwnedFd> {
     let size = size_of::<Withheld>();
-    // SAFETY: the pointer is to a local of the size that is told.
+    // SAFETY: the pointer is to a local of the given size.
     let result =
         unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const withheld, size, NO_FLAGS) };
     errno::check(result)?;
-    // SAFETY: the call has made this descriptor, for us alone.
+    // SAFETY: the call has just created this descriptor, and nothing else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
 }
 
-/// Gives these rights to a file or folder, and to what lies below it. `INVAL`: rights of folders, and it is none.
+/// Grants rights for a file or folder, and for everything below it. Fails with `INVAL` if `rights` contains
+/// rights for folders and `place` is not a folder.
 pub fn give(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64) -> Result<()> {
     /// `struct landlock_path_beneath_attr`.
     #[repr(C, packed)]
@@ -54,18 +56,20 @@ pub fn give(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64) -> Resu
     const RULE_PATH_BENEATH: libc::c_int = 1;
     let rule = PathBeneathAttr { allowed_access: rights, parent_fd: place.as_raw_fd() };
     let ruleset = ruleset.as_raw_fd();
-    // SAFETY: the pointer is to a local of the form that the kernel reads for this kind of rule.
+    // SAFETY: the pointer is to a local of the type that the kernel reads for this kind of rule.
     errno::check(unsafe {
         libc::syscall(libc::SYS_landlock_add_rule, ruleset, RULE_PATH_BENEATH, &raw const rule, NO_FLAGS)
     })
 }
 
-/// Puts the calling thread under the rules, for ever, and all that it starts. What it tries itself is not written to
-/// the audit log, by kernels whose version `abi` can leave it out; 0 is of one that cannot.
+/// Enforces the rules on the calling thread, and on everything that it starts. This cannot be undone.
+///
+/// Denied attempts of the calling program itself are not written to the audit log, if the kernel's version
+/// (`abi`) has a flag for this. Pass 0 to leave the log unchanged.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;
     let flags = if abi >= LOG_SINCE { LOG_SAME_EXEC_OFF } else { NO_FLAGS };
-    // SAFETY: takes two numbers, and touches no memory of ours.
+    // SAFETY: takes two numbers and accesses no memory of this process.
     errno::check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), flags) })
 }

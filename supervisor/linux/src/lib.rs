@@ -1,23 +1,24 @@
-//! What is asked of the Linux kernel, once for all: process trees, peers of sockets, waits, names and numbers.
+//! Kernel interfaces that several crates need: process trees, socket peers, waits, names and numbers.
 //!
-//! It knows nothing of workers or jobs, holds no state but what its caller keeps, and decides nothing.
+//! This crate knows nothing of workers or jobs, holds no state except in values owned by callers, and makes
+//! no decisions.
 //!
-//! - [`process_tree`]: processes that descend from this one, and their end.
-//! - [`peer`]: the process at the other end of a socket.
-//! - [`descriptors`]: closing descriptors by their numbers.
-//! - [`rights`]: sockets to which no descriptors can be passed.
-//! - [`listener`]: a TCP listener that ends without a reset.
-//! - [`fork`]: a fork that nothing in this process hears of but its caller.
-//! - [`folder`]: emptying a folder whose content is not trusted.
-//! - [`lifeline`]: a descriptor that ends with the program behind it.
+//! - [`process_tree`]: finds and kills the descendants of this process.
+//! - [`peer`]: identifies the process at the other end of a socket.
+//! - [`descriptors`]: closes descriptors by number.
+//! - [`rights`]: sockets that refuse passed descriptors.
+//! - [`listener`]: closes a TCP listener without connection resets.
+//! - [`fork`]: a fork that only the caller can notice.
+//! - [`folder`]: empties a folder with untrusted content.
+//! - [`lifeline`]: a descriptor that reports the end of another program.
 //! - [`landlock`]: the system calls of Landlock.
-//! - [`standard_output`]: whether the program was started with one.
-//! - [`schedule`]: how long a thread runs before others have their turn.
-//! - [`shared_words`]: numbers in memory that another process writes as well.
-//! - [`unread`]: what the other side of a socket has not read yet.
-//! - [`vfork`]: starting a program without a copy of this process.
+//! - [`standard_output`]: detects whether standard output was closed at the start.
+//! - [`schedule`]: the scheduler's time slice of a thread.
+//! - [`shared_words`]: numbers in memory shared with an untrusted process.
+//! - [`unread`]: the number of sent bytes that the peer has not read.
+//! - [`vfork`]: starts a program without copying this process.
 //! - [`wait`]: waits for children and descriptors.
-//! - [`errno`]: the errors of raw system calls.
+//! - [`errno`]: errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
 
 pub mod descriptors;

@@ -1,4 +1,5 @@
-//! A descriptor that comes to its end with the program that holds its other side, or is.
+//! A descriptor that reports the end of another program: its peer is closed with the program, or the
+//! descriptor is a pidfd.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -8,8 +9,8 @@ use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::SocketType;
 
-/// An inherited pipe, socket or terminal, whose end is that of its other side, or a pidfd, whose end is that of the
-/// process. Programs that are started from here on do not inherit it.
+/// An inherited pipe, socket or terminal, which ends when the other side closes, or a pidfd, which ends with
+/// its process. Programs started later do not inherit the descriptor.
 #[derive(Debug)]
 pub struct Lifeline {
     descriptor: OwnedFd,
@@ -17,17 +18,18 @@ pub struct Lifeline {
 }
 
 impl Lifeline {
-    /// Takes over an inherited descriptor. For the first thread, before any other code has opened one.
+    /// Takes over an inherited descriptor. Call this on the first thread, before any other code has opened a
+    /// descriptor.
     ///
     /// # Errors
     ///
-    /// If it is not open, or of a kind that never ends; the message says what to do.
+    /// If the descriptor is not open, or is of a kind that never ends. The message says how to fix it.
     #[expect(unsafe_code, reason = "a number from the command line has no other form")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if number < 0 {
             return Err(closed(number));
         }
-        // SAFETY: it is only looked at, and a number that is not open is told by the call.
+        // SAFETY: the descriptor is only queried. If the number is not open, the call fails.
         let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
         let flags = fcntl_getfd(borrowed).map_err(|_| closed(number))?;
         let is_pidfd = is_pidfd(number);
@@ -45,11 +47,12 @@ impl Lifeline {
             )));
         }
         fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
-        // SAFETY: it is open, was inherited for this, and nothing else in this process knows of it.
+        // SAFETY: the descriptor is open, was inherited for this purpose, and no other code in this process
+        // knows of it.
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits for its end; what is sent meanwhile is read and thrown away.
+    /// Waits for the end of the other side. Discards data that arrives in the meantime.
     pub fn wait(&self) {
         let mut thrown_away = [0; 4096];
         loop {
@@ -71,7 +74,7 @@ impl Lifeline {
     }
 }
 
-/// Whether a socket has another side whose end it is told of.
+/// True if the socket has a peer and reports when the peer closes.
 fn is_connected(socket: BorrowedFd<'_>) -> bool {
     let kind = rustix::net::sockopt::socket_type(socket);
     matches!(kind, Ok(SocketType::STREAM | SocketType::SEQPACKET)) && rustix::net::getpeername(socket).is_ok()
@@ -86,11 +89,11 @@ fn is_pidfd(number: RawFd) -> bool {
     told.is_ok_and(|told| told.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Has a thread wait for its end and then do this.
+/// Starts a thread that waits for the lifeline to end and then calls `act`.
 ///
 /// # Errors
 ///
-/// Those of starting a thread.
+/// If the thread cannot be started.
 pub fn at_the_end_of(lifeline: Lifeline, act: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let wait = move || {
         lifeline.wait();

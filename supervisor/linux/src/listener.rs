@@ -1,5 +1,6 @@
-//! TCP listeners that end. The kernel resets what is in the queue of one that is closed, also a connection that came
-//! between the last look and the close, whose client may have sent its request by then.
+//! Orderly end of a TCP listener. When a listener is closed, the kernel resets all connections in its queue.
+//! This includes a connection that arrived between the last `accept` and the close, whose client can already
+//! have sent its request.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -7,15 +8,17 @@ use std::os::fd::AsFd;
 use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET};
 use socket2::{SockFilter, SockRef};
 
-/// Where the flags of a segment are, and those that a segment of this kind has.
+/// Offset of the flags in a TCP header. A segment that opens a connection has `SYN` without `ACK`.
 const FLAGS: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;
 
-/// From here on no connection begins at this listener; those that have begun arrive as before. A client that connects
-/// now tries again after a second, and comes to the next program that listens or is refused. This is how a proxy is
-/// restarted without a lost connection, with a filter of the socket's own in the place of the machine's. Errors are
-/// those of `setsockopt(2)` with `SO_ATTACH_FILTER`.
+/// Stops a listener from accepting new connections. Connections that have begun still arrive.
+///
+/// A client that connects now retries after a second. The client then reaches the next program that listens,
+/// or is refused. Proxies are restarted without lost connections in this way, but with a packet filter of the
+/// whole machine. This function attaches a filter to the socket instead. Errors are those of `setsockopt(2)`
+/// with `SO_ATTACH_FILTER`.
 pub fn begin_no_more(listener: &impl AsFd) -> io::Result<()> {
     let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
     let filter = [
@@ -62,7 +65,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();
             listener.set_nonblocking(true).unwrap();
-            // Until it does not come in any more.
+            // Connects until a connection is no longer accepted.
             let client = move || {
                 while let Ok(mut socket) = TcpStream::connect_timeout(&address, WITHIN) {
                     let heard = socket.read_exact(&mut [0]).map_err(|error| error.kind());

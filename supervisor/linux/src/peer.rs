@@ -1,8 +1,8 @@
-//! The process at the other end of a socket: its credentials as of its `connect(2)`, and whether it is one of the
-//! processes that descend from here.
+//! The process at the other end of a socket: credentials at the time of `connect(2)`, and whether the process
+//! descends from this one.
 //!
-//! It tells, and decides nothing. Nothing in it waits; a look at a process's descent reads some small files
-//! of `/proc`.
+//! This module reports facts and decides nothing. Nothing in it blocks. Finding out the ancestors of a
+//! process reads some small files of `/proc`.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,54 +18,56 @@ use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Supplementary groups that are asked for at first; as a rule there are fewer.
+/// Initial space for supplementary groups. Most processes have fewer.
 const GROUPS_FIRST: usize = 64;
 
-/// The most that a process of Linux can have.
+/// Maximum number of groups of a Linux process.
 const GROUPS_MAX: usize = 65_536;
 
-/// Processes that are remembered as outsiders, the latest.
+/// Maximum number of processes remembered as outsiders. The latest ones are kept.
 const OUTSIDERS_MAX: usize = 16;
 
-/// The process that connected, as it was then.
+/// The process that connected, with the credentials it had then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its effective user.
+    /// Effective user id.
     pub uid: u32,
-    /// Its effective group.
+    /// Effective group id.
     pub gid: u32,
-    /// Its number; `None` if it is in a PID namespace that cannot be seen from this one.
+    /// Process id, or `None` if the process is in a PID namespace that is not visible from this one.
     pub pid: Option<u32>,
 }
 
-/// Where a process comes from.
+/// Origin of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
-    /// From elsewhere.
+    /// The process does not descend from this one.
     Outside,
-    /// From this process: itself, its ancestors, and this process at the end.
+    /// The process descends from this one. Contains the process, its ancestors, and this process at the end.
     Ours(Vec<u32>),
-    /// It has ended, so that it cannot be told.
+    /// The process has ended, so its origin cannot be found out.
     Ended,
 }
 
 impl Peer {
-    /// The process that connected this socket. Errors are those of `getsockopt(2)`.
+    /// Returns the process that connected this socket. Errors are those of `getsockopt(2)`.
     pub fn of(socket: &impl AsFd) -> io::Result<Self> {
         let found = getsockopt(socket, PeerCredentials)?;
         let pid = u32::try_from(found.pid()).ok().filter(|&pid| pid != 0);
         Ok(Self { uid: found.uid(), gid: found.gid(), pid })
     }
 
-    /// Where the process comes from that connected this socket. It must be alive to tell: one that ends
-    /// before could have been any process, and handed the connection on.
+    /// Finds out whether the process that connected this socket descends from this process. The connecting
+    /// process must be alive. Otherwise it could have been any process, and could have passed the connection
+    /// to another one.
     ///
-    /// Every child of a process that ends goes to the nearest subreaper above it, and the keeper and this
-    /// process are some: no process that descends from here can leave its line, by no number of forks and
-    /// sessions. Nor can it hide in a PID namespace of its own, for those can be seen from here.
+    /// When a process ends, its children are reparented to the nearest subreaper above. The keeper and this
+    /// process are subreapers. So a descendant of this process cannot leave the tree by any number of forks
+    /// and sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from
+    /// here.
     ///
-    /// A process that `outsiders` know is not looked up again.
-    /// Errors: a line of ancestors that cannot be told; this process has as many descriptors as it may.
+    /// A process in `outsiders` is not looked up again. Errors: the ancestors cannot be read; this process
+    /// has reached its limit of descriptors.
     pub fn descent_beside(&self, socket: &impl AsFd, outsiders: &Outsiders) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Outside) };
         let own = std::process::id();
@@ -76,7 +78,7 @@ impl Peer {
         let process = started(pid).map(|started| (pid, started));
         let is_known = process.is_some_and(|process| outsiders.know(process));
         let line = if is_known { Ok(vec![pid]) } else { lineage(pid, own) };
-        // Alive at the end, so that the number was its own all the while.
+        // The process is still alive, so the pid belonged to it during the whole lookup.
         if is_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
@@ -91,8 +93,9 @@ impl Peer {
     }
 }
 
-/// Processes that were found to come from elsewhere, by number and start. That can never change: a process that loses its
-/// parent goes to another one above it. So processes that connect again and again, as scrapers do, are looked up once.
+/// Processes known not to descend from this one, by pid and start time. That cannot change, because an orphan
+/// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
+/// once.
 #[derive(Debug, Default)]
 pub struct Outsiders(Mutex<VecDeque<(u32, u64)>>);
 
@@ -112,13 +115,13 @@ impl Outsiders {
     }
 }
 
-/// A descriptor of the process that connected; `None` if it is gone.
+/// Opens a descriptor of the process that connected. Returns `None` if the process is gone.
 fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     use nix::errno::Errno::{EINVAL, ENODATA, ENOPROTOOPT, ESRCH};
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(EINVAL | ENODATA | ESRCH) => Ok(None),
-        // Before Linux 6.5. The number may have been given to another process since; there is no better one.
+        // Before Linux 6.5 there is only the pid. It can have been reused since the connect.
         Err(ENOPROTOOPT) => {
             let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
             match pidfd_open(pid, PidfdFlags::empty()) {
@@ -131,7 +134,7 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// The supplementary groups of the process that connected, as they were then. Errors are those of
+/// Returns the supplementary groups that the process had when it connected. Errors are those of
 /// `getsockopt(2)`.
 #[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe form")]
 pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
@@ -139,7 +142,7 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     loop {
         let mut bytes = size_of_val(&groups[..]) as libc::socklen_t;
         let (fd, into) = (socket.as_fd().as_raw_fd(), groups.as_mut_ptr().cast());
-        // SAFETY: the kernel writes at most as many bytes as it is told there are, and any are a number.
+        // SAFETY: the kernel writes at most `bytes` bytes to `groups`, and any bytes are valid numbers.
         let got =
             unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, into, &raw mut bytes) };
         let count = bytes as usize / size_of::<u32>();
@@ -148,21 +151,22 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
                 groups.truncate(count);
                 return Ok(groups);
             }
-            // It says how many there are.
+            // The kernel has set `bytes` to the size needed.
             Err(Errno::RANGE) if count > groups.len() && count <= GROUPS_MAX => groups.resize(count, 0),
             Err(error) => return Err(error.into()),
         }
     }
 }
 
-/// Whether [`Peer::descent`] can work here: `/proc` is that of this PID namespace, and hides no process.
+/// Checks that [`Peer::descent_beside`] can work here: `/proc` must belong to this PID namespace, and must
+/// not hide processes.
 pub fn check_sight() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("it is that of another PID namespace"));
     }
-    // No process has the number 0, so that this goes all the way.
+    // No process has the pid 0, so this reads all ancestors.
     lineage(own, 0).map(drop)
 }
 
@@ -173,7 +177,8 @@ mod tests {
 
     use super::*;
 
-    /// Has another process connect, which lives until it is killed, unless `then` says otherwise.
+    /// Starts another process that connects. The process then runs until it is killed, unless `then` does
+    /// something else.
     fn caller(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
@@ -203,7 +208,8 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
         }
-        // What is known is that process, and no other that has its number.
+        // An outsider is identified by the start time too, so another process with the same pid does not
+        // match.
         let began = started(child.id()).unwrap();
         outsiders.remember((child.id(), began + 1));
         assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
@@ -217,7 +223,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), Descent::Ended);
 
-        // Dead, and its number still taken.
+        // The process is dead, but its pid is still taken.
         let mut child = caller(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
@@ -237,7 +243,8 @@ mod tests {
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
     }
 
-    /// What a look costs; `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture cost`.
+    /// Measures the cost of a lookup: `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture
+    /// cost`.
     #[test]
     #[ignore = "a measurement"]
     fn the_cost_of_a_look() {

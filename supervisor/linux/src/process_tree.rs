@@ -1,9 +1,9 @@
-//! Finding and ending processes that descend from this one, whatever they did to get away.
+//! Finds and kills the descendants of this process, even if they try to escape.
 //!
-//! Both the supervisor's keeper and the host for plain programs are *child subreapers*: when a process
-//! below them dies, its children become theirs. What they have not started themselves must therefore
-//! be what a process below left behind, and goes. A process that forks as fast as it can is stopped first,
-//! all of it, and killed then.
+//! The supervisor's keeper and the host for plain programs are both *child subreapers*. When a process below
+//! a subreaper dies, the dead process's children become children of the subreaper. So a child that the
+//! subreaper has not started itself was left behind by a dead descendant, and must be killed. A process that
+//! forks as fast as possible is first stopped with all its descendants, and then killed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,23 +16,24 @@ mod hunt;
 
 pub use hunt::{Hunt, Progress};
 
-/// Ancestors that are looked up for one process; the deepest sessions of honest people have some twenty.
+/// Maximum number of ancestors that are looked up for one process. The deepest ordinary sessions have about
+/// twenty.
 const ANCESTORS_MAX: usize = 64;
 
-/// Looks at a process's ancestors while some of them die.
+/// Maximum number of attempts to read the ancestors of a process while some of them die.
 const LOOKS_MAX: usize = 8;
 
-/// Bytes of a file of `/proc` about a process, as a rule: it is read with one call.
+/// Usual maximum size of a process's file in `/proc`, in bytes. A file up to this size is read with one call.
 const USUAL_BYTES: usize = 4 * 1024;
 
-/// The most bytes of such a file that are read.
+/// Maximum number of bytes read from such a file.
 const FILE_BYTES_MAX: u64 = 16 * 1024;
 
 #[derive(Clone, Copy)]
 struct Process {
     parent: u32,
     session: u32,
-    /// With the number, this names one process for ever: numbers are used again.
+    /// Start time. Together with the pid, it identifies a process uniquely, although pids are reused.
     started: u64,
     is_zombie: bool,
 }
@@ -43,11 +44,11 @@ impl Process {
     }
 }
 
-/// Kills every process that descends from this one, except the children that `is_spared` and what descends
-/// from them. Returns how many it killed; 0 means that none is left. Call it until then: killing
-/// hands the victims' children upwards.
+/// Kills every descendant of this process, except children for which `is_spared` returns true and their
+/// descendants. Returns the number of processes killed. Call this until it returns 0, because the children of
+/// a killed process move up to a surviving ancestor.
 ///
-/// Takes a look at every process of the machine, some microseconds for each; [`Hunt`] does the same in pieces.
+/// Reads every process of the machine, at some microseconds each. [`Hunt`] does the same work in small steps.
 /// Errors: `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut hunt = Hunt::default();
@@ -59,25 +60,25 @@ pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<us
     }
 }
 
-/// The processes that descend from `root`, nearest first, by number. Zombies are left out.
+/// Returns the pids of all descendants of `root`, parents before children. Zombies are left out.
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     let found = descendants(&processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
-/// The identity of a process, also after its number is used again.
+/// Identity of a process that stays unique when the pid is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Number of the process.
+    /// Process id.
     pub pid: u32,
-    /// Number of its session.
+    /// Session id.
     pub session: u32,
-    /// Start of the process, in the kernel's ticks: the number can be used again.
+    /// Start time of the process, in the kernel's ticks, because pids are reused.
     pub started: u64,
 }
 
-/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the child of
-/// this process at the top of its branch. Errors: `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the
+/// child of this process at the top of its branch. Errors: `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
     let (table, own) = (processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -88,19 +89,20 @@ pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
     Ok(table.iter().filter_map(descendant).collect())
 }
 
-/// Returns the identity of a process; `None` if there is no such process, or this user cannot see it.
+/// Returns the identity of a process, or `None` if there is no such process or this user cannot see the
+/// process.
 pub fn identity_of(pid: u32) -> Option<Identity> {
     read_process(pid).map(|process| process.identity(pid))
 }
 
-/// When this process started, in the kernel's ticks: together with its number, this names one process for
-/// ever. `None`: there is no such process, or this user cannot see it.
+/// Returns the start time of a process, in the kernel's ticks. The pid and the start time together identify a
+/// process uniquely. Returns `None` if there is no such process or this user cannot see the process.
 pub fn started(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// Whether the process that had this number, and [`started`] then, still runs; a zombie does not. Where
-/// this user cannot see it, that counts as running.
+/// True if the process with this pid and this start time ([`started`]) is still running. A zombie is not
+/// running. A process that this user cannot see counts as running.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
         Some(process) => process.started == started && !process.is_zombie,
@@ -111,19 +113,19 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
     }
 }
 
-/// A process and its ancestors, nearest first, up to `root`, or else to the outermost that can be seen from
-/// here. The line is true of one moment, provided that the process itself has lived all the while: that is
-/// for the caller to know.
+/// Returns a process and its ancestors, nearest first, up to `root`, or up to the outermost visible ancestor
+/// if `root` is not among them. All of these relations held at one moment, provided that the process itself
+/// was alive during the call. The caller has to ensure that.
 ///
-/// Takes some microseconds for each. Errors: one of them is not to be seen in `/proc`, they are more than 64,
-/// or they kept changing.
+/// Takes some microseconds per process. Errors: a process of the line cannot be read in `/proc`, there are
+/// more than 64 ancestors, or the ancestors kept changing.
 pub fn lineage(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     let mut trouble = None;
     for _ in 0..LOOKS_MAX {
         match look_up(pid, root) {
             Ok(line) if is_still(&line) => return Ok(line),
             Ok(_) => trouble = None,
-            // An ancestor may have died just then.
+            // An ancestor can have died just before it was read.
             Err(error) => trouble = Some(error),
         }
     }
@@ -146,15 +148,18 @@ fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     Ok(line)
 }
 
-/// Whether each is still the child of the next, looked at from the far end: a process that has been the parent of
-/// one alive from one look to the other has lived all the while as well, so that its number, too, was
-/// its own when its parent was read. A process that loses its parent never gets one of the same number: its
-/// next one is an ancestor, which lived beside the dead one.
+/// True if each process is still the child of the next, checked from the outermost ancestor to the process.
+///
+/// If a process has the same parent in both reads, the parent was alive between the two reads. So the
+/// parent's pid still belonged to the parent when the parent's own parent was read. The same pid cannot
+/// belong to a new parent. An orphan is reparented to an ancestor, which was alive at the same time as the
+/// dead parent.
 fn is_still(line: &[u32]) -> bool {
     line.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// The file about the first thread costs the same however many threads there are.
+/// Returns the parent's pid. Reads the file of the first thread because its cost does not depend on the
+/// number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
     let stat = read_small(&path)
@@ -202,13 +207,13 @@ fn processes() -> io::Result<HashMap<u32, Process>> {
     Ok(table)
 }
 
-/// Reads `/proc/PID/stat`; `None` if there is no such process (any more).
+/// Reads `/proc/PID/stat`. Returns `None` if there is no such process (any more).
 fn read_process(pid: u32) -> Option<Process> {
     parse(&read_small(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Reads a small file of `/proc`, no more than its first 16 KiB, in half as many system calls as
-/// [`std::fs::read_to_string`]. What is not UTF-8, such as the name of a program, is replaced.
+/// Reads a small file of `/proc`, at most the first 16 KiB, in half as many system calls as
+/// [`std::fs::read_to_string`]. Bytes that are not UTF-8, as in the name of a program, are replaced.
 ///
 /// ```
 /// let stat = bulkhead_linux::process_tree::read_small("/proc/self/stat")?;
@@ -223,7 +228,8 @@ pub fn read_small(path: &str) -> io::Result<String> {
 }
 
 fn parse(stat: &str) -> Option<Process> {
-    // The second field is the program's name in parentheses, which may itself hold any of them.
+    // The second field is the program's name in parentheses. The name itself can contain parentheses and
+    // spaces.
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
@@ -238,7 +244,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to the process that had this number when it was looked up, or to none.
+    /// Sends a signal to a process, unless the pid now belongs to a process with another start time.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
@@ -278,7 +284,7 @@ mod tests {
         };
         let line = lineage(deepest, own).unwrap();
         assert_eq!((line.len(), line[0], line[2], line[3]), (4, deepest, child.id(), own));
-        // No process has the number 0, so that it is never met.
+        // No process has the pid 0, so the line goes up to the outermost process.
         let whole = lineage(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == line[..], "{whole:?} {line:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);

@@ -1,8 +1,8 @@
-//! The resources of setrlimit(2): their names, numbers, and what `/proc/PID/limits` calls them.
+//! The resources of setrlimit(2): names, numbers, and labels in `/proc/PID/limits`.
 
 use rustix::process;
 
-/// A row for each resource, whose variant is called as rustix calls it: its name, and the kernel's label.
+/// Takes a row for each resource: the variant (spelled as in rustix), the name, and the kernel's label.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
         /// A resource of setrlimit(2).
@@ -15,21 +15,21 @@ macro_rules! resources {
             /// Every resource.
             pub const ALL: [Self; 16] = [$(Self::$resource),+];
 
-            /// Its name: that of setrlimit(2) in lower case, without `RLIMIT_`.
+            /// Returns the name as in setrlimit(2), in lower case and without `RLIMIT_`.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$resource => $name,)+
                 }
             }
 
-            /// What `/proc/PID/limits` calls it.
+            /// Returns the label in `/proc/PID/limits`.
             pub const fn label(self) -> &'static str {
                 match self {
                     $(Self::$resource => $label,)+
                 }
             }
 
-            /// For getrlimit(2) and setrlimit(2).
+            /// Returns the value for getrlimit(2) and setrlimit(2).
             pub const fn kernel(self) -> process::Resource {
                 match self {
                     $(Self::$resource => process::Resource::$resource,)+
@@ -59,23 +59,23 @@ resources! {
 }
 
 impl Resource {
-    /// The kernel's number.
+    /// Returns the kernel's number.
     pub const fn number(self) -> u32 {
         self.kernel() as u32
     }
 
-    /// The resource of this name.
+    /// Returns the resource with this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|resource| resource.name() == name)
     }
 
-    /// The resource with this number.
+    /// Returns the resource with this number.
     pub fn numbered(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|resource| resource.number() == number)
     }
 }
 
-/// The number of open files.
+/// Number of the resource for open files (`RLIMIT_NOFILE`).
 pub const OPEN_FILES: u32 = Resource::Nofile.number();
 
 #[cfg(test)]

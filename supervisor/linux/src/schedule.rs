@@ -1,19 +1,21 @@
-//! How long a thread runs before others have their turn.
+//! The scheduler's time slice of a thread.
 
 use std::time::Duration;
 
 use crate::errno;
 
-/// Asks for a shorter slice for this thread and those that it starts: at its end, threads that wait for this processor
-/// have their turn, and a thread with a shorter slice waits less for those with a longer one. The share of the
-/// processor stays as it is. A thread whose scheduling policy is not the ordinary one is left alone. Errors are those of
-/// `sched_setattr(2)`; Linux before 6.12 accepts the slice without effect.
+/// Requests a shorter time slice for the calling thread and for threads that it starts.
+///
+/// At the end of a slice, other threads waiting for the processor can run. A thread with a shorter slice also
+/// waits less for threads with a longer one. The thread's share of the processor does not change. A thread
+/// with a scheduling policy other than `SCHED_OTHER` or `SCHED_BATCH` is left alone. Errors are those of
+/// `sched_setattr(2)`. Linux before 6.12 accepts the slice without effect.
 #[expect(unsafe_code, reason = "sched_setattr has no safe form")]
 pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
-    // SAFETY: numbers, for which zero is a value.
+    // SAFETY: the structure has only numbers, for which zero is a valid value.
     let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes at most so many bytes to what outlives the call.
+    // SAFETY: the kernel writes at most `size` bytes to `attributes`, which outlives the call.
     let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
     errno::check(told)?;
     if ![libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32)) {
@@ -21,7 +23,7 @@ pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
     }
     attributes.size = size as u32;
     attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
-    // SAFETY: the kernel reads so many bytes of what outlives the call.
+    // SAFETY: the kernel reads `attributes.size` bytes of `attributes`, which outlives the call.
     errno::check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) })
 }
 
@@ -34,16 +36,16 @@ mod tests {
     fn the_slice_is_what_was_asked_for_and_is_inherited() {
         let tell = || {
             let size = size_of::<libc::sched_attr>();
-            // SAFETY: as above.
+            // SAFETY: as in `shorten_slice`.
             let mut told: libc::sched_attr = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
+            // SAFETY: as in `shorten_slice`.
             unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut told, size, 0) };
             (told.sched_policy, told.sched_nice, told.sched_runtime)
         };
         std::thread::spawn(move || {
             let (policy, nice, before) = tell();
             shorten_slice(Duration::from_micros(100)).unwrap();
-            // Linux before 6.12 has no slice to tell of.
+            // Linux before 6.12 reports no slice.
             let expected = (policy, nice, if before == 0 { 0 } else { 100_000 });
             assert_eq!(tell(), expected);
             assert_eq!(std::thread::spawn(tell).join().unwrap(), expected);

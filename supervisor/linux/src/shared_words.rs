@@ -1,4 +1,4 @@
-//! Numbers at the beginning of a file in memory that another process, which is not trusted, writes as well.
+//! Numbers at the start of a memory file that an untrusted process also writes.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -9,26 +9,26 @@ use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::{MembarrierCommand, membarrier, membarrier_query};
 
-/// A mapping of the first bytes of such a file, as numbers of 64 bits in little-endian.
+/// A mapping of the start of a memory file as 64-bit numbers in little-endian order.
 #[derive(Debug)]
 pub struct SharedWords {
     base: NonNull<AtomicU64>,
     count: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and is read and written by atomic accesses alone.
+// SAFETY: the mapping belongs to no thread, and is read and written only by atomic accesses.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Send for SharedWords {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 #[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Maps `count` numbers. The file must be sealed against becoming shorter: otherwise the other process could end
-    /// this one by making it so.
+    /// Maps `count` numbers. The file must be sealed against shrinking: otherwise the other process could
+    /// kill this one by truncating the file.
     ///
-    /// Errors: that of `mmap(2)`; a file that is too short or not sealed; a kernel without the memory barrier that
-    /// [`SharedWords::store_then_load`] takes.
+    /// Errors: those of `mmap(2)`; a file that is too short or not sealed; a kernel without the memory
+    /// barrier that [`SharedWords::store_then_load`] needs.
     pub fn map(file: impl AsFd, count: usize) -> io::Result<Self> {
         let bytes = count * size_of::<u64>();
         let is_sealed = rustix::fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -40,7 +40,8 @@ impl SharedWords {
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address of the kernel's choice, of a file that has and keeps these bytes.
+        // SAFETY: a new mapping at an address chosen by the kernel. The file has these bytes, and the seal
+        // keeps it from shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
@@ -49,26 +50,29 @@ impl SharedWords {
 
     fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at < self.count, "word {at} of {}", self.count);
-        // SAFETY: within the mapping, which is page-aligned and lives as long as this value. All accesses of this
-        // process are atomic; accesses of the other process are outside of this program's memory model.
+        // SAFETY: the address is within the mapping, which is page-aligned and lives as long as this value.
+        // All accesses of this process are atomic. Accesses of the other process are outside of this
+        // program's memory model.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
             self.base.add(at).as_ref()
         }
     }
 
-    /// The number at this place.
+    /// Loads the number at index `at`.
     pub fn load(&self, at: usize) -> u64 {
         u64::from_le(self.word(at).load(Ordering::Acquire))
     }
 
-    /// Stores a number at one place, then loads the number at another. If the other process stores there and loads
-    /// here, at least one side sees the other's store. For this the other process must keep its store before its load,
-    /// by a fence or by registering for global expedited barriers (`membarrier(2)`).
+    /// Stores a number at index `at`, then loads the number at index `from`.
+    ///
+    /// If the other process stores at `from` and then loads at `at`, at least one side sees the other's
+    /// store. For this, the other process must prevent its load from moving before its store, with a fence or
+    /// by registering for global expedited barriers (`membarrier(2)`).
     pub fn store_then_load(&self, (at, number): (usize, u64), from: usize) -> u64 {
         self.word(at).store(number.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);
-        // It was there when this was mapped.
+        // The error can be ignored, because `map` has checked that the kernel has this barrier.
         let _ = membarrier(MembarrierCommand::GlobalExpedited);
         self.load(from)
     }
@@ -76,7 +80,7 @@ impl SharedWords {
 
 impl Drop for SharedWords {
     fn drop(&mut self) {
-        // SAFETY: mapped by us with this length, and nothing borrows from it any more.
+        // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any more.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>()) };
     }

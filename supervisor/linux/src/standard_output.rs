@@ -1,16 +1,17 @@
-//! Standard output, if the program was started with one. In the place of a closed one the runtime of Rust opens
-//! /dev/null before `main`, so that what is written there is lost in silence; this looks before that.
+//! Standard output, if the program was started with one. If descriptor 1 is closed, the runtime of Rust opens
+//! /dev/null in its place before `main`, and output is lost silently. This module checks the descriptor
+//! before the runtime starts.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Runs before the runtime's start.
+/// Runs before the runtime starts.
 #[used]
 #[expect(unsafe_code, reason = "there is no safe way to run before the runtime")]
-// SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other; this one
-// makes a system call and stores a flag, and needs nothing of the runtime.
+// SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other.
+// This function makes a system call and stores a flag, and needs nothing of the runtime.
 #[unsafe(link_section = ".init_array")]
 static LOOK: extern "C" fn() = look;
 
@@ -19,11 +20,11 @@ extern "C" fn look() {
     WAS_CLOSED.store(is_closed, Ordering::Relaxed);
 }
 
-/// Standard output, to be written to.
+/// Returns standard output for writing.
 ///
 /// # Errors
 ///
-/// If the program was started without one.
+/// If the program was started without standard output.
 pub fn get() -> io::Result<io::Stdout> {
     match WAS_CLOSED.load(Ordering::Relaxed) {
         true => Err(io::Error::new(

@@ -1,12 +1,13 @@
-//! The system calls by name, so that rules can be written and violations told in names.
+//! Names of system calls, so that rules and reports of violations can use names.
 //!
-//! One table for both architectures: a name that this one lacks is known all the same, since rules are
-//! the same everywhere. A call that is not in the table is newer than it, or has left the kernel.
+//! One table serves both architectures. A name that the current architecture lacks is still known, because
+//! the same rules are used on both. A call that is not in the table is newer than the table, or was removed
+//! from the kernel.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("workers can be confined on x86_64 and aarch64; another architecture needs a table here");
 
-/// A system call's name, and its number if this architecture has it.
+/// Name of a system call, and its number if the current architecture has the call.
 type Row = (&'static str, Option<u32>);
 
 macro_rules! rows {
@@ -37,7 +38,7 @@ macro_rules! on_x86_64 {
     };
 }
 
-/// `SYS_read` is what the C library calls it, and `read` what all others do.
+/// Strips the prefix of the C library's constants: `SYS_read` becomes `read`.
 const fn bare(constant: &'static str) -> &'static str {
     constant.split_at("SYS_".len()).1
 }
@@ -96,7 +97,7 @@ const TABLE: &[Row] = rows! {
         SYS_umount2 SYS_uname SYS_unlinkat SYS_unshare SYS_userfaultfd SYS_utimensat SYS_vhangup
         SYS_vmsplice SYS_wait4 SYS_waitid SYS_write SYS_writev
     }
-    // What newer calls replaced before there was another architecture.
+    // Only on x86_64: calls that newer calls had replaced before other architectures were added.
     x86_64 {
         SYS_access SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat SYS_dup2 SYS_epoll_create
         SYS_epoll_wait SYS_eventfd SYS_fork SYS_futimesat SYS_get_thread_area SYS_getdents
@@ -105,7 +106,7 @@ const TABLE: &[Row] = rows! {
         SYS_rmdir SYS_select SYS_set_thread_area SYS_signalfd SYS_stat SYS_symlink SYS_sysfs
         SYS_time SYS_unlink SYS_uselib SYS_ustat SYS_utime SYS_utimes SYS_vfork
     }
-    // Not in every C library's list; from 424 on the numbers are the same everywhere.
+    // Calls that not every C library lists. From 424 on, numbers are the same on all architectures.
     numbered {
         "io_pgetevents": 333, 292;
         "kexec_file_load": 320, 294;
@@ -131,7 +132,7 @@ const TABLE: &[Row] = rows! {
     }
 };
 
-/// The highest number in the table.
+/// Highest number in the table.
 pub const LAST: u32 = last();
 
 const fn last() -> u32 {
@@ -147,17 +148,17 @@ const fn last() -> u32 {
     last
 }
 
-/// Whether this is the name of a system call, be it of another architecture.
+/// True if a system call has this name on any of the architectures in the table.
 pub fn is_known(name: &str) -> bool {
     TABLE.iter().any(|(known, _)| *known == name)
 }
 
-/// The call's number on this architecture.
+/// Returns the call's number on this architecture.
 pub fn number(name: &str) -> Option<u32> {
     TABLE.iter().find(|(known, _)| *known == name)?.1
 }
 
-/// The call with this number on this architecture.
+/// Returns the name of the call with this number on this architecture.
 pub fn name(number: u32) -> Option<&'static str> {
     TABLE.iter().find(|(_, known)| *known == Some(number)).map(|(name, _)| *name)
 }

@@ -1,12 +1,13 @@
-//! What the other side of a socket has not read yet.
+//! Sent bytes that the peer of a socket has not read yet.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// The memory, in bytes, of what was sent through this end of a Unix socket and not read at the other: 0 once all of it
-/// was. A look at it by `MSG_PEEK` is not a read. Errors are those of `ioctl(2)` with `SIOCOUTQ`.
+/// Returns the memory, in bytes, of data sent through this end of a Unix socket that the peer has not read.
+/// The result is 0 when the peer has read everything. Reading with `MSG_PEEK` does not count. Errors are
+/// those of `ioctl(2)` with `SIOCOUTQ`.
 ///
 /// ```
 /// use std::io::{Read, Write};
@@ -22,7 +23,7 @@ use crate::errno;
 #[expect(unsafe_code, reason = "SIOCOUTQ has no safe form")]
 pub fn bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut unread: libc::c_int = 0;
-    // SAFETY: the kernel writes one int to what outlives the call.
+    // SAFETY: the kernel writes one int to `unread`, which outlives the call.
     let told = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut unread) };
     errno::check(told)?;
     Ok(usize::try_from(unread).unwrap_or(0))

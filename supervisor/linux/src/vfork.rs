@@ -1,8 +1,9 @@
-//! Starting a process that borrows the memory of the thread that starts it until it becomes another program: no page
-//! table is copied, which is most of what a fork costs.
+//! Starts a process that shares this process's memory until it executes another program. No page table is
+//! copied, which is most of the cost of a fork.
 //!
-//! As the C library's `posix_spawn` does it: the thread stands still meanwhile (`CLONE_VFORK`), the child has a stack
-//! of its own and lets no signal handler run in memory that is not its own.
+//! The method is that of the C library's `posix_spawn`. The calling thread is suspended in the meantime
+//! (`CLONE_VFORK`). The child has a separate stack, and runs no signal handlers, because they would run in
+//! the parent's memory.
 #![expect(unsafe_code, reason = "clone has no safe form")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -15,28 +16,31 @@ use rustix::process::Pid;
 
 use crate::{errno, wait};
 
-/// What the child may use until it is another program; it makes some system calls.
+/// Size of the child's stack until `execve`, in bytes. The child only makes some system calls.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Nothing but the exit of one that did not become a program; the error says why.
+/// Exit code of a child that did not execute a program. The code carries no information, because the error is
+/// stored in memory.
 const NOT_EXECUTED: c_int = 127;
 
-/// A child that has become another program, and is to be waited for.
+/// A child that has executed another program. The caller has to wait for it.
 #[derive(Debug)]
 pub struct Child {
-    /// Its number.
+    /// Process id.
     pub pid: Pid,
-    /// It and no other, whatever becomes of the number.
+    /// Refers to this process even when the pid is reused.
     pub pidfd: OwnedFd,
 }
 
-/// Starts a process that runs `execute`, which makes it another program or returns why not.
+/// Starts a process that runs `execute`, which executes another program or returns the error.
 ///
-/// Its signals are those of a new program: none is blocked, what was caught has its default, and so has SIGPIPE.
+/// The signals are those of a new program: none is blocked, and caught signals and SIGPIPE have the default
+/// action.
 ///
 /// # Safety
-/// `execute` runs in this process's memory while other threads run. It may make system calls and use what was made
-/// before, neither allocate nor take a lock nor panic, and leaves nothing that is to be dropped.
+/// `execute` runs in this process's memory while other threads run. It may make system calls and use data
+/// that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs to be
+/// dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let mut call = Call { execute, caught: caught(), error: None };
     let mut stack = stack();
@@ -44,14 +48,14 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let mut pidfd: RawFd = -1;
     let blocked = Blocked::all();
-    // SAFETY: the child has the stack, whose upper end is aligned as it must be, and `call`, to itself: this thread
-    // goes on when the child is another program or gone.
+    // SAFETY: the child has exclusive use of `call` and of the stack, whose upper end is aligned as required.
+    // This thread continues only when the child has executed another program or is gone.
     let pid =
         unsafe { libc::clone(run::<F>, top.cast(), flags, (&raw mut call).cast::<c_void>(), &raw mut pidfd) };
     let failed = errno::check(pid);
     drop(blocked);
     failed?;
-    // SAFETY: the call has succeeded, and so has put a new descriptor there.
+    // SAFETY: the call has succeeded, so it has stored a new descriptor.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     let Some(pid) = Pid::from_raw(pid) else { return Err(Errno::CHILD) };
     match call.error {
@@ -63,12 +67,15 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     }
 }
 
-/// The same for a process that is to be no child of this one: a child that starts it and ends at once makes it an orphan.
-/// Neither is seen by a `waitpid(-1)` of this process, and neither's end is told by SIGCHLD, unless this process is the
-/// one that adopts orphans. (An exit signal of 0 alone would not do: `execve` makes it SIGCHLD.)
+/// Starts a process like [`spawn`], but not as a child of this one. An intermediate child starts the process
+/// and exits at once, so the process becomes an orphan.
+///
+/// A `waitpid(-1)` in this process sees neither of the two, and neither raises SIGCHLD at its end. The
+/// exception is a process that adopts orphans. (An exit signal of 0 alone would not be enough, because
+/// `execve` changes it to SIGCHLD.)
 ///
 /// # Safety
-/// That of [`spawn`].
+/// As for [`spawn`].
 pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let caught = look_up_caught();
     let (mut inner, mut outer) = (stack(), stack());
@@ -79,18 +86,19 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
         pidfd: -1,
     };
     let top = outer.spare_capacity_mut().as_mut_ptr_range().end;
-    // With our descriptors, so that the orphan's is put among them; and no exit signal.
+    // The child shares the descriptors, so that the orphan's pidfd is created in this process. The child has
+    // no exit signal.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
     let blocked = Blocked::all();
-    // SAFETY: as above: the child has `outer` and `between` to itself until it is gone.
+    // SAFETY: as in `spawn`: the child has exclusive use of `outer` and `between` until it is gone.
     let pid =
         unsafe { libc::clone(leave_orphan::<F>, top.cast(), flags, (&raw mut between).cast::<c_void>()) };
     let failed = errno::check(pid);
     drop(blocked);
     failed?;
-    // It has ended, or is about to.
+    // The child has ended, or is about to.
     let _ = wait::exit_code(pid);
-    // SAFETY: where there is one, the call has put a new descriptor there.
+    // SAFETY: a number that is not negative is a new descriptor that the call has stored.
     let pidfd = (between.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(between.pidfd) });
     match (between.call.error, Pid::from_raw(between.pid.max(0)), pidfd) {
         (None, Some(pid), Some(pidfd)) => Ok(Child { pid, pidfd }),
@@ -98,7 +106,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// A list as `execve` takes it: pointers to the texts, and a null pointer. The texts must outlive it.
+/// Returns a list in the form that `execve` takes: pointers to the texts, and a null pointer. The texts must
+/// outlive the list.
 pub fn pointers(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
@@ -111,7 +120,7 @@ struct Call<'c, F> {
 
 struct Between<'c, F> {
     call: Call<'c, F>,
-    /// The stack of the orphan.
+    /// Upper end of the orphan's stack.
     top: *mut c_void,
     pid: c_int,
     pidfd: RawFd,
@@ -121,10 +130,10 @@ fn stack() -> Vec<MaybeUninit<u128>> {
     Vec::with_capacity(STACK_BYTES / size_of::<u128>())
 }
 
-/// The child that leaves an orphan.
+/// Runs in the intermediate child, which leaves the orphan.
 extern "C" fn leave_orphan<F: FnMut() -> Errno>(between: *mut c_void) -> c_int {
-    // SAFETY: it is the caller's, who stands still, as this child does while the orphan becomes a program; and it exits
-    // without unwinding anything.
+    // SAFETY: `between` belongs to the caller, which is suspended. This child is suspended too while the
+    // orphan executes the program. The child exits without unwinding.
     unsafe {
         let between = &mut *between.cast::<Between<'_, F>>();
         let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
@@ -137,12 +146,12 @@ extern "C" fn leave_orphan<F: FnMut() -> Errno>(between: *mut c_void) -> c_int {
     }
 }
 
-/// The child.
+/// Runs in the child.
 extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
-    // SAFETY: it is the caller's, who stands still; and it exits without unwinding anything.
+    // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
         let call = &mut *call.cast::<Call<'_, F>>();
-        // All signals are blocked until no handler is left that one could run.
+        // All signals stay blocked until every handler is replaced, so that no handler can run.
         let default: libc::sigaction = std::mem::zeroed();
         for &signal in call.caught {
             libc::sigaction(signal, &default, std::ptr::null_mut());
@@ -155,8 +164,8 @@ extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     }
 }
 
-/// The signals that this process catches, and SIGPIPE, which Rust's programs ignore. They are looked up once: handlers
-/// are there before the first child.
+/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. They are looked up
+/// only once, because all handlers are installed before the first child is started.
 fn caught() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
     CAUGHT.get_or_init(look_up_caught)
@@ -175,12 +184,12 @@ fn look_up_caught() -> Vec<c_int> {
     (1..=libc::SIGRTMAX()).filter(is_caught).collect()
 }
 
-/// All signals of this thread, blocked until this is dropped.
+/// Blocks all signals of the calling thread until dropped.
 struct Blocked(libc::sigset_t);
 
 impl Blocked {
     fn all() -> Self {
-        // SAFETY: all zeros is a valid set; the calls fill the sets, and cannot fail with these arguments.
+        // SAFETY: all zeros is a valid set. The calls fill the sets, and cannot fail with these arguments.
         unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
@@ -192,7 +201,7 @@ impl Blocked {
 
 impl Drop for Blocked {
     fn drop(&mut self) {
-        // SAFETY: the set is the one of before.
+        // SAFETY: the set is the previous signal mask.
         unsafe {
             libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut());
         }
@@ -226,12 +235,12 @@ mod tests {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
-        // What failed is waited for, and this thread goes on as before.
+        // The failed child has been waited for, and this thread works as before.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
     }
 
-    /// Its end is seen by its descriptor alone; no child is left to wait for.
+    /// The end of the orphan is visible only by its pidfd. No child is left to wait for.
     #[test]
     fn an_orphan_is_no_child_of_ours() {
         use rustix::event::{PollFd, PollFlags, poll};
@@ -267,7 +276,7 @@ mod tests {
         });
     }
 
-    /// SIGPIPE is ignored in this process, and a thread may have blocked any.
+    /// SIGPIPE is ignored in this process, and a thread can have blocked any signal.
     #[test]
     fn its_signals_are_those_of_a_new_program() {
         let _blocked = Blocked::all();

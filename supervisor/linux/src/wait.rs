@@ -1,5 +1,5 @@
-//! Waits for children and descriptors. Of those for children no safe wrapper has the usage, or which thread's children
-//! are meant.
+//! Waits for children and descriptors. No safe wrapper of the waits for children returns the resource usage
+//! or limits the wait to the calling thread's children.
 #![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
 use std::io;
@@ -11,11 +11,11 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
-/// Looks at what `waitid` says of these children, and leaves it there to be waited for: the number of one that has
-/// ended, 0 if none has. Errors: there is no such child.
+/// Calls `waitid` without reaping the child. Returns the pid of a child that has ended, or 0 if none has.
+/// Fails if there is no such child.
 fn look(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call fills at most; if it succeeds, the number
+    // SAFETY: all zeros is a valid `siginfo_t`, which the call at most fills. If the call succeeds, the pid
     // is that of a child, or still zero.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -24,39 +24,40 @@ fn look(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     }
 }
 
-/// A child of this process of which there is news, which stays as it is: dead or not, the number is
-/// still its own.
+/// Returns the pid of a child that has ended, without reaping the child. So the pid stays valid and cannot be
+/// reused.
 pub fn peek() -> Option<u32> {
     look(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
 
-/// Whether this child has ended and was not waited for.
+/// True if this child has ended and has not been waited for.
 pub fn has_ended(pid: u32) -> bool {
     look(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
-/// Whether there is such a child, dead or alive, that was not waited for.
+/// True if this process has such a child, dead or alive, that has not been waited for.
 pub fn is_child(pid: u32) -> bool {
     look(libc::P_PID, pid, 0).is_ok()
 }
 
-/// Whether the calling thread itself has children, dead or alive.
+/// True if the calling thread itself has children, dead or alive.
 pub fn thread_has_children() -> bool {
     look(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
-/// `wait4`, with children of every kind: whose news (0: there is none yet), the status, the usage.
+/// Calls `wait4` for children of every kind. Returns the child's pid (0 if no child has changed its state
+/// yet), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;
     // SAFETY: all zeros is a valid `rusage`.
     let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to variables of this function, of the types that the call fills.
+    // SAFETY: both pointers are to variables of this function, and have the types that the call fills.
     let pid = unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) };
     errno::check(pid)?;
     Ok((pid as u32, status, rusage))
 }
 
-/// Waits for a child to end. Returns its exit code, or `None` if a signal ended it.
+/// Waits for a child to end. Returns its exit code, or `None` if a signal ended the child.
 pub fn exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     let (_, status, _) = retry_on_intr(|| wait4(pid, 0))?;
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))

@@ -1,16 +1,16 @@
-//! Control groups of version 2: a leaf for each worker, with the limits of it and all that it starts.
+//! Control groups of version 2: a leaf group for each worker, with limits for the worker and all its
+//! descendants.
 //!
-//! The leaves lie in the cgroup that the keeper itself is in, if that was delegated to it; anything above
-//! is never touched, and no process is moved that is not the supervisor's own. A leaf is emptied and
-//! removed by its caller, never by itself: nothing here waits, and what cannot be done yet is
-//! to be tried again.
+//! The leaves are children of the keeper's own group, if that group was delegated to the keeper. Groups above
+//! are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
+//! leaf. Nothing here waits: if an action is not possible yet, the caller tries again.
 //!
-//! - `folder`: a cgroup as files, read and written within bounds.
-//! - `leaf`: what can be done with a worker's own.
-//! - `limits`: which files say what.
-//! - `owner`: the owner of a leaf, by its name.
-//! - `clone`: starting a process in one.
-//! - `texts`: what the kernel says, taken apart.
+//! - `folder`: a group as files, with limits on reads and writes.
+//! - `leaf`: actions on a worker's group.
+//! - `limits`: the files that set limits.
+//! - `owner`: the owner of a leaf, which its name states.
+//! - `clone`: starts a process in a group.
+//! - `texts`: parses the kernel's files.
 
 mod clone;
 mod folder;
@@ -33,21 +33,21 @@ pub(crate) use clone::fork_into;
 pub(crate) use leaf::Leaf;
 pub(crate) use limits::Limits;
 
-/// Where the supervisor and the keeper go when their own cgroup has to be free of processes: the kernel
-/// gives limits to the parts of a cgroup only if none is in it itself. systemd puts the supervisor there
-/// right away with `DelegateSubgroup=`.
+/// Child group for the supervisor and the keeper, used if their own group must have no processes. The kernel
+/// applies limits to the children of a group only if no process is in the group itself. With
+/// `DelegateSubgroup=`, systemd puts the supervisor there from the start.
 const MAIN: &str = "bulkhead-main";
 
-/// Looks at a cgroup that is being emptied: what is forked meanwhile is found the next time.
+/// Maximum number of rounds for emptying a group. Processes forked in one round are found in the next.
 const VACATE_ROUNDS_MAX: usize = 16;
 
-/// Leaves of keepers that are gone, taken on at a time.
+/// Maximum number of leaves of previous keepers that are handled in one call.
 const STALE_MAX: usize = 4096;
 
-/// Processes that are in the way, by name, in one sentence.
+/// Maximum number of foreign processes named in an error.
 const NAMED_MAX: usize = 3;
 
-/// What to do where no cgroup can be used.
+/// Advice for cases in which no group can be used.
 pub(crate) const MOUNT_IT: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, have it mounted";
 pub(crate) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start it by `systemd-run --user --scope -p Delegate=yes`";
@@ -59,14 +59,14 @@ const ALONE: &str = "start the supervisor in a cgroup of its own: as a unit with
 const UNDIVIDED: &str = "raise its cgroup.max.descendants and cgroup.max.depth, or those above it";
 const LOOK: &str = "see what holds it: its cgroup.procs, and the folders in it";
 
-/// Why something cannot be done with a cgroup.
+/// Failure of an action on a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Fits after "failed to"; names the file.
+    /// Description that fits after "failed to", with the name of the file.
     pub(crate) attempted: String,
-    /// What the kernel said, or would.
+    /// Error of the kernel, or the error that fits best.
     pub(crate) errno: Errno,
-    /// What an administrator can do about it.
+    /// Advice for an administrator.
     pub(crate) what_to_do: &'static str,
 }
 
@@ -87,19 +87,19 @@ fn failure(attempted: String, errno: Errno) -> Failure {
     Failure { attempted, errno, what_to_do }
 }
 
-/// The cgroup that is ours to divide, if it was delegated, where it is mounted.
+/// Returns the mounted path of the delegated group, which this process may divide.
 pub(crate) fn root_path() -> Result<PathBuf, Failure> {
     open_root().map(|folder| folder.path().to_owned())
 }
 
 fn open_root() -> Result<Folder, Failure> {
     let own = open_own()?;
-    // An earlier keeper, or systemd, has put us there.
+    // An earlier keeper, or systemd, has moved this process there.
     let is_main = own.path().file_name().is_some_and(|name| name == MAIN);
     if is_main { own.parent() } else { Ok(own) }
 }
 
-/// The cgroup that this process is in.
+/// Opens the group of this process.
 fn open_own() -> Result<Folder, Failure> {
     let mounts = folder::read_proc("/proc/self/mountinfo")?;
     let cgroups = folder::read_proc("/proc/self/cgroup")?;
@@ -109,7 +109,7 @@ fn open_own() -> Result<Folder, Failure> {
         what_to_do: MOUNT_IT,
     });
     for path in texts::own_cgroups(&mounts, &cgroups) {
-        // Something else may be mounted over one of them.
+        // Another file system can be mounted over some of these paths.
         found = Folder::open(&path);
         if found.is_ok() {
             break;
@@ -118,26 +118,26 @@ fn open_own() -> Result<Folder, Failure> {
     found
 }
 
-/// The cgroup that is ours to divide.
+/// The group that this process divides.
 #[derive(Debug)]
 pub(crate) struct Root {
     folder: Folder,
     owner: Owner,
-    /// Our parent, which is moved with us.
+    /// Parent of this process, which is moved together with it.
     supervisor: u32,
 }
 
-/// What became of the leaves of keepers that are gone.
+/// Result of cleaning up the leaves of previous keepers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Swept {
     pub(crate) removed: usize,
-    /// Killed, and not yet empty: to be swept again.
+    /// Number of leaves that were killed but are not empty yet. Another sweep is needed.
     pub(crate) left: usize,
 }
 
 impl Root {
-    /// Finds the own cgroup, and sees that it was delegated: that its parts and processes are ours to
-    /// arrange. `supervisor` is the process that started this one.
+    /// Finds the group of this process, and checks that the group was delegated: this process must be allowed
+    /// to create children and move processes. `supervisor` is the process that started this one.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::in_folder(open_root()?, supervisor)
     }
@@ -148,20 +148,20 @@ impl Root {
         Ok(Self { folder, owner: Owner::this_process()?, supervisor })
     }
 
-    /// Where it is mounted.
+    /// Returns the mounted path.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Kills and removes the leaves of keepers that are gone. To be called again, after a pause, while
-    /// something is left; the first failure is told when all have been tried.
+    /// Kills and removes the leaves of previous keepers. Call this again after a pause while leaves are left.
+    /// Tries all leaves before the first failure is returned.
     pub(crate) fn sweep(&self) -> Result<Swept, Failure> {
         let is_stale = |name: &str| Owner::of_leaf(name).is_some_and(|owner| self.owner.outlived(&owner));
         let mut swept = Swept::default();
         let mut failed = None;
         for name in self.folder.children(STALE_MAX, is_stale)? {
             match self.folder.child(&name).and_then(|leaf| leaf.write("cgroup.kill", "1")) {
-                // Without its kill file it may still be empty.
+                // Without the file, the leaf can still be empty.
                 Ok(()) | Err(Failure { errno: Errno::NOENT | Errno::NODEV, .. }) => {}
                 Err(error) => _ = failed.get_or_insert(error),
             }
@@ -174,7 +174,7 @@ impl Root {
         failed.map_or(Ok(swept), Err)
     }
 
-    /// Makes the leaf of a worker, with its limits in force. `worker` is never used twice.
+    /// Creates the leaf of a worker and applies its limits. `worker` must never be used twice.
     pub(crate) fn leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
@@ -186,13 +186,13 @@ impl Root {
         match settings.iter().try_for_each(|setting| setting.write(&folder)) {
             Ok(()) => Ok(Leaf::new(folder)),
             Err(error) => {
-                let _ = self.folder.remove_child(&name); // Empty; and the first failure is the one to tell.
+                let _ = self.folder.remove_child(&name); // The leaf is empty. Reports the first failure.
                 Err(error)
             }
         }
     }
 
-    /// Sees that the parts of this cgroup can be given such limits.
+    /// Enables controllers for the children of this group.
     fn enable(&self, controllers: &[&str]) -> Result<(), Failure> {
         let available = self.folder.read_words("cgroup.controllers")?;
         if let Some(missing) = controllers.iter().find(|name| !available.iter().any(|have| have == *name)) {
@@ -204,8 +204,8 @@ impl Root {
                 what_to_do: FREE_IT,
             });
         }
-        // First, and not only if the kernel insists: with a process in it, a cgroup can be given `cpu` and
-        // `pids`, and from then on refuses to have processes in its parts.
+        // Must come first, and not only if the kernel insists. A group that contains a process can get `cpu`
+        // and `pids`, but then its children cannot contain processes.
         self.vacate()?;
         let enabled = self.folder.read_words("cgroup.subtree_control")?;
         let wanted = controllers.iter().filter(|name| !enabled.iter().any(|have| have == *name));
@@ -216,10 +216,11 @@ impl Root {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and what descends from it out of this cgroup, into a part of it.
-    /// No other process is moved: one that is there is an error.
+    /// Moves the supervisor, the keeper and all its descendants from this group into a child group. Fails if
+    /// there is any other process, because no other process may be moved.
     fn vacate(&self) -> Result<(), Failure> {
-        // The root of all cgroups, the only one without a type, may have both.
+        // The root of all groups, which is the only one without a type, can have both processes and limited
+        // children.
         if !self.folder.has("cgroup.type")? {
             return Ok(());
         }
@@ -255,7 +256,7 @@ impl Root {
         }?;
         for pid in processes {
             match main.write("cgroup.procs", &pid.to_string()) {
-                // It has ended meanwhile.
+                // The process has ended in the meantime.
                 Ok(()) | Err(Failure { errno: Errno::SRCH, .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -266,7 +267,7 @@ impl Root {
     fn in_the_way(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // Number 0 is what a process outside of our namespace is shown as.
+            // A process outside of this pid namespace is shown as 0.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_MAX).map(name).collect();

@@ -1,5 +1,6 @@
-//! Whether a program or a library can be had by a descriptor alone: then it is of the kind that the kernel runs by
-//! itself, and finds nothing by where it lies.
+//! Checks whether a program or a library works if only a descriptor gives access to the file. This requires
+//! an ELF file, which the kernel executes directly. The file must not find other files relative to its own
+//! location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 
-/// Of 64 bits, and little-endian.
+/// Class and byte order: 64 bits, little-endian.
 const KIND: [u8; 2] = [2, 1];
 
 const PROGRAM_HEADER_BYTES: usize = 56;
@@ -22,22 +23,22 @@ const STRINGS: u64 = 5;
 const RPATH: u64 = 15;
 const RUNPATH: u64 = 29;
 
-/// Bytes of a search path that are looked at.
+/// Maximum number of bytes of a search path that are read.
 const SEARCH_PATH_BYTES_MAX: usize = 4096;
 
-/// Whether the kernel runs it by itself.
+/// True if the kernel executes the file directly.
 pub(super) fn is_elf(path: &Path) -> bool {
     open(path).is_some()
 }
 
-/// Whether it is one, and looks for no library beside itself (`$ORIGIN`).
+/// True if the file is an ELF file and does not search for libraries relative to itself (`$ORIGIN`).
 pub(super) fn is_self_contained(path: &Path) -> bool {
     open(path)
         .is_some_and(|file| search_paths(&file).is_some_and(|paths| !paths.iter().any(|one| has_origin(one))))
 }
 
 fn open(path: &Path) -> Option<File> {
-    // A pipe under this name would be waited for.
+    // Opening a pipe with this name must not block.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let mut start = MAGIC;
@@ -52,7 +53,7 @@ fn has_origin(search_path: &[u8]) -> bool {
         .any(|word| search_path.windows(word.len()).any(|part| part == *word))
 }
 
-/// Where it looks for libraries. `None`: it is of a kind that is not understood here.
+/// Returns the search paths for libraries, or `None` if the file has an unknown format.
 fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;

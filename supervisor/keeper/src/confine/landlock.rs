@@ -1,12 +1,12 @@
-//! Landlock: which files a worker reaches, and which sockets and processes outside it does not.
+//! Landlock: restricts which files a worker can access, and denies sockets and processes outside.
 //!
-//! The rules are made in the keeper, before the fork; the child puts them in place, and tries whether they are
-//! in force: see `proof`.
-//! All rights that the running kernel knows are withheld, and given back for the paths below alone, never
-//! "as far as possible"; what a kernel of which version lacks, `probe` tells. (Rights of kernels to come are not withheld until the library knows them.)
+//! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
+//! `proof`). All rights that the running kernel knows are denied, and granted only for the paths below. There
+//! is no best effort; `probe` reports what older kernels lack. (Rights of future kernels are not denied until
+//! the library knows them.)
 //!
-//! What rules hold on to are the files themselves, not their names. So what is replaced under its name
-//! while a worker runs is closed to it until it is started anew.
+//! Rules refer to the files themselves, not to names. If a file is replaced under its name, a running worker
+//! has no access to the new file until the worker is restarted.
 
 mod proof;
 
@@ -27,63 +27,65 @@ use rustix::io::Errno;
 use self::proof::Forbidden;
 use super::paths::{self, PROC};
 
-/// Only to name the rights that there are for single files: what the kernel lacks is not given anyway.
+/// Used only to find the rights that apply to single files. Rights that the kernel lacks are not granted
+/// anyway.
 const NEWEST: ABI = ABI::V9;
 
-/// What a worker may reach, beside what every program needs.
+/// Paths that a worker can access in addition to the paths that every program needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rules<'a> {
-    /// The program, and what it executes or loads in turn; their folders are read and executed. They may
-    /// be missing, for to execute them will say so.
+    /// The program, and the files that it executes or loads. Their folders can be read and executed. Missing
+    /// paths are not an error here, because executing the program reports the error.
     pub(crate) programs: &'a [&'a Path],
-    /// The working directory; read and executed. It may be missing: to go there will say so.
+    /// The working directory, which can be read and executed. A missing directory is not an error here,
+    /// because a later step reports it.
     pub(crate) directory: Option<&'a Path>,
-    /// Files and folders to read. And to execute: an interpreter or a virtual environment is given in
-    /// this way, and a process that can read a program can have the dynamic loader run it anyway.
+    /// Files and folders that can be read and executed. Executing is included for interpreters and virtual
+    /// environments. A process that can read a program could also run it with the dynamic loader.
     pub(crate) read: &'a [&'a Path],
-    /// Files and folders to do everything with but to make device nodes.
+    /// Files and folders with all rights, except to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// A folder of its own: as `write`, without sockets.
+    /// A private folder, with the rights of `write` except for sockets.
     pub(crate) temporary: Option<&'a Path>,
-    /// What none of the above gives, though it lies in there.
+    /// Paths that are not granted, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// Whether it has a root folder of its own, which none of these rules is about.
+    /// True if the worker has a private root folder, which these rules do not cover.
     pub(crate) has_own_root: bool,
-    /// Whether it may use TCP.
+    /// True if the worker may use TCP.
     pub(crate) network: bool,
 }
 
-/// Why there is no ruleset.
+/// Failure to make a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Fits after "failed to".
+    /// Description that fits after "failed to".
     pub(crate) attempted: String,
-    /// What the kernel said.
+    /// Error of the kernel.
     pub(crate) errno: Errno,
 }
 
-/// Rules, ready to be put in place.
+/// Prepared rules.
 #[derive(Debug)]
 pub(crate) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
     forbidden: Forbidden,
-    /// What is given, as far as it is there.
+    /// The granted paths that exist.
     granted: Vec<program_rules::Grant>,
 }
 
-/// Why the rules are not in force.
+/// Reason why the rules are not in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unrestricted {
-    /// The kernel refuses.
+    /// The kernel refused the rules.
     Refused(Errno),
-    /// The kernel says that they are, and what no rule gives is done all the same.
+    /// The kernel accepted the rules, but an attempt that no rule allows succeeds.
     Untrue,
 }
 
 impl Ruleset {
-    /// Makes the rules. Paths of the system that are missing are left out, those of the configuration are
-    /// not.
+    /// Makes the rules. Leaves out missing paths of the system, but fails for missing paths of the
+    /// configuration.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
@@ -102,8 +104,8 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// The same rules for the programs that a worker runs: each puts its own part of the worker's temporary
-    /// folder in place of all of it.
+    /// Returns these rules for the programs that a worker runs. Each program replaces the worker's temporary
+    /// folder by its own part of the folder.
     pub(crate) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
@@ -118,30 +120,30 @@ impl Ruleset {
         }
     }
 
-    /// For a child that closes all others.
+    /// Returns the descriptor, for a child that closes all others.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
-    /// The kernel's version of Landlock.
+    /// Returns the kernel's version of Landlock.
     pub(crate) fn abi(&self) -> u32 {
         self.abi
     }
 
-    /// Adds what a root folder of the child's own has in place of the system's: `/proc`, and `/tmp` if it
-    /// has that. For a forked child: system calls and nothing else.
+    /// Adds the folders that a private root folder has in place of the system's: `/proc`, and `/tmp` if
+    /// `has_tmp` is true. For a forked child: makes only system calls.
     pub(crate) fn add_mounted(&self, has_tmp: bool) -> Result<(), Errno> {
         self.add_raw(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
         if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Adds a temporary file system of the child's own. For a forked child, as above.
+    /// Adds a private temporary file system. For a forked child: makes only system calls.
     pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_raw(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Adds a folder that has been mounted in the place of one that is given, with what is given of that. For a
-    /// forked child, as above.
+    /// Adds a folder that was mounted in place of a given folder, with the rights of the given folder. For a
+    /// forked child: makes only system calls.
     pub(crate) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_raw(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
@@ -151,11 +153,11 @@ impl Ruleset {
         give(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
-    /// Puts the calling thread under the rules, for ever, and all that it starts; and tries one thing that they
-    /// forbid. It must have given up new privileges (`PR_SET_NO_NEW_PRIVS`), and capabilities. For a forked
-    /// child: system calls and nothing else.
+    /// Enforces the rules on the calling thread and on everything that it starts. This cannot be undone. Then
+    /// tests the rules by an attempt that must fail. The thread must have given up new privileges
+    /// (`PR_SET_NO_NEW_PRIVS`) and capabilities. For a forked child: makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), Unrestricted> {
-        // Where the user alone keeps it from that, the attempt would prove nothing.
+        // If the attempt fails even without the rules, for lack of the user's rights, it proves nothing.
         let is_proof = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(Unrestricted::Refused)?;
         if is_proof && self.forbidden.attempt() != Err(Errno::ACCESS) {
@@ -165,7 +167,7 @@ impl Ruleset {
     }
 }
 
-/// A ruleset that refuses everything.
+/// Creates a ruleset that denies everything.
 fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
     let ruleset = landlock::Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     let mut ruleset = ruleset.handle_access(AccessFs::from_all(abi))?;
@@ -179,7 +181,7 @@ fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
     ruleset.create()
 }
 
-/// One path, and what may be done with it and what lies below.
+/// A path, and the rights granted for it and for everything below.
 struct Grant {
     path: PathBuf,
     access: BitFlags<AccessFs>,
@@ -188,7 +190,7 @@ struct Grant {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Condition {
-    /// The configuration names it, so that it has to be there.
+    /// The configuration names the path, so it must exist.
     Always,
     IfPresent,
     IfOthersMayRead,
@@ -228,7 +230,7 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     Ok(grants)
 }
 
-/// What may be done in a temporary folder.
+/// Returns the rights in a temporary folder.
 fn temporary_access(abi: ABI) -> BitFlags<AccessFs> {
     let never = AccessFs::MakeChar
         | AccessFs::MakeBlock
@@ -248,15 +250,15 @@ impl Grant {
     }
 }
 
-/// A rule whose path is there.
+/// A rule whose path exists.
 struct Added {
-    /// Device and number of what it is for.
+    /// Device and inode.
     identity: (u64, u64),
-    /// The rights that it gives.
+    /// Granted rights.
     access: u64,
 }
 
-/// Adds a rule.
+/// Adds a rule. Returns `None` if the path is missing and need not exist.
 fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<Added>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
@@ -275,7 +277,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<Added>, Fai
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // The kernel refuses a rule that speaks of a file as of a folder.
+    // The kernel refuses a rule with rights for folders on a file.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))?;

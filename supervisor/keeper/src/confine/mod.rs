@@ -1,12 +1,12 @@
-//! What a worker is barred from, apart from its limits: prepared in the keeper before the fork, put in
-//! force by the child right before `execve`.
+//! Layers of confinement, apart from rlimits. The keeper prepares the layers before the fork, and the child
+//! applies them right before `execve`.
 //!
-//! - [`cgroup`]: what it may use together with all that it starts.
-//! - [`landlock`]: which files and sockets it can reach.
-//! - [`seccomp`]: which system calls it can make.
-//! - `elf`: what of programs and libraries needs no path.
-//! - [`paths`]: what every program needs of the file system.
-//! - [`reach`]: what of that the worker's user can reach by itself.
+//! - [`cgroup`]: limits for a worker and all its descendants together.
+//! - [`landlock`]: access to files and sockets.
+//! - [`seccomp`]: allowed system calls.
+//! - `elf`: programs and libraries that work without a path.
+//! - [`paths`]: paths that every program needs.
+//! - [`reach`]: given paths that the worker's user can reach.
 
 pub(super) mod cgroup;
 mod elf;

@@ -1,5 +1,5 @@
-//! The paths that a worker has, whether by rules or by a root folder of its own: what every program needs
-//! of the system, and the folders of its own program.
+//! Paths that a worker can access, by rules or in a private root folder. These are the paths of the system
+//! that every program needs, and the folders of the worker's program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -12,7 +12,7 @@ use bulkhead_linux::errno;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Programs, libraries and what belongs to them: read and executed.
+/// Programs, libraries and their data. Can be read and executed.
 pub(crate) const SYSTEM: [&str; 9] = [
     "/usr",
     "/bin",
@@ -21,14 +21,14 @@ pub(crate) const SYSTEM: [&str; 9] = [
     "/lib32",
     "/lib64",
     "/libx32",
-    // Where NixOS and Guix have theirs; readable by every user, by design.
+    // Used by NixOS and Guix. Readable by every user by design.
     "/nix/store",
     "/gnu/store",
 ];
 
-/// What ordinary programs look up in `/etc`. A list, since rules can only add: with all of `/etc` given,
-/// nothing in it could be held back. Only what others may read is given, so that a certificate store
-/// that an operator locked stays locked, even if the supervisor is root.
+/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all
+/// of `/etc` were granted, nothing in it could be denied. An entry is granted only if other users may read
+/// it. So a certificate store that an operator locked stays locked, even if the supervisor is root.
 pub(crate) const ETC: [&str; 52] = [
     // Programs and libraries
     "alternatives",
@@ -61,7 +61,7 @@ pub(crate) const ETC: [&str; 52] = [
     "rpc",
     "ethertypes",
     "netconfig",
-    // Certificates and what cryptographic libraries are told; never private keys
+    // Certificates and settings of cryptographic libraries, but never private keys
     "ca-certificates",
     "ca-certificates.conf",
     "crypto-policies",
@@ -89,45 +89,48 @@ pub(crate) const ETC: [&str; 52] = [
     "xml",
 ];
 
-/// The same for names that carry a version: whatever in `/etc` begins with one of these.
+/// Prefixes of entries of `/etc` whose names contain a version.
 pub(crate) const ETC_FAMILIES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc` that programs would rebuild in each run if they could not read them.
+/// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches in each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// What these devices do is harmless. Requests to them have to fail as on any other file, since many a
-/// program looks that way for a terminal.
+/// Devices that cannot do harm. Ioctl requests must fail in the same way as on any other file, because many
+/// programs detect a terminal in this way.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Read only: to write to them, or to send them requests, is to tamper with the randomness of all processes.
+/// Read-only devices. Writes and ioctl requests would tamper with the randomness of all processes.
 pub(crate) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
-/// All of it, since rules cannot name "my own folder in here" for a process that does not exist yet, nor
-/// for its children. What matters of other processes is closed nevertheless: `environ`, `mem`, `maps`,
-/// `cwd`, `root` and what `fd` leads to ask for the right to trace, which a worker does not have to
-/// anything outside, once it has given up its capabilities: with CAP_PERFMON or CAP_SYS_ADMIN the kernel
-/// asks for less. Names, arguments and numbers of other processes it does see.
+/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist
+/// yet, nor of its children.
+///
+/// The sensitive data of other processes is protected nevertheless. `environ`, `mem`, `maps`, `cwd`, `root`
+/// and the targets of `fd` need the right to trace the process. A worker without capabilities does not have
+/// this right for any process outside. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.) A worker
+/// can see names, arguments and pids of other processes.
 pub(crate) const PROC: &str = "/proc";
 
-/// What installers put beside a program's `bin`: libraries, data, and the note of a virtual environment.
+/// Entries that installers put next to a program's `bin`: libraries, data, and the marker of a virtual
+/// environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
-/// Where version managers (pyenv, rbenv, nodenv, asdf, mise) keep the scripts that stand for programs. These
-/// lie below the same folder.
+/// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep scripts that stand
+/// for programs. The programs are below the parent folder.
 const SHIMS: &str = "shims";
 
-/// Bytes of a script that the kernel looks at for its interpreter.
+/// Number of bytes of a script in which the kernel looks for its interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Entries of one folder that are given one by one, at most.
+/// Maximum number of a folder's entries that are granted one by one.
 const ENTRIES_MAX: usize = 4096;
 
 /// Maximum number of entries in a folder that is searched for other names of a withheld file.
 const SEARCHED_MAX: usize = 100_000;
 
-/// The paths in `/etc`, and the caches, that are given if others may read them.
+/// Returns the paths in `/etc` and the caches that are granted if others may read them.
 pub(crate) fn readable_by_all() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
@@ -138,24 +141,24 @@ pub(crate) fn readable_by_all() -> Vec<PathBuf> {
     ETC.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
-/// Folders that all users share, or that hold all of one user's files: an operator who starts a program in one of
-/// them, or works there, does not mean all of it.
+/// Folders that all users share, or that hold all files of one user. An operator who starts a program there,
+/// or works there, does not mean to grant the whole folder.
 const SHARED: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
     "/sys", "/tmp", "/var", "/var/tmp",
 ];
 
-/// Where the folders of users are.
+/// Parent of the users' folders.
 const HOMES: &str = "/home";
 
-/// Links on the way to one file, as the kernel counts them.
+/// Maximum number of links on the way to a file, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// The working directory, and the folders of the programs and of what interprets them: as they were named and
-/// where they really lie; of a program in a folder that others share, the program alone.
+/// Returns the working directory, and the folders of the programs and of their interpreters, both as named
+/// and by their real paths. For a program in a shared folder, returns only the program.
 ///
-/// Nothing is taken from what a worker may write to: it would choose what the next one is given, by a link or
-/// the first line of a script. What lies there is given already.
+/// Ignores everything that a worker can write to. Otherwise a worker could choose what the next worker is
+/// granted, by a link or by the first line of a script. Writable paths are granted already.
 pub(crate) fn own_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
@@ -182,7 +185,7 @@ pub(crate) fn own_folders(programs: &[&Path], directory: Option<&Path>, write: &
     given
 }
 
-/// Where these really lie, as far as they are there.
+/// Returns the real path of each path that exists.
 fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
     paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
 }
@@ -195,9 +198,9 @@ fn is_shared(real: &Path) -> bool {
     SHARED.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES))
 }
 
-/// Whether a path of the configuration can be given as it is. Not if it leads through a folder of `write`,
-/// where the worker can make it lead anywhere; then `Ok(false)` says that it stays in there, and is given
-/// with it.
+/// Returns true if a path of the configuration can be granted unchanged. A path that leads through a folder
+/// of `write` cannot, because the worker can change the target. `Ok(false)` means that such a path stays
+/// inside of the folder, and is granted with the folder.
 pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve(path, &writable).is_some() {
@@ -210,7 +213,8 @@ pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno
     }
 }
 
-/// Where a path leads. `None`: on the way there is something in one of these folders, or too many links.
+/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or through too
+/// many links.
 fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     let mut real = PathBuf::from("/");
     let mut ahead: Vec<OsString> = parts(path);
@@ -225,7 +229,7 @@ fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
         }
         let next = real.join(&part);
         let Ok(to) = std::fs::read_link(&next) else {
-            real = next; // No link, or not there: to open it will say so.
+            real = next; // Not a link, or missing: opening it reports the error.
             continue;
         };
         links += 1;
@@ -240,7 +244,7 @@ fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     Some(real)
 }
 
-/// The names in a path, the first one last.
+/// Returns the names in a path in reverse order.
 fn parts(path: &Path) -> Vec<OsString> {
     let named = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
     let mut parts: Vec<OsString> = named.map(|part| part.as_os_str().to_owned()).collect();
@@ -248,7 +252,7 @@ fn parts(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// What belongs to a program: its folder, and beside a `bin` what is installed along with that.
+/// Returns the folders of a program: its own folder, and next to a `bin` the folders installed with it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
@@ -264,10 +268,10 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
     std::iter::once(folder.to_path_buf()).chain(beside).collect()
 }
 
-/// What a script names in its first line.
+/// Returns the interpreter in the first line of a script.
 fn interpreter(script: &Path) -> Option<PathBuf> {
     let mut start = Vec::new();
-    // A pipe under this name would be waited for.
+    // Opening a pipe with this name must not block.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let script = std::fs::File::from(rustix::fs::open(script, flags, Mode::empty()).ok()?);
     if !script.metadata().ok()?.is_file() {
@@ -280,8 +284,8 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
-/// What of this folder can be given so that nothing withheld is: the folder, or else its entries, as they
-/// are now, but for those.
+/// Returns the parts of a folder that can be granted without anything withheld: the folder itself, or else
+/// its current entries except the withheld ones.
 pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let mut secrets: Vec<PathBuf> =
@@ -306,7 +310,7 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
                     format!("it has more than {ENTRIES_MAX} entries beside the supervisor's own files");
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
-            // A link gives nothing: what it leads to is given by itself, or is not.
+            // A link grants nothing. The target is granted separately, or is not granted.
             if !entry.file_type()?.is_symlink() {
                 folders.push((entry.path(), real.join(entry.file_name())));
             }
@@ -315,8 +319,9 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
     Ok(given)
 }
 
-/// Hard links in this folder to files among `secrets`: rules and mounts are about files, so that each name of a file
-/// gives it. Errors: a file has several names, and the folder is too large to be searched for them.
+/// Returns hard links in this folder to files among `secrets`. Rules and mounts apply to files, so every name
+/// of a file grants access to it. Fails if a file has several names and the folder is too large to be
+/// searched.
 fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
@@ -325,7 +330,7 @@ fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
     let (mut names, mut looked_at) = (Vec::new(), 0);
     while let Some(folder) = folders.pop() {
-        // What cannot be listed here has no names for the worker either.
+        // A folder that cannot be listed here has no names for the worker either.
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
             looked_at += 1;
             if looked_at > SEARCHED_MAX {
@@ -390,7 +395,7 @@ mod tests {
             let given = own_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
-        // The script alone can be written: its folder is not the worker's choice, its first line is.
+        // Only the script is writable. The worker cannot choose the folder, but can choose the first line.
         let given = own_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 

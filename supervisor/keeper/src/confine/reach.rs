@@ -1,7 +1,7 @@
-//! Which of what a worker is given its user can reach, by the modes of files and folders.
+//! Finds the given paths that the worker's user can reach, by the modes of files and folders.
 //!
-//! Access control lists are not looked at: where one opens what a mode closes, a worker is shown what it could
-//! have reached by itself; where one closes more, the step that fails names it.
+//! Access control lists are ignored. If an access control list allows more than the mode, the worker is shown
+//! a path that was reachable anyway. If the list allows less, the step that fails reports the path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,62 +15,63 @@ const READ: u32 = 4;
 const WRITE: u32 = 2;
 const SEARCH: u32 = 1;
 
-/// What a worker is given, and where from.
+/// Paths given to a worker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Given<'a> {
-    /// What is executed.
+    /// The executed program.
     pub(crate) program: &'a Path,
-    /// The program, and what it executes or loads in turn.
+    /// The program, and the files that it executes or loads.
     pub(crate) programs: &'a [&'a Path],
-    /// Where it starts.
+    /// Working directory.
     pub(crate) directory: &'a Path,
-    /// What it may read.
+    /// Readable paths.
     pub(crate) read: &'a [&'a Path],
-    /// What it may write.
+    /// Writable paths.
     pub(crate) write: &'a [&'a Path],
-    /// Its temporary folder.
+    /// Temporary folder.
     pub(crate) temporary: Option<&'a Path>,
-    /// Whether a file system of its own is mounted there.
+    /// True if a private file system is mounted over the temporary folder.
     pub(crate) is_mounted: bool,
 }
 
-/// What a path is given for.
+/// Purpose for which a path is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Purpose {
-    /// To start in.
+    /// Working directory.
     Start,
-    /// To read; folders are gone through as well.
+    /// Reading. Folders can also be traversed.
     Read,
-    /// To write.
+    /// Writing.
     Write,
-    /// To have something mounted there.
+    /// Mount point.
     Mount,
 }
 
-/// A path that lies in a folder that the user cannot go through, or is one.
+/// A path in a folder that the user cannot traverse, or such a folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Hidden {
-    /// As it was named, or where that leads.
+    /// The path as named, or its real path.
     pub(crate) place: PathBuf,
-    /// Where it really is.
+    /// The real path.
     pub(crate) real: PathBuf,
     pub(crate) purpose: Purpose,
 }
 
-/// What a user cannot reach, and what is in the way.
+/// Paths that a user cannot reach, and the folders that prevent it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Closed {
-    /// Folders that the user cannot go through, none of them in another. No links lead to them.
+    /// Folders that the user cannot traverse. None is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
-    /// What was given, and lies in there.
+    /// Given paths inside of these folders.
     pub(crate) hidden: Vec<Hidden>,
-    /// Folders that were given and that the user cannot list or go through: what is in them is given.
+    /// Given folders that the user cannot list or traverse. The entries are given instead.
     pub(crate) opened: BTreeSet<PathBuf>,
 }
 
 impl Closed {
-    /// Whether all that is hidden is where the worker starts, and its programs with what lies beside them: these can be
-    /// had before it is another user. A script is found by its name, and so is a library that needs others beside it.
+    /// True if the only hidden paths are the working directory, and the programs with the paths next to them.
+    /// These can be opened before the change of user. Scripts do not qualify, because they are found by name.
+    /// Libraries that need other libraries next to them do not qualify for the same reason.
     pub(crate) fn is_only_programs(&self, given: &Given<'_>) -> bool {
         let others = given.programs.iter();
         let others = others.filter(|path| **path != given.program && !elf::is_self_contained(path));
@@ -84,20 +85,21 @@ impl Closed {
         self.hidden.iter().all(is_had) && elf::is_elf(given.program)
     }
 
-    /// What the host loads or runs, if that is hidden.
+    /// Returns the file that the host loads or runs, if it is hidden.
     pub(crate) fn hosted<'g>(&self, given: &Given<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         given.programs.iter().copied().find(|path| *path != given.program && is_hidden(path))
     }
 }
 
-/// What was given and cannot be used by this user, wherever it is shown.
+/// A given path that this user cannot use, wherever it is shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Useless {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// Whether the user is one that the supervisor's own gives nothing to by itself.
+    /// True if the user is one of the subordinate ids, to which the supervisor's own user cannot give files
+    /// directly.
     pub(crate) is_subordinate: bool,
 }
 
@@ -122,7 +124,7 @@ impl fmt::Display for Useless {
     }
 }
 
-/// Looks at everything that is given. What is missing is left to the step that needs it.
+/// Checks all given paths. Ignores missing paths, because a later step reports the error.
 pub(crate) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
     let mut closed = Closed::default();
     let mut folders = BTreeSet::new();
@@ -165,13 +167,13 @@ pub(crate) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Usel
     Ok(closed)
 }
 
-/// Everything that is given, as it is named.
+/// Returns all given paths as named.
 fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::own_folders(given.programs, Some(given.directory), given.write);
     let mut all = vec![(given.directory.to_owned(), Purpose::Start)];
     all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
     all.extend(given.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
-    // Where a link in what it may write leads is not its own choice: see there.
+    // The worker must not choose where a link in a writable folder leads; see `leads_as_named`.
     let leads = |path: &&&Path| paths::leads_as_named(path, given.write) == Ok(true);
     all.extend(given.read.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Read)));
     all.extend(given.write.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Write)));
@@ -180,7 +182,7 @@ fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
     all
 }
 
-/// The uppermost folder above this path that the user cannot go through.
+/// Returns the topmost folder above this path that the user cannot traverse.
 fn first_closed(path: &Path, identity: Identity, looked_at: &mut BTreeMap<PathBuf, bool>) -> Option<PathBuf> {
     let above: Vec<&Path> = path.ancestors().skip(1).collect();
     let mut is_closed = |folder: &Path| {
@@ -195,7 +197,7 @@ fn first_closed(path: &Path, identity: Identity, looked_at: &mut BTreeMap<PathBu
     std::fs::canonicalize(folder).ok()
 }
 
-/// Whether the mode lets this user do all of that.
+/// True if the mode allows this user everything in `wanted`.
 fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
     let mode = found.permissions().mode();
     let bits = match () {
@@ -223,7 +225,7 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    /// A home, a checkout in it with a program, and something beside that.
+    /// Creates a home, a checkout in it with a program, and another file.
     fn home(mode: u32) -> tempfile::TempDir {
         let outer = tempfile::tempdir().unwrap();
         folder(outer.path(), 0o755);

@@ -1,13 +1,14 @@
-//! Which system calls a worker can make, as a filter that the kernel runs on each of them.
+//! The system calls that a worker can make, as a filter that the kernel runs on each call.
 //!
-//! - [`Rules`] say what becomes of a call; `profiles` has the ready-made ones.
-//! - [`Filter`] is the program made of them: compiled before the fork, installed by the child.
-//! - `flags`: single bits of arguments that no profile lets pass.
-//! - `assembler`: the few instructions of classic BPF that it takes.
-//! - `notification`: how the keeper learns of a fatal call, and of which.
+//! - [`Rules`] decide about calls; `profiles` has predefined rules.
+//! - [`Filter`] is the program made from rules: compiled before the fork, installed by the child.
+//! - `flags`: single bits of arguments that no profile allows.
+//! - `assembler`: the required instructions of classic BPF.
+//! - `notification`: reports a fatal call to the keeper.
 //!
-//! A filter sees numbers and registers, never what a pointer points to: rules look at the lower half of an
-//! argument, which is all that the kernel takes of numbers, and of a pointer only at whether there is one.
+//! A filter sees numbers and registers, but never the data that a pointer refers to. Rules compare the lower
+//! half of an argument, because the kernel uses only that half of a number. For a pointer, rules only check
+//! whether it is null.
 #![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe form")]
 
 mod assembler;
@@ -33,7 +34,7 @@ pub(crate) use self::profiles::{
     default, open, sealed, strict, with_siblings, without_siblings, without_unix_sockets,
 };
 
-/// What the kernel calls this architecture, with 64 bits and little-endian.
+/// The kernel's name for this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
 #[cfg(target_arch = "aarch64")]
@@ -42,34 +43,34 @@ const ARCHITECTURE: u32 = 183 | 0xc000_0000;
 #[cfg(target_endian = "big")]
 compile_error!("the lower half of an argument would be the second one");
 
-/// The numbers of the x32 calls start here. They come under the name of the 64-bit architecture, and
-/// would get around every rule for the calls that they are.
+/// First number of the x32 calls. These calls appear under the 64-bit architecture, and would bypass the
+/// rules for the corresponding calls.
 const X32: u32 = 0x4000_0000;
 
-/// What becomes of a call.
+/// Result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It is made.
+    /// The call is made.
     Allow,
-    /// It fails with this error, and has no effect.
+    /// The call fails with this error, and has no effect.
     Errno(Errno),
-    /// It returns zero, and has no effect.
+    /// The call returns zero, and has no effect.
     Ignore,
-    /// No honest program makes it: the worker ends, as [`Ending`] says.
+    /// No honest program makes the call. The worker ends as [`Ending`] says.
     Fatal,
 }
 
-/// How a worker ends that makes a fatal call.
+/// Way in which a worker ends after a fatal call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// By the kernel, which tells nothing but SIGSYS.
+    /// The kernel kills the worker, and reports only SIGSYS.
     Kill,
-    /// By the keeper: the call waits until that has been told which one it is. It must kill the worker,
-    /// since for a call that is refused instead the worker lives on.
+    /// The keeper kills the worker. The call waits until the keeper has received its number. The keeper must
+    /// kill the worker, because the worker survives if the call is only refused.
     Notify,
 }
 
-/// What becomes of a call, given its arguments.
+/// Result of a call, depending on its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),
@@ -77,7 +78,7 @@ enum Rule {
     Pointer(Box<Pointer>),
 }
 
-/// Whether an argument is a null pointer.
+/// Checks whether an argument is a null pointer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Pointer {
     argument: u8,
@@ -85,8 +86,7 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// A look at the lower half of one argument, or at the bits in `mask` of it: the first case that holds
-/// decides.
+/// Compares the lower half of an argument, or the bits of it in `mask`. The first matching case decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,
@@ -146,8 +146,8 @@ impl Verdict {
     }
 }
 
-/// What becomes of each call. One that is newer than our table does not exist: programs cope with that,
-/// as they have to on older kernels, and what it can do has not been reviewed here.
+/// Results of all calls. A call that is newer than the table counts as missing. Programs can handle that, as
+/// they must on older kernels, and the effects of the new call have not been reviewed here.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     calls: BTreeMap<u32, Rule>,
@@ -159,7 +159,8 @@ impl Rules {
         Self { calls: BTreeMap::new(), otherwise: otherwise.into() }
     }
 
-    /// For each of the names, which spaces separate. What this architecture lacks is left out.
+    /// Sets the rule for each of these names, which are separated by spaces. Skips names that this
+    /// architecture lacks.
     fn set(&mut self, names: &str, rule: impl Into<Rule>) {
         let rule = rule.into();
         for name in names.split_ascii_whitespace() {
@@ -170,7 +171,7 @@ impl Rules {
         }
     }
 
-    /// Puts another rule, made of the present one, in the place of that of each of the names.
+    /// Replaces the rule for each of these names by a rule made from the present rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "there is no system call {name}");
@@ -181,8 +182,8 @@ impl Rules {
         }
     }
 
-    /// These rules, but with some calls allowed, whatever their arguments, and some fatal. Errors: a
-    /// name that no architecture has.
+    /// Allows some calls, whatever their arguments, and makes others fatal. Fails with a name that no
+    /// architecture has.
     pub(crate) fn overridden<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
         if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
             return Err(unknown);
@@ -196,8 +197,8 @@ impl Rules {
         Ok(self)
     }
 
-    /// The program. Each call takes a number of comparisons logarithmic in the number of rules, and for
-    /// those that are allowed whatever their arguments, the kernel remembers the outcome.
+    /// Compiles the rules. The number of comparisons for each call is logarithmic in the number of rules. The
+    /// kernel caches the result for calls that are allowed whatever their arguments.
     pub(crate) fn compile(&self, ending: Ending) -> Filter {
         let kill = libc::SECCOMP_RET_KILL_PROCESS;
         let mut program = vec![assembler::load_architecture()];
@@ -210,7 +211,7 @@ impl Rules {
         Filter { program, ending }
     }
 
-    /// The first number of each range with one rule, in order.
+    /// Returns the first number of each range with the same rule, in order.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const NEWER: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
         let known = (0..=syscalls::LAST).map(|number| (number, self.rule(number)));
@@ -224,7 +225,7 @@ impl Rules {
     }
 }
 
-/// Finds the range of the number that is loaded.
+/// Finds the range that contains the loaded number.
 fn search(ranges: &[(u32, &Rule)], ending: Ending) -> Block {
     if let [(_, rule)] = ranges {
         return rule.assemble(ending);
@@ -242,7 +243,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// For a worker that installs it itself: the instructions as they are in memory.
+    /// Returns the instructions as in memory, for a worker that installs the filter itself.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let instruction = |&sock_filter { code, jt, jf, k }: &sock_filter| {
             let [low, high] = code.to_ne_bytes();
@@ -252,27 +253,29 @@ impl Filter {
         self.program.iter().flat_map(instruction).collect()
     }
 
-    /// Puts it in force for the calling thread, what that starts and what it executes, for ever. Made
-    /// for a forked child: one raw call, nothing allocated. `no_new_privs` must be set.
+    /// Enforces the filter on the calling thread, and on everything that it starts and executes. This cannot
+    /// be undone. For a forked child: makes one raw system call and allocates nothing. `no_new_privs` must be
+    /// set.
     ///
-    /// Returns the listener, close-on-exec, if fatal calls are to be told; there is no process to answer
-    /// unless it gets to the keeper, and a second one for the same process is refused with EBUSY.
+    /// Returns the listener, close-on-exec, if fatal calls are reported. The listener must reach the keeper,
+    /// because otherwise no process answers. A second listener for the same process is refused with EBUSY.
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.ending {
             Ending::Kill => &[0],
-            // Or else a process that gets signals without end is never seen waiting in its call.
+            // With this flag, only fatal signals interrupt a call whose notification was received. Otherwise
+            // a process that gets signals constantly would never be found waiting.
             Ending::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.
             ],
         };
-        // The kernel takes no program longer than a 16-bit number can say, and ours are far from that.
+        // The kernel accepts no program longer than a 16-bit number, and filters are far from that.
         let program =
             libc::sock_fprog { len: self.program.len() as u16, filter: self.program.as_ptr().cast_mut() };
         let mut refused = Errno::INVAL;
         for flags in flags {
-            // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
-            // kernel copies both and writes to neither.
+            // SAFETY: the pointer is to a local, which refers to a program of the given length. The kernel
+            // copies both and writes to neither.
             let result = unsafe {
                 libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, *flags, &raw const program)
             };
@@ -289,7 +292,8 @@ impl Filter {
     }
 }
 
-/// A filter that forbids a call which never fails otherwise, to try whether filters are in force; see [`is_on_trial`].
+/// Returns a filter that makes a call fail that otherwise never fails, to test whether filters are in force;
+/// see [`is_on_trial`].
 pub(crate) fn trial(ending: Ending) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));

@@ -1,4 +1,5 @@
-//! Tries the control groups: whether this process may divide its own, and what the parts could be given.
+//! Tries control groups: whether this process may divide its own group, and which controllers the parts can
+//! have.
 
 use std::fs::{self, File};
 use std::io;
@@ -10,7 +11,7 @@ use rustix::thread::gettid;
 use super::{Ability, explain};
 use crate::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
 
-/// The leaves that a try makes are called so, and a number.
+/// Prefix of the names of groups made by a trial, followed by a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<Ability> {
@@ -19,7 +20,7 @@ pub(super) fn probe() -> Vec<Ability> {
     let in_leaf = |task: fn(&Leaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // Without a leaf, nothing is known of what could be done in it.
+    // Without a leaf, nothing is known about actions on leaves.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
@@ -42,7 +43,7 @@ fn own() -> Result<PathBuf, String> {
         .map_err(|failure| format!("failed to {}: {}", failure.attempted, explain(failure.errno)))
 }
 
-/// A cgroup of our own below ours, while this lives.
+/// A child group of this process's control group. Removed when dropped.
 struct Leaf(PathBuf);
 
 impl Leaf {
@@ -65,16 +66,16 @@ impl Leaf {
             .map_err(|error| format!("failed to write cgroup.kill: {error}"))
     }
 
-    /// Starts a process in there.
+    /// Starts a process in the group.
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
         // SAFETY: the child only exits.
         let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(explain)?;
         if pid == 0 {
-            // SAFETY: ends the process, without a thing being run that the parent registered.
+            // SAFETY: ends the process without running anything that the parent registered.
             unsafe { libc::_exit(0) };
         }
-        // SAFETY: the number is that of a child that ends at once, and the status is not asked for.
+        // SAFETY: the pid is that of a child that exits at once, and the status is not requested.
         unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL) };
         Ok(())
     }
@@ -82,11 +83,12 @@ impl Leaf {
 
 impl Drop for Leaf {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0); // Empty: its processes have been waited for.
+        let _ = fs::remove_dir(&self.0); // Empty, because its processes have been reaped.
     }
 }
 
-/// Whether the parts of this cgroup could be given such a limit. Switches it on and off again for that.
+/// Checks that child groups of this group can have the controller. Enables the controller and disables it
+/// again.
 fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     let lists = |file: &str| -> Result<bool, String> {
         let text =
@@ -102,10 +104,10 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     }
     match fs::write(&switch, format!("+{controller}")) {
         Ok(()) => {
-            let _ = fs::write(&switch, format!("-{controller}")); // In use by now: then not for us to take.
+            let _ = fs::write(&switch, format!("-{controller}")); // Fails if it is in use by now.
             Ok(None)
         }
-        // A cgroup has limits on its parts or processes, not both.
+        // A control group has either processes or children with limits, not both.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             Ok(Some("once no process is in this cgroup itself".to_owned()))
         }
@@ -113,7 +115,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// The leaves that there are of this process.
+/// Returns the groups of this process's trials that exist.
 #[cfg(test)]
 pub(super) fn leaves() -> Vec<String> {
     let Ok(own) = own() else { return Vec::new() };

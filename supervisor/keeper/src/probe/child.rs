@@ -1,4 +1,4 @@
-//! A child that tries one thing and ends.
+//! A child process that makes one trial and exits.
 
 use bulkhead_linux::fork::fork_unheard;
 use bulkhead_linux::wait::exit_code;
@@ -6,18 +6,19 @@ use rustix::io::Errno;
 
 use super::explain;
 
-/// What is tried takes no time; a child that is stuck all the same is ended by the kernel after so many seconds.
+/// Time limit of a trial in seconds, after which the kernel kills the child. A trial takes no time unless it
+/// is stuck.
 const SECONDS_MAX: libc::c_uint = 3;
 
-/// The exit code for what was said to be in force and is not. No error has this number.
+/// Exit code for a layer that the kernel accepted but does not enforce. No error has this number.
 const UNTRUE: i32 = 255;
 
-/// Why a try did not succeed.
+/// Reason why a trial failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refused {
-    /// The kernel said so.
+    /// Error of the kernel.
     Errno(Errno),
-    /// The kernel said that it is in force, and it is not.
+    /// The kernel accepted the layer, but does not enforce it.
     Untrue,
 }
 
@@ -28,7 +29,7 @@ impl From<Errno> for Refused {
 }
 
 impl Refused {
-    /// In words.
+    /// Returns the reason as text.
     pub(super) fn explain(self) -> String {
         match self {
             Self::Errno(errno) => explain(errno),
@@ -41,9 +42,10 @@ impl Refused {
     }
 }
 
-/// Tries it in a child. `task` may only make system calls: the child is a copy of one thread of many.
+/// Runs a trial in a child. `task` must only make system calls, because the child is a copy of one thread of
+/// many.
 pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Refused> {
-    // SAFETY: the child makes nothing but raw calls until it is gone.
+    // SAFETY: the child makes only raw system calls until it exits.
     let child = unsafe { fork_unheard() }?;
     if child == 0 {
         let code = match task() {
@@ -51,7 +53,7 @@ pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Re
             Err(Refused::Errno(errno)) => errno.raw_os_error(),
             Err(Refused::Untrue) => UNTRUE,
         };
-        // SAFETY: ends the process, without a thing being run that the parent registered.
+        // SAFETY: ends the process without running anything that the parent registered.
         unsafe { libc::_exit(code) }
     }
     match exit_code(child)? {
@@ -62,9 +64,9 @@ pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Re
     }
 }
 
-/// The child's first call: it does not outlive its parent, nor its time.
+/// Must be the child's first call. The child then ends with its parent, or at its time limit.
 pub(super) fn bound() {
-    // SAFETY: sets a flag and a timer of this process; the timer's signal ends it.
+    // SAFETY: sets a flag and a timer of this process. The timer's signal ends the process.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::signal(libc::SIGALRM, libc::SIG_DFL);

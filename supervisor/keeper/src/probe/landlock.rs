@@ -1,4 +1,5 @@
-//! Tries Landlock, part by part: a child puts itself under a rule of that kind, and tries what it forbids.
+//! Tries each part of Landlock: a child applies a rule of that kind to itself, and attempts something that
+//! the rule forbids.
 
 use std::os::fd::AsFd;
 
@@ -11,14 +12,15 @@ use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 use super::child::{self, Refused};
 use super::{Ability, explain};
 
-/// One part of Landlock.
+/// A part of Landlock.
 struct Part {
     layer: &'static str,
-    /// The version that it came with.
+    /// Version of Landlock that introduced the part.
     since: u32,
     what_to_do: &'static str,
     withheld: Withheld,
-    /// What the kernel refuses then, and with which error. `Ok` of a process without rules.
+    /// Attempt that the kernel must refuse with `refusal` under the rule. Returns `Ok` in a process without
+    /// rules.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
@@ -113,7 +115,7 @@ fn signal_the_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// To try it, there would have to be something to harm.
+/// Stands for an attempt that would need something to harm.
 fn not_tried() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

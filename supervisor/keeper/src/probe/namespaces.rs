@@ -1,4 +1,4 @@
-//! Tries namespaces in a child, step by step: one after another it goes into new ones, and says how it went.
+//! Tries namespaces in a child process, which enters one new namespace after another and reports each result.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,15 +14,15 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use super::child::{self, Refused};
 use super::{Ability, explain};
 
-/// No step takes nearly as long.
+/// Time limit of a step. No step takes nearly this long.
 const PATIENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
 type Step = fn() -> Result<(), Errno>;
 
 const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with CAP_SYS_ADMIN";
 
-/// What the child does, in this order: `/proc` is to be mounted while the old one can still be seen, as
-/// the kernel demands, and the change of roots comes last.
+/// The child's steps, in this order. `/proc` must be mounted while the old one is still visible, because the
+/// kernel requires this. The change of the root comes last.
 const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
@@ -48,10 +48,10 @@ const STEPS: [(&str, Step, &str); 9] = [
     ("pivot_root", pivot, NEEDS_USER_NAMESPACES),
 ];
 
-/// The steps behind this one mount something, which no other namespace may see.
+/// Index of the step after which the child mounts file systems. No other namespace may see these mounts.
 const MOUNT_NAMESPACE: usize = 5;
 
-/// Bytes of one message of the child: the error's number, or zero.
+/// Size of the child's message in bytes: the error number, or zero.
 const MESSAGE_BYTES: usize = 4;
 
 pub(super) fn probe() -> Vec<Ability> {
@@ -64,10 +64,11 @@ pub(super) fn probe() -> Vec<Ability> {
 fn run() -> Result<Vec<Result<(), String>>, Errno> {
     let kind = SocketType::SEQPACKET;
     let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
-    // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls, and exits.
+    // SAFETY: the child is a copy of only this thread. It makes only raw system calls, and exits.
     let pid = match unsafe { fork_unheard() }? {
         0 => {
-            // If we are killed before it asks for a signal then, it hears the end of this.
+            // If the parent is killed before the child requests a signal for this, the child sees the end of
+            // file.
             drop(ours);
             child(&theirs)
         }
@@ -76,7 +77,7 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     drop(theirs);
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| hear(&ours, step, pid)).collect();
     results.resize(STEPS.len(), Err("the process that tries it does not answer".to_owned()));
-    // SAFETY: the child has not been waited for, so that the number is its own; its children go with it.
+    // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
         libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL);
@@ -84,7 +85,7 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     Ok(results)
 }
 
-/// How a step of the child went. `None`: it does not say.
+/// Receives the result of a step. Returns `None` if the child does not answer.
 fn hear(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), String>> {
     let mut message = [0; MESSAGE_BYTES];
     let mut events = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
@@ -97,15 +98,15 @@ fn hear(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), St
         errno => Err(explain(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
-        // Some systems let any user make such a namespace, and none use it.
+        // Some systems let any user create such a namespace, but not use it.
         let mapped = result.and_then(|()| map(pid));
-        let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If it is gone, the next step will tell.
+        let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If the child is gone, the next step fails.
         return Some(mapped);
     }
     Some(result)
 }
 
-/// Makes our own user the root of the child's namespace, as the keeper does it.
+/// Maps this process's user to root in the child's namespace, with the same files as the keeper.
 fn map(pid: libc::pid_t) -> Result<(), String> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let files = [
@@ -129,7 +130,7 @@ fn child(socket: &OwnedFd) -> ! {
             mounts = result;
         }
         let errno = result.err().map_or(0, Errno::raw_os_error);
-        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // Silence tells as well.
+        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // The parent detects silence.
         if number == 0 {
             let _ = recv(socket, &mut [0][..], RecvFlags::empty());
         }
@@ -138,7 +139,7 @@ fn child(socket: &OwnedFd) -> ! {
 }
 
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process, without a thing being run that the parent registered.
+    // SAFETY: ends the process without running anything that the parent registered.
     unsafe { libc::_exit(code) }
 }
 
@@ -148,22 +149,22 @@ fn die_with_parent() {
 }
 
 fn unshare(flag: libc::c_int) -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and does not share what it leaves.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(flag) })
 }
 
 fn mount_namespace() -> Result<(), Errno> {
     unshare(libc::CLONE_NEWNS)?;
-    // SAFETY: the texts end with NUL. Nothing that is mounted from here on is seen outside.
+    // SAFETY: the texts end with NUL. Later mounts are not visible outside.
     check(unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) })
 }
 
-/// Has the root only read, and looks whether it is.
+/// Makes the root read-only, and checks the result.
 fn mount_setattr() -> Result<(), Errno> {
     let attributes =
         libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
     let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
-    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
+    // SAFETY: the text ends with NUL, and the pointer is to a local of the given size.
     check(unsafe {
         libc::syscall(libc::SYS_mount_setattr, libc::AT_FDCWD, c"/".as_ptr(), 0, pointer, size)
     })?;
@@ -171,7 +172,7 @@ fn mount_setattr() -> Result<(), Errno> {
     if is_read_only { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// The first process of a pid namespace mounts a `/proc` that shows what is in there.
+/// Makes the first process of a pid namespace mount a `/proc` for this namespace.
 fn own_proc() -> Result<(), Errno> {
     let tried = child::tried(|| {
         die_with_parent();
@@ -189,12 +190,12 @@ fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
     check(unsafe { libc::mount(kind.as_ptr(), c"/proc".as_ptr(), kind.as_ptr(), flags, null()) })
 }
 
-/// Makes an empty file system the root and lets go of the old one. Where it is mounted does not matter,
-/// and this folder there always is.
+/// Makes an empty file system the root and detaches the old one. The first mount point is `/proc`, because
+/// every system has this folder.
 fn pivot() -> Result<(), Errno> {
     mount_at_proc(c"tmpfs")?;
     let here = c".".as_ptr();
-    // SAFETY: the texts end with NUL; this process opens no file any more.
+    // SAFETY: the texts end with NUL. This process opens no file afterwards.
     unsafe {
         check(libc::chdir(c"/proc".as_ptr()))?;
         check(libc::syscall(libc::SYS_pivot_root, here, here))?;

@@ -1,4 +1,4 @@
-//! What a process does to become the keeper, before it has a second thread.
+//! Turns this process into the keeper, before there is a second thread.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,23 +11,24 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::spawn::{LINK_FD, Oom, Standing, put_at};
 
-/// The highest `oom_score_adj`: a thousandth is a thousandth of the memory.
+/// Highest `oom_score_adj`. Each point counts like a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// How far the keeper's is above the supervisor's: more than the supervisor uses as a rule.
+/// Distance of the keeper's score above the supervisor's. This is more memory than the supervisor usually
+/// uses.
 const OOM_OWN_STEP: i32 = 100;
 
-/// How far the workers' is above the keeper's.
+/// Distance of the workers' score above the keeper's.
 const OOM_WORKER_STEP: i32 = 500;
 
-/// What the keeper watches beside its orders, each of whose ends is its own.
+/// Processes that the keeper watches in addition to its orders. The keeper exits when either ends.
 pub(super) struct Owners {
     application: OwnedFd,
     guard: OwnedFd,
 }
 
 impl Owners {
-    /// For the keeper, while `application` is its standard output.
+    /// Opens both processes. Called in the keeper, while `application` is still standard output.
     pub(super) fn find(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
@@ -42,13 +43,13 @@ impl Owners {
     }
 }
 
-/// Makes the process what it has to be before its second thread starts. Returns the order socket, and
-/// how this process stands before it takes precedence.
+/// Prepares the process for the start of the second thread. Returns the order socket, the owners, and the
+/// keeper's scheduling and memory settings before it takes precedence.
 pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>, Standing)> {
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
-    // The socket came as standard input. Its number has to be this one: see `LINK_FD`.
+    // The socket is standard input, and must get this number; see `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "everything above standard error was just closed");
     let owners = guard.map(|guard| Owners::find(guard, std::io::stdout())).transpose()?;
@@ -56,10 +57,10 @@ pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>
     put_at(&null, libc::STDIN_FILENO)?;
     put_at(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
-    // Fails only for the leader of a process group, which a spawned process becomes by request only.
+    // Fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // Should the supervisor be killed while this process is stopped, the end of file would not be seen.
+    // If the supervisor were killed while this process is stopped, the keeper would not see the end of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let standing = Standing {
         nice: rustix::process::getpriority_process(None)?,
@@ -69,29 +70,28 @@ pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>
     Ok((socket, owners, standing))
 }
 
-/// When memory runs out, the kernel is to take the workers first, then this process, and the supervisor last: the
-/// process that is to go first has the higher score, which every process may raise.
+/// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
+/// The process that goes first needs the higher score, and every process may raise its own score.
 fn stand_before_supervisor() -> Oom {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
     let supervisor: i32 = supervisor.unwrap_or(0);
     let own = (supervisor + OOM_OWN_STEP).min(OOM_SCORE_MAX);
-    let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all have the same score.
+    let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all scores are equal.
     Oom { is_spared: supervisor < 0, workers: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX) }
 }
 
-/// Raises the limit of open files as far as it goes. What it was before.
+/// Raises the limit of open files to the maximum. Returns the previous limits.
 fn take_all_descriptors() -> (u64, u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let own = getrlimit(Resource::Nofile);
     let all = Rlimit { current: own.maximum, maximum: own.maximum };
-    let _ = setrlimit(Resource::Nofile, all); // What there is has to do then.
+    let _ = setrlimit(Resource::Nofile, all); // If this fails, the current limit has to be enough.
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
-/// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by
-/// a user who saw the process in a list, must not take the workers away. SIGCHLD is read from a
-/// descriptor.
+/// Makes end of file the only event that ends the keeper. Signals for the supervisor's process group, or from
+/// a user who saw the process in a list, must not kill the workers. SIGCHLD is read from a descriptor.
 #[expect(unsafe_code, reason = "setting what a signal does")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -107,11 +107,11 @@ pub(super) fn set_signals() -> io::Result<()> {
         Signal::SIGTSTP,
         Signal::SIGTTIN,
         Signal::SIGTTOU,
-        // What it writes within a limit of its files fails, and is told so.
+        // A write beyond the file size limit then fails with an error instead.
         Signal::SIGXFSZ,
     ];
     for number in IGNORED {
-        // SAFETY: no function of ours is installed.
+        // SAFETY: no handler function is installed.
         unsafe { signal(number, SigHandler::SigIgn) }?;
     }
     signals::let_children_be_waited_for();
@@ -121,10 +121,10 @@ pub(super) fn set_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Descriptors that the supervisor's program did not mark to be closed would live as long as we do,
-/// and a connection that the supervisor closes has to be closed.
+/// Closes inherited descriptors. A descriptor that the supervisor's program did not mark as close-on-exec
+/// would stay open as long as the keeper lives. But a connection that the supervisor closes must be closed.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
-    // SAFETY: this process has just started and opened nothing of its own yet.
+    // SAFETY: this process has just started, and has opened no descriptors yet.
     Ok(unsafe { close_all_but(LINK_FD, &mut []) }?)
 }

@@ -1,9 +1,10 @@
-//! The guard: the process between an application with a supervisor in it and that one's keeper.
+//! The guard: the process between an application that embeds a supervisor and that supervisor's keeper.
 //!
-//! A supervisor that is a program of its own inherits what a killed keeper leaves behind, and ends it. An application
-//! has children of its own, and what it inherits is its own choice; so the guard inherits in its place. It also does,
-//! with one thread, what takes a fork before there is a keeper: it finds out what this machine can confine workers by.
-//! While the keeper lives it sleeps; when the keeper is killed, it ends what is left, and itself.
+//! A supervisor that is a separate program inherits the processes that a killed keeper leaves behind, and
+//! kills them. An application has other children, and decides itself which orphans it adopts. So the guard
+//! inherits these processes instead. The guard also probes which layers of confinement the machine supports.
+//! The probe requires forks by a process with one thread, and must come before the keeper. While the keeper
+//! lives, the guard sleeps. When the keeper is killed, the guard kills the remaining processes and exits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -23,30 +24,30 @@ use crate::socket::Outbox;
 use crate::spawn::put_at;
 use crate::{Ability, SubordinateIds, wait};
 
-/// The second argument of a keeper that has a guard; the third is [`VERSION`].
+/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
 
-/// The fourth argument where the first message is to say what this machine can do.
+/// Fourth argument if the first message must contain the layers that the machine supports.
 pub(crate) const FIRST_ARGUMENT: &str = "first";
 
-/// Orders and reports have no version, since both ends are of one program; where the keeper's is another one, it has to be
-/// of the same.
+/// Version of orders and reports. The messages themselves have no version, because both ends are usually the
+/// same program. If the keeper is another program, it must have the same version.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
-/// How long after the application's end the keeper may take to be gone, beyond its own patience.
+/// Time for the keeper to exit after the application's end, in addition to the keeper's own time limit.
 const KEEPER_TIME_MORE: Duration = Duration::from_secs(5);
 
-/// The guard's one message. Descriptors come along: the keeper's process, and the namespace of `ids` if there is one.
+/// The guard's only message. Carries the keeper's pidfd, and the namespace of `ids` if there is one.
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct Ready {
     pub(crate) keeper: u32,
     pub(crate) abilities: Vec<Ability>,
-    /// The first and the last of the subordinate ids, or why there are none.
+    /// First and last subordinate id, or the reason why there are none.
     pub(crate) ids: Result<(u32, u32), String>,
 }
 
-/// Becomes the guard, and forks the keeper: this returns in the keeper alone. Standard input is the socket, and standard
-/// output the application's end.
+/// Becomes the guard and forks the keeper. Returns only in the keeper. Standard input is the socket, and
+/// standard output is the pidfd of the application.
 pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
         let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
@@ -70,7 +71,8 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     match fork()? {
         None => {
-            // What the keeper reports is behind what the guard tells, on the same socket. A guard that ends tells, too.
+            // Waits until the guard has sent its message, because the keeper's reports use the same socket
+            // and must come later. The pipe also closes if the guard ends.
             drop(tells);
             rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut [0]))?;
             Ok(own)
@@ -86,17 +88,17 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     }
 }
 
-/// Forks; `None` in the child.
+/// Forks. Returns `None` in the child.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn fork() -> io::Result<Option<Pid>> {
-    // SAFETY: this process has one thread, which goes on in both.
+    // SAFETY: this process has one thread, which continues in both processes.
     let pid = unsafe { libc::fork() };
     errno::check(pid)?;
     Ok(Pid::from_raw(pid))
 }
 
-/// Tells the application, then the keeper by closing `tells`, and waits for the end of either. Returns whether the keeper
-/// ended in order.
+/// Sends the message to the application, lets the keeper continue by closing `tells`, and waits for the end
+/// of either. Returns true if the keeper exited without an error.
 fn attend(
     keeper: Pid,
     abilities: Vec<Ability>,
@@ -106,14 +108,15 @@ fn attend(
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
     tell(keeper, &process, abilities, ids)?;
     drop(tells);
-    // The application is to see the end of the keeper's socket when the keeper has ended.
+    // Closes the guard's copy of the socket, so that the application sees the end of file when the keeper has
+    // ended.
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     put_at(&null, libc::STDIN_FILENO)?;
     let application = std::io::stdout();
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
-        // It notices by itself, unless it is stopped.
+        // The keeper notices the application's end itself, unless it is stopped.
         let _ = pidfd_send_signal(&process, Signal::CONT);
         if !is_readable(&process, END_PATIENCE + KEEPER_TIME_MORE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);

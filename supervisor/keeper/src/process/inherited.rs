@@ -134,12 +134,12 @@ mod tests {
             let recorded = recorded.as_ref().unwrap();
             let mut other = recorded.clone();
             match name {
-                // The soft limit of open files, which any process may lower and raise again.
+                // The soft limit of open files, which any process can lower and raise again.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
                 "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
                 "timer slack" => other[..6].copy_from_slice(b"77000\0"),
                 "I/O priority" => other[..2].copy_from_slice(&(3_u16 << 13).to_ne_bytes()),
-                // Batch processing.
+                // The policy `SCHED_BATCH`.
                 "scheduling" => other[4..8].copy_from_slice(&3_u32.to_ne_bytes()),
                 _ => {
                     let first = other.iter().position(|byte| *byte != 0).unwrap();
@@ -149,7 +149,7 @@ mod tests {
                 }
             }
             set(pid as usize, &other);
-            // To lower the score again takes a privilege.
+            // Lowering the score again needs a privilege.
             if before.restore(pid, || true) == Err("out-of-memory score") {
                 continue;
             }

@@ -1,10 +1,11 @@
-//! Nests: pid namespaces, in each of which a template and the workers that it forks live, and nothing else.
+//! Nests: pid namespaces, each with one template and the workers that the template forks.
 //!
-//! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and the
-//! remaining children. All children except the template, the workers and possible workers being forked were left behind
-//! by a worker. The keeper orders the first process to kill these. Children that survive this are killed while the
-//! whole namespace is stopped. If some survive this as well, the keeper retries at longer intervals and the worker
-//! counts as swept. So the keeper never searches `/proc`, and nests do not affect each other.
+//! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and
+//! the remaining children. All children except the template, the workers and possible workers being forked
+//! were left behind by a worker. The keeper orders the first process to kill these. Children that survive
+//! this are killed while the whole namespace is stopped. If some survive this as well, the keeper retries at
+//! longer intervals and the worker counts as swept. So the keeper never searches `/proc`, and nests do not
+//! affect each other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -17,40 +18,43 @@ use crate::socket::{self, Outbox, Received};
 use crate::spawn::{END_BYTES_MAX, End, NAMED_MAX, NestOrder};
 use crate::{Exit, ReportMessage, Usage, wait};
 
-/// Ends that are heard in one go.
+/// Maximum number of exits read at a time.
 const ENDS_MAX: usize = 64;
 
-/// Ends of unknown processes that are remembered: the template may be about to name them.
+/// Maximum number of remembered exits of unknown processes. The template may be about to name some of these
+/// processes.
 const DEAD_MAX: usize = 64;
 
-/// The pauses between two orders to kill.
+/// Pause between two orders to kill.
 const PAUSE_MIN: Duration = Duration::from_millis(2);
 const PAUSE_MAX: Duration = Duration::from_millis(64);
 
-/// What was not to be killed one by one within this time is killed while all stands still.
+/// Time after which processes that could not be killed one by one are killed while the whole namespace is
+/// stopped.
 const STUBBORN: Duration = Duration::from_millis(200);
 
-/// A worker is reported as swept after this time, whatever it left behind, which is hunted from then on at this interval.
+/// Time after which a worker is reported as swept even if processes are left, and interval between later
+/// attempts to kill these.
 const PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE_AFTERWARDS: Duration = Duration::from_secs(1);
 
-/// Of a template: where it and its workers live.
+/// State of a template's pid namespace.
 pub(super) struct Nest {
     socket: OwnedFd,
     outbox: Outbox,
-    /// The template's number in there, once it is known.
+    /// The template's pid in the namespace, once it is known.
     pub(super) template: Option<u32>,
-    /// The workers by their numbers in there, with those that they have here.
+    /// Workers: the pid in the namespace, and the pid outside.
     workers: HashMap<u32, u32>,
-    /// Children of the first process that are neither, and since when that is known.
+    /// Other children of the first process, each with the time of its discovery.
     unknown: Vec<(u32, Instant)>,
-    /// Whether there may be more of these.
+    /// True if there may be more unknown children than listed.
     has_more: bool,
-    /// Unknown ones that have ended.
+    /// Unknown processes that have ended.
     dead: VecDeque<u32>,
-    /// Workers that have ended, and are swept when nothing is left of any.
+    /// Workers that have ended. All are reported as swept when no unknown process is left.
     leaving: Vec<Leaving>,
-    /// Since there is something to kill, when the next order to do so is due, and what the pause is then.
+    /// Set while there are processes to kill: start, time of the next order, and pause after that order.
     hunt: Option<(Instant, Instant, Duration)>,
 }
 
@@ -62,14 +66,14 @@ struct Leaving {
     leaf: Option<Leaf>,
 }
 
-/// Of a worker: the nest that it lives in.
+/// A worker's place in a nest.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Home {
-    /// The first process there.
+    /// The first process of the nest.
     pub(super) nest: u32,
-    /// The worker's number in there.
+    /// The worker's pid in the namespace.
     pub(super) inner: u32,
-    /// What its temporary folder is called by, where that is in there as well.
+    /// Part of the name of the worker's temporary folder, if the folder is in the namespace too.
     pub(super) secret: Option<u128>,
 }
 
@@ -92,12 +96,12 @@ impl Nest {
         &self.socket
     }
 
-    /// Whether a worker has this number in there.
+    /// True if the template or a worker has this pid in the namespace.
     pub(super) fn has(&self, inner: u32) -> bool {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
-    /// Whether what had this number, and was unknown, has ended.
+    /// True if an unknown process with this pid has ended.
     pub(super) fn has_ended(&self, inner: u32) -> bool {
         self.dead.contains(&inner)
     }
@@ -107,7 +111,7 @@ impl Nest {
         self.unknown.retain(|(unknown, _)| *unknown != inner);
     }
 
-    /// Takes note of the children that there are.
+    /// Records the current children.
     fn look(&mut self, children: &[u32], has_more: bool, now: Instant) {
         let before: HashMap<u32, Instant> = self.unknown.drain(..).collect();
         let since = |pid: u32| before.get(&pid).copied().unwrap_or(now);
@@ -121,16 +125,16 @@ impl Process {
         self.children.get_mut(&pid)?.nest.as_mut()
     }
 
-    /// Hears the first process of a nest.
+    /// Handles messages of a nest's first process.
     pub(super) fn hear_nest(&mut self, pid: u32) {
         let has_more = self.hear_ends(pid);
         self.order_nest(pid, has_more);
     }
 
-    /// Sends what waits; `has_more` is to be heard of which there is no event.
+    /// Sends waiting orders. `has_more` means that messages may be waiting for which there is no new event.
     fn order_nest(&mut self, pid: u32, has_more: bool) {
         let Some(nest) = self.nest_mut(pid) else { return };
-        // One that has ended is reaped next.
+        // If the first process has ended, it is reaped next.
         let is_blocked = !nest.outbox.flush(&nest.socket).unwrap_or(true);
         if !has_more && !is_blocked {
             return;
@@ -139,19 +143,19 @@ impl Process {
         let _ = register_again(&self.poll, &socket, pid as usize | NEST, is_blocked);
     }
 
-    /// Hears some ends. Returns whether there may be more.
+    /// Handles some exits. Returns true if there may be more.
     pub(super) fn hear_ends(&mut self, pid: u32) -> bool {
         let (ends, has_more) = self.ends(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
-            // What a process said of itself it said before it ended.
+            // A process can have identified itself before it ended.
             self.hear_what_waits(pid);
         }
         ends.into_iter().for_each(|end| self.ended_in_nest(pid, end));
         has_more
     }
 
-    /// Some ends that were told, and whether there may be more.
+    /// Reads some exits. Returns true if there may be more.
     fn ends(&mut self, pid: u32) -> (Vec<End>, bool) {
         let mut ends = Vec::new();
         let Some(nest) = self.nest_mut(pid) else { return (ends, false) };
@@ -162,7 +166,7 @@ impl Process {
                     Some(end) => ends.push(end),
                     None => return (ends, false),
                 },
-                // When it has ended, so is it.
+                // If the socket is closed, the first process has ended, and is reaped.
                 Ok(Received::Nothing | Received::Closed) | Err(_) => return (ends, false),
             }
         }
@@ -189,19 +193,19 @@ impl Process {
                 nest.look(&children, end.has_more, now);
                 self.tidy_nest(pid, now);
             }
-            // A later end of the same turn lists the children.
+            // A later exit of the same iteration lists the children.
             None => nest.has_more = true,
         }
     }
 
-    /// The template is gone, and its workers live on.
+    /// Handles the template's end. Its workers continue.
     fn template_left(&mut self, pid: u32, end: &End) {
         self.look_at_start(pid);
-        // Why it ended, among others.
+        // Includes the reason for the end.
         self.hear_what_waits(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
         if !matches!(child.stage, Stage::Running) {
-            // With it the first process ends.
+            // The first process ends with the template.
             return;
         }
         child.stage = Stage::Ended;
@@ -210,7 +214,7 @@ impl Process {
         template.into_iter().for_each(|template| self.template_ended(template));
     }
 
-    /// A worker of this nest has ended.
+    /// Handles the end of a worker in this nest.
     fn left_nest(&mut self, nest: u32, pid: u32, exit: Exit, usage: Usage) {
         let Some(child) = self.remove(pid) else { return };
         let (worker, exit) = (child.worker, child.cause(exit));
@@ -223,11 +227,11 @@ impl Process {
         }
     }
 
-    /// Reports workers as swept of which nothing is left, and has what is left killed.
+    /// Reports workers of which nothing is left, and orders the remaining processes to be killed.
     pub(super) fn tidy_nest(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(nest) = &mut child.nest else { return };
-        // What came to light before something was to be forked is not that.
+        // A child that was discovered before the oldest fork in progress cannot be its result.
         let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if nest.unknown.is_empty() && !nest.has_more {
@@ -238,7 +242,8 @@ impl Process {
             nest.unknown.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
             if let Some((since, due, pause)) = nest.hunt {
-                // It waits for what is being forked, and is not to be asked for without end meanwhile.
+                // Waits for the forks in progress. The due time moves, so that the loop does not spin
+                // meanwhile.
                 nest.hunt = Some((since, due.max(now + PAUSE_MIN), pause));
             }
             return;
@@ -264,7 +269,7 @@ impl Process {
         self.order_nest(pid, false);
     }
 
-    /// When something in a nest is to be killed again.
+    /// Returns the next time at which an order to kill is due.
     pub(super) fn nests_due(&self) -> Option<Instant> {
         let nests = self.templates.iter().filter_map(|pid| self.children.get(pid)?.nest.as_ref());
         nests.filter_map(|nest| nest.hunt.map(|(_, due, _)| due)).min()
@@ -279,7 +284,7 @@ impl Process {
         due.into_iter().for_each(|pid| self.tidy_nest(pid, now));
     }
 
-    /// Reports workers of which nothing is left, or that are not waited for any longer.
+    /// Reports workers of which nothing is left, or whose time limit has passed.
     fn nest_is_swept(&mut self, pid: u32, is_swept: impl Fn(&Leaving) -> bool) {
         let Some(nest) = self.nest_mut(pid) else { return };
         let swept: Vec<Leaving> = nest.leaving.extract_if(.., |leaving| is_swept(leaving)).collect();
@@ -292,7 +297,7 @@ impl Process {
         }
     }
 
-    /// Has a worker of a nest killed, with its process group.
+    /// Orders a worker in a nest to be killed, with its process group.
     pub(super) fn kill_in_nest(&mut self, Home { nest, inner, .. }: Home) {
         if let Some(found) = self.nest_mut(nest) {
             found.outbox.push(NestOrder::Kill(&[inner]).encode(), Vec::new());
@@ -300,7 +305,7 @@ impl Process {
         }
     }
 
-    /// Has a template killed, while its workers live on.
+    /// Orders a template to be killed. Its workers continue.
     pub(super) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.nest) {
@@ -308,13 +313,13 @@ impl Process {
                 nest.outbox.push(NestOrder::KillTemplate.encode(), Vec::new());
                 self.order_nest(pid, false);
             }
-            // It has ended already.
+            // The template has ended already.
             (Stage::Ended, Some(_)) => {}
             (Stage::Starting(_) | Stage::Running | Stage::Failed | Stage::Ended, _) => wait::kill_group(pid),
         }
     }
 
-    /// The first process of a nest has ended, and with it all that was in there.
+    /// Handles the end of a nest's first process. All processes in the nest have ended with it.
     pub(super) fn nest_ended(&mut self, pid: u32, nest: Nest) {
         const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
         let Nest { workers, mut leaving, .. } = nest;

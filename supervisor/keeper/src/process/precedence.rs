@@ -1,18 +1,19 @@
-//! The keeper's turn at the processor: before all others while it ends what resists, like others' otherwise.
+//! Scheduling priority of the keeper: highest while it kills resisting processes, ordinary otherwise.
 //!
-//! A keeper that ends a fork bomb must not wait for its turn behind a thousand processes. A keeper that starts one
-//! worker after the other for a bulkhead that crashes must not be in the way of other processes. Where privileges are
-//! missing, the keeper takes its turn like others all the time.
+//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper
+//! that starts one worker after another for a crashing bulkhead must not delay other processes. Without the
+//! necessary privileges, the priority is always ordinary.
 
 use std::fs;
 
-/// The nice value that comes before all others.
+/// Nice value with the highest priority.
 const FIRST: i32 = -20;
 
-/// With autogroups (a setting of the kernel's) each session has a share, and this file says what ours weighs.
+/// File with the nice value of the keeper's session. With autogroups (a kernel setting), each session has a
+/// share of the processor.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 
-/// Whether the keeper's thread goes before others, if it may.
+/// Priority of the keeper's thread.
 #[derive(Debug)]
 pub(super) struct Precedence {
     usual: i32,
@@ -22,14 +23,14 @@ pub(super) struct Precedence {
 }
 
 impl Precedence {
-    /// Of a thread whose nice value is this.
+    /// `usual` is the nice value that the thread has now.
     pub(super) fn new(usual: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let usual_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
         Self { usual, usual_group, is_taken: false, may_be_taken: true }
     }
 
-    /// Goes before all others from here on.
+    /// Takes the highest priority, if this is permitted.
     pub(super) fn take(&mut self) {
         if self.may_be_taken && !self.is_taken {
             self.may_be_taken = rustix::process::setpriority_process(None, FIRST).is_ok();
@@ -38,11 +39,11 @@ impl Precedence {
         }
     }
 
-    /// Waits for its turn again.
+    /// Restores the usual priority.
     pub(super) fn give_back(&mut self) {
         if self.is_taken {
             self.is_taken = false;
-            // To take less is never refused.
+            // Lowering the priority is always permitted.
             let _ = rustix::process::setpriority_process(None, self.usual);
             self.usual_group.into_iter().for_each(|usual| self.weigh(usual));
         }
@@ -61,7 +62,7 @@ mod tests {
 
     #[test]
     fn what_is_taken_is_given_back() {
-        // Of this thread alone; without the privilege nothing happens at all.
+        // Affects only this thread. Without the privilege nothing changes.
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let group = || fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let (before, group_before) = (nice(), group());

@@ -1,5 +1,5 @@
-//! From an order to a worker whose program runs: the fork, the talk with the child on its way, and the looks
-//! at what it has become.
+//! Starts workers, from the order to the running program. This includes the fork, the exchange with the child
+//! on the way, and the read-back of the child's confinement.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,11 +17,12 @@ use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
 use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
 
-/// The keeper's end, which never blocks, learns who speaks and gets no descriptors, and the template's.
+/// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
+/// the sender's credentials, and accepts no descriptors.
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Older kernels do not know how.
+    // Older kernels do not support this.
     let _ = bulkhead_linux::rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -40,7 +41,7 @@ impl Process {
         let terms = order.confinement.terms;
         let folder = match terms.temporary {
             Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
-            // What is mounted there belongs to the worker.
+            // The folder stays the keeper's. Only the file system mounted over it belongs to the worker.
             Temporary::Mounted(_) => Some(self.make_folder(order.worker, None)?),
             Temporary::None | Temporary::FileSystem(_) => None,
         };
@@ -58,7 +59,7 @@ impl Process {
         match started {
             Ok(((pid, pidfd, mut ends, observed), leaf)) => {
                 let status = ends.status.take();
-                // If that fails, it is read when the first process has ended.
+                // If this fails, the status is read when the first process has ended.
                 let told = status.as_ref().map(|status| register(&self.poll, status, pid as usize | STATUS));
                 debug_assert!(told.is_none_or(|told| told.is_ok()));
                 let nest = ends.nest.take().map(Nest::new);
@@ -73,7 +74,7 @@ impl Process {
                     stage: Stage::Starting(ends),
                     terms,
                     rlimits: order.rlimits.clone(),
-                    // A worker without confinement does not ask.
+                    // A worker without confinement does not wait for permission.
                     is_confined: terms == Terms::default(),
                     process: pid,
                     listener: None,
@@ -139,7 +140,8 @@ impl Process {
         Ok(pidfd)
     }
 
-    /// Reads what a starting child says, does what it waits for, and reports how it ends.
+    /// Reads messages of a starting child, does what the child waits for, and reports the result of the
+    /// start.
     pub(super) fn look_at_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(ends), terms, .. }) = self.children.get(&pid) {
             let refusal = match spawn::read_progress(&ends.progress) {
@@ -162,7 +164,8 @@ impl Process {
         }
     }
 
-    /// A child says that it is confined. If it is, it may execute its program.
+    /// Handles a child's report that it is confined. If the confinement is as ordered, the child may execute
+    /// its program.
     pub(super) fn confined(
         &mut self,
         pid: u32,
@@ -176,7 +179,8 @@ impl Process {
             nest.template = Some(observe::place(process).map_err(failed)?.inner);
         }
         child.observed.namespaces = self.own.compare(process).map_err(failed)?;
-        // Beside those it keeps there are this one's other end, and the listener.
+        // Open in addition to the worker's descriptors: the child's end of the progress socket, the listener,
+        // and the descriptors in `beside`.
         let executable = match &child.stage {
             Stage::Starting(ends) => ends.beside,
             Stage::Running | Stage::Failed | Stage::Ended => 0,
@@ -187,7 +191,7 @@ impl Process {
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
         let filters = observe::status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
-        // The supervisor may be under a filter itself, which counts for nothing here.
+        // The supervisor can be under a filter itself, which does not count here.
         let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
         let filter = is_bare.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {
@@ -205,7 +209,7 @@ impl Process {
         Ok(())
     }
 
-    /// A child has come to its program, or has failed.
+    /// Handles a child that has executed its program or has failed.
     pub(super) fn started(&mut self, pid: u32, refusal: Option<Refusal>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if refusal.is_some() { Stage::Failed } else { Stage::Running };
@@ -218,7 +222,8 @@ impl Process {
             return self.report_failure(worker, &refusal);
         }
         if !child.is_confined {
-            // It was killed on its way, for it never got the word to go on. Its end is reported next.
+            // The child was killed on the way, because it never got permission to continue. Its end is
+            // reported next.
             self.kill(pid);
         } else if let Some(what) = child.look_again() {
             child.stage = Stage::Failed;
@@ -228,7 +233,8 @@ impl Process {
         }
         let Some(child) = self.children.get_mut(&pid) else { return };
         let (process, observed) = (child.process, child.observed);
-        // The kernel takes a descriptor of its own along with the message, as soon as that is sent.
+        // The message carries a duplicate of the pidfd. The duplicate is closed as soon as the message is
+        // sent, because the kernel then holds another reference.
         match child.pidfd.try_clone() {
             Ok(pidfd) => self.report(&ReportMessage::Spawned { worker, pid: process, observed }, Some(pidfd)),
             Err(error) => {

@@ -1,5 +1,5 @@
-//! After a death: waiting for the dead, telling of them, and ending what they left behind, in pieces between
-//! other things.
+//! Handles deaths: reaps dead workers, reports their deaths, and kills the processes left behind, in small
+//! steps between other work.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,54 +13,57 @@ use crate::spawn::{self, Refusal};
 use crate::wait::{self, Waited};
 use crate::{Exit, ReportMessage, Usage};
 
-/// Something that survives SIGKILL this long is left to the kernel, and its worker reported as swept.
+/// Time after which processes that survive SIGKILL are left to the kernel, and their worker is reported as
+/// swept.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(2);
 
-/// The pauses between two hunts while something is being swept up.
+/// Pause between two hunts while workers are leaving.
 const HUNT_PAUSE_MIN: Duration = Duration::from_millis(2);
 const HUNT_PAUSE_MAX: Duration = Duration::from_millis(64);
 
-/// After a death all processes are looked at once more, so late and at most so often: a worker that
-/// forks with CLONE_PARENT makes siblings of itself instead of descendants.
+/// Time from a death to an additional scan of all processes, and minimum interval between these audits. An
+/// audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of descendants.
 const AUDIT_PAUSE: Duration = Duration::from_secs(1);
 
-/// Processes that one turn of the loop waits for, and looks at: some hundred microseconds of each.
+/// Maximum numbers of processes that are reaped, and that are scanned, in one iteration of the loop. Each
+/// takes some hundred microseconds in total.
 const REAPS_PER_TURN: usize = 64;
 const LOOKS_PER_TURN: usize = 64;
 
-/// Bytes from templates after which a turn waits for no more processes: some of them talk without end.
+/// Number of bytes read from templates after which an iteration reaps no more processes, because a template
+/// can send without end.
 const HEARD_PER_TURN: u64 = 4096;
 
-/// A worker that is dead and waited for, while what it left behind is swept up.
+/// A worker that is dead and reaped, while the processes it left behind are being killed.
 struct Leaving {
     worker: u64,
-    /// Whether it is to be reported as swept: one that was told as failed is not.
+    /// True if the worker must be reported as swept. A worker reported as failed must not.
     is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// The hunt's name for the moment of its death.
+    /// The hunt's moment at the worker's death.
     moment: u64,
 }
 
-/// Those that have left, and the hunt for what they left behind.
+/// Workers that are leaving, and the hunt for the processes they left behind.
 pub(super) struct Sweep {
-    /// The kernel does not tell orphans from workers: only a look at all processes shows whether something is
-    /// left.
+    /// True if the kernel does not distinguish orphans from workers, so that only a scan of all processes
+    /// shows whether something is left.
     looks_always: bool,
     leaving: Vec<Leaving>,
     hunt: Hunt,
-    /// When the next hunt begins.
+    /// Start time of the next hunt.
     next: Option<Instant>,
     pause: Duration,
-    /// What the last hunt killed.
+    /// Number of processes that the last hunt killed.
     found: usize,
-    /// What was given up on: as many are expected to be found again.
+    /// Number of processes that were given up. The same number is expected in later hunts.
     stuck: usize,
     audit: Option<Instant>,
-    /// Whether some that have ended are not waited for yet.
+    /// True if there may be ended processes that have not been reaped.
     has_dead: bool,
-    /// Whether the next hunt begins when nothing is being forked any more.
+    /// True if the next hunt waits for forks in progress.
     waits_for_forks: bool,
 }
 
@@ -80,12 +83,12 @@ impl Sweep {
         }
     }
 
-    /// Whether nothing is to be forked: processes are hunted, or about to be.
+    /// True if no fork must be started, because a hunt is in progress or about to begin.
     pub(super) fn wants_quiet(&self) -> bool {
         self.waits_for_forks || self.hunt.is_on()
     }
 
-    /// When there is something to do next; at once, if there is now.
+    /// Returns the time of the next work, which is `now` if there is work already.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         if self.has_dead || self.hunt.is_on() {
             return Some(now);
@@ -99,10 +102,10 @@ impl Sweep {
 }
 
 impl Process {
-    /// A worker's process, or the first one of its namespace, has ended.
+    /// Handles the end of a worker's process, or of the first process of its namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
-            // What it said at the start, it said before it ended.
+            // Messages that the worker sent before it ended must be handled first.
             self.look_at_start(pid);
             self.hear_what_waits(pid);
             while self.hear_ends(pid) {}
@@ -111,8 +114,8 @@ impl Process {
         }
     }
 
-    /// Waits for what has ended, worker or orphan; the workers' ends are announced one by one as well, so that
-    /// they do not have to wait behind a thousand orphans.
+    /// Reaps ended processes, workers and orphans. Ends of workers also have separate events, and so do not
+    /// wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.sweep.has_dead = false;
         let mut heard = 0;
@@ -133,7 +136,7 @@ impl Process {
         self.sweep.has_dead = true;
     }
 
-    /// Returns whether there was anything to take.
+    /// Returns true if there was a change of state to take.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::take(pid) {
             Waited::NoChild | Waited::Nothing => return false,
@@ -146,12 +149,12 @@ impl Process {
         true
     }
 
-    /// The first process of a pid namespace tells how the worker has ended. Its own end waits for that of all
-    /// others in there.
+    /// Handles the report of a pid namespace's first process on how the worker ended. The first process
+    /// itself can end only after all other processes in the namespace.
     pub(super) fn hear_end(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
-        // Nothing follows, whatever was read.
+        // There is only one message, whatever was read.
         deregister(&self.poll, &status);
         let Some(told) = spawn::read_status(&status) else { return };
         self.look_at_start(pid);
@@ -163,7 +166,7 @@ impl Process {
         }
     }
 
-    /// A child has been waited for: its death is told at once. What it leaves behind goes with it.
+    /// Handles a reaped child. Reports the death at once, and begins to clean up.
     fn left(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.forget_descriptors(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
@@ -174,7 +177,8 @@ impl Process {
         let nest = child.nest.take();
         match child.stage {
             Stage::Running => {
-                // The first process of a pid namespace has told of the worker; if not, it was killed first.
+                // The first process of a pid namespace has reported the worker's end, unless the first
+                // process was killed before.
                 let told = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = told.unwrap_or((exit, usage));
                 let (worker, exit) = (child.worker, child.cause(exit));
@@ -182,15 +186,15 @@ impl Process {
             }
             Stage::Ended => {}
             Stage::Starting(_) => {
-                // It has not said why; and an order is answered.
+                // The child has not reported a reason, but the order needs an answer.
                 self.report_failure(child.worker, &Refusal::new("start", Errno::CHILD));
                 return self.failed(child);
             }
-            // Its program may have run and left something behind.
+            // The program can have run and left processes behind.
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.failed(child),
         }
-        // Behind it: no worker is to be asked of a template that has ended.
+        // Comes after the report, so that no worker is ordered from a template that has ended.
         nest.into_iter().for_each(|nest| self.nest_ended(pid, nest));
         let Child { worker, folder, leaf, .. } = child;
         let moment = self.sweep.hunt.moment();
@@ -198,15 +202,15 @@ impl Process {
         self.sweep.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
-    /// One that never ran is waited for.
+    /// Cleans up after a worker that never ran.
     fn failed(&mut self, child: Child) {
         self.precedence.give_back();
         self.clear(child.folder, child.leaf);
     }
 
-    /// Ends what the dead left behind, a piece of it, and reports workers of which nothing is left.
+    /// Performs a step of killing what the dead left behind, and reports workers of which nothing is left.
     pub(super) fn sweep(&mut self, now: Instant) {
-        // Whatever the dead left behind would be a child of this thread.
+        // Any process that the dead left behind would be a child of this thread.
         let is_waited_for = !self.sweep.leaving.is_empty() && !self.sweep.looks_always;
         if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
             self.sweep.stuck = 0;
@@ -222,7 +226,7 @@ impl Process {
         }
     }
 
-    /// Goes on with a hunt, or begins one that is due.
+    /// Continues the current hunt, or begins the next if it is due.
     fn hunt(&mut self, now: Instant) {
         if !self.sweep.hunt.is_on() {
             let is_audit = self.sweep.leaving.is_empty();
@@ -230,7 +234,7 @@ impl Process {
             if due.is_none_or(|due| now < due) {
                 return;
             }
-            // What is forked just now could not be told from what is hunted.
+            // A process that is being forked could not be distinguished from the hunted processes.
             self.sweep.waits_for_forks = self.is_forking();
             if self.sweep.waits_for_forks {
                 return;
@@ -250,7 +254,7 @@ impl Process {
         }
     }
 
-    /// A hunt is over. `None`: it came to nothing.
+    /// Handles the end of a hunt. `found` is `None` if the hunt failed.
     fn hunted(&mut self, now: Instant, found: Option<usize>) {
         self.sweep.next = Some(now + self.sweep.pause);
         self.sweep.pause = (self.sweep.pause * 2).min(HUNT_PAUSE_MAX);
@@ -260,7 +264,8 @@ impl Process {
         }
         if self.sweep.leaving.is_empty() {
             self.sweep.next = None;
-            // Until a look finds nothing: children of killed processes are found the next time.
+            // Repeats until a scan finds nothing, because the children of killed processes are only found in
+            // the next scan.
             let found_something = found != Some(0) || !self.groups.retry();
             self.sweep.audit = found_something.then(|| now + AUDIT_PAUSE);
             if found_something { self.precedence.take() } else { self.precedence.give_back() }
@@ -293,19 +298,20 @@ impl Process {
         }
     }
 
-    /// Removes what a worker had, when nothing is left of it.
+    /// Removes the folder and the control group of a worker of which nothing is left.
     pub(super) fn clear(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
         folder.into_iter().for_each(|folder| self.folders.remove(folder));
         leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
     }
 
-    /// Kills a worker and all that it has started, as far as one call reaches.
+    /// Kills a worker and all its descendants, as far as one call reaches.
     pub(super) fn kill(&mut self, pid: u32) {
         let Some(child) = self.children.get(&pid) else { return };
-        // In the group of a template is the first process as well, with which its workers would go.
+        // A running template's control group also has the first process of the namespace, and killing that
+        // would kill the workers.
         let is_alone = child.nest.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
-            // What it misses the other ways reach.
+            // The following calls reach what this misses.
             let _ = leaf.kill();
         }
         match child.home {

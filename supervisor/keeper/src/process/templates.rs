@@ -1,8 +1,10 @@
-//! Templates: workers that fork the workers of their bulkhead, as children of this process.
+//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the
+//! first process in their namespace.
 //!
-//! A template is ordered, confined and watched like any worker. What it forks is taken for a worker when that process
-//! itself has said so: the kernel tells which one it is. Until then a process that a worker makes a sibling of itself
-//! looks the same; so nothing is forked while processes are hunted, and nothing is hunted while something is forked.
+//! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
+//! the process itself has said so; the kernel identifies the sender. Until then the process cannot be
+//! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
+//! begins during a fork.
 
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
@@ -24,37 +26,37 @@ use crate::socket::Outbox;
 use crate::spawn::Refusal;
 use crate::{ReportMessage, TemplateWord, observe, wait};
 
-/// A template that has not forked within this time hangs.
+/// Time limit for a fork. A template that takes longer is hung.
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why what it was to fork has failed then.
+/// Refusal for workers whose template was hung.
 const HUNG: &str = "fork: its template did not fork within ten seconds and was ended; see whether it was stopped, or waits \
                     in `before_fork`";
 
-/// A hunt waits so long for what is being forked. What is forked later, during a hunt, is taken for something that was
+/// Maximum time that a hunt waits for forks in progress. A process forked later, during a hunt, counts as
 /// left behind, and its start fails.
 const QUIET_PATIENCE: Duration = Duration::from_millis(500);
 
-/// What a template says while it initialises is told so many times in each interval.
+/// Maximum number of status messages forwarded from a template in each interval.
 const TALK_MAX: u32 = 64;
 const TALK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Messages of a template that are read in one go.
+/// Maximum number of a template's messages read at a time.
 const WORDS_MAX: usize = 64;
 
-/// What the keeper knows of a template beside what it knows of each worker.
+/// The keeper's additional state for a template.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
-    /// What is being forked.
+    /// Forks in progress.
     underway: VecDeque<Fork>,
-    /// Whether it was ended for taking too long.
+    /// True if the template was killed because a fork took too long.
     is_hung: bool,
     /// Attributes that workers inherit; `None` until the template is ready.
     inherited: Option<Inherited>,
-    /// Whether it has said why it cannot be one.
+    /// True if the template has sent its reason for failing.
     is_refused: bool,
-    /// Since when it has said how much of what is only for people.
+    /// Start of the current interval for status messages, and number of messages since then.
     talk: Option<(Instant, u32)>,
 }
 
@@ -62,13 +64,13 @@ struct Fork {
     worker: u64,
     secret: u128,
     since: Instant,
-    /// Its process, as the template says.
+    /// Pid of the forked process, according to the template.
     pid: Option<u32>,
-    /// It is to be killed as soon as it is there.
+    /// True if the worker must be killed as soon as it exists.
     is_doomed: bool,
 }
 
-/// An order that waits for the end of a hunt.
+/// A fork order that waits for the end of a hunt.
 pub(super) struct Held {
     pub(super) worker: u64,
     pub(super) template: u64,
@@ -96,12 +98,12 @@ impl Template {
         !self.underway.is_empty()
     }
 
-    /// Since when something is being forked.
+    /// Start of the oldest fork in progress.
     pub(super) fn forks_since(&self) -> Option<Instant> {
         self.underway.front().map(|fork| fork.since)
     }
 
-    /// Whether it has not said too much of late.
+    /// Returns true if the template has not exceeded its rate of status messages.
     fn may_be_heard(&mut self, now: Instant) -> bool {
         let (since, count) = self.talk.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= TALK_INTERVAL {
@@ -122,7 +124,7 @@ impl Process {
         self.children.get_mut(&pid)?.template.as_mut()
     }
 
-    /// Has a template fork a worker.
+    /// Makes a template fork a worker.
     pub(super) fn fork(&mut self, held: Held) -> Result<(), Refusal> {
         let found = self.by_worker.get(&held.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
@@ -139,7 +141,7 @@ impl Process {
         };
         let inherited = child.template.as_ref().and_then(|template| template.inherited.as_ref());
         if let Some(Err(name)) = inherited.map(|it| it.restore(child.process, is_template)) {
-            // Its workers would inherit that; the next template does not have it.
+            // The template's workers would inherit the changed attribute. The next template does not have it.
             self.kill(pid);
             return Err(Refusal::new(&format!("fork: restore its template's {name}"), Errno::PERM));
         }
@@ -160,7 +162,8 @@ impl Process {
         Ok(())
     }
 
-    /// Has a template remove the temporary folder of a worker of which nothing is left, where the keeper cannot.
+    /// Makes a template remove the temporary folder of a worker of which nothing is left. Used if the keeper
+    /// cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
             template.outbox.push(Order::Remove { worker, secret }.encode().to_vec(), Vec::new());
@@ -171,12 +174,12 @@ impl Process {
     fn send_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
         let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
-        // If it failed, its end is near, and fails what it was to fork.
+        // If sending failed, the template is about to end, and its forks then fail.
         let Ok(is_sent) = is_sent else { return self.kill(pid) };
         let _ = register_again(&self.poll, &socket, pid as usize | FORKS, !is_sent);
     }
 
-    /// Has a worker that is being forked killed once it is there.
+    /// Marks a worker to be killed as soon as it is forked.
     pub(super) fn doom(&mut self, worker: u64) {
         if let Some(at) = self.held.iter().position(|held| held.worker == worker) {
             self.held.remove(at);
@@ -199,17 +202,18 @@ impl Process {
         self.templates.iter().filter_map(of)
     }
 
-    /// Templates that are forking children of this process.
+    /// Returns templates that are forking children of the keeper.
     fn forking_own_children(&self) -> Vec<u32> {
         self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid).collect()
     }
 
-    /// Whether something is being forked that a hunt has to wait for. What lives in a nest is not hunted.
+    /// True if a hunt has to wait for a fork in progress. Nests do not count, because their processes are not
+    /// hunted.
     pub(super) fn is_forking(&self) -> bool {
         self.forking().any(|(_, child, since)| child.nest.is_none() && since.elapsed() < QUIET_PATIENCE)
     }
 
-    /// Orders that waited for the end of a hunt.
+    /// Executes fork orders that waited for the end of a hunt.
     pub(super) fn fork_held(&mut self) {
         while !self.sweep.wants_quiet()
             && let Some(held) = self.held.pop_front()
@@ -221,7 +225,7 @@ impl Process {
         }
     }
 
-    /// When a template that forks counts as hung.
+    /// Returns the next time at which a forking template counts as hung.
     pub(super) fn forks_due(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking().filter(|(_, child, _)| is_awaited(child));
@@ -240,14 +244,14 @@ impl Process {
         }
     }
 
-    /// Hears all templates that are forking: what a worker said of itself it said before it ended. Returns how many
-    /// bytes they had said.
+    /// Reads the messages of all templates that are forking, because a worker can have identified itself
+    /// before it ended. Returns the number of bytes read.
     pub(super) fn hear_forks(&mut self) -> u64 {
         self.forking_own_children().into_iter().map(|pid| self.hear_what_waits(pid)).sum()
     }
 
-    /// Hears what a template and its workers have said by now, and little beyond: they may talk faster than it is
-    /// heard. Returns how many bytes that was.
+    /// Reads the waiting messages of a template and its workers, but not many more, because senders can be
+    /// faster than the keeper. Returns the number of bytes that were waiting.
     pub(super) fn hear_what_waits(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -260,12 +264,12 @@ impl Process {
         waiting
     }
 
-    /// A template, or what it has forked, has something to say.
+    /// Handles messages from a template or from its forked processes.
     pub(super) fn hear_template(&mut self, pid: u32) {
         if (0..WORDS_MAX).all(|_| self.hear_one(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
-            // There is more, of which there is no event.
+            // More messages may be waiting, for which there is no new event.
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | FORKS, false);
         }
@@ -274,7 +278,8 @@ impl Process {
         }
     }
 
-    /// Hears a message. Returns its bytes; `None`: there is none, or it is the last one that is heard.
+    /// Reads a message and returns its size in bytes. Returns `None` if there is no message, or if the
+    /// template was killed for the message.
     fn hear_one(&mut self, pid: u32) -> Option<usize> {
         let template = self.template_mut(pid)?;
         let mut bytes = [0; MESSAGE_BYTES_MAX];
@@ -288,7 +293,8 @@ impl Process {
         Some(length)
     }
 
-    /// Ends a template for what it did; with it all that lives in its nest, since there is no telling who did it.
+    /// Kills a template because of a protocol error. All processes in the template's nest die too, because
+    /// any process there can have caused the error.
     pub(super) fn end_template(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -300,7 +306,7 @@ impl Process {
         }
     }
 
-    /// Returns whether that makes sense.
+    /// Handles a message. Returns false if the message violates the protocol.
     fn obey_template(&mut self, pid: u32, word: Word<'_>, sender: u32) -> bool {
         let Some(child) = self.children.get_mut(&pid) else { return true };
         let (worker, process) = (child.worker, child.process);
@@ -312,7 +318,7 @@ impl Process {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let refusal = Refusal::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &refusal);
-                    // What is left behind in there may have waited for this fork.
+                    // Processes left behind in the nest can have waited for this fork.
                     self.tidy_nest(pid, Instant::now());
                 }
                 return true;
@@ -328,7 +334,7 @@ impl Process {
                 template.is_refused = true;
                 TemplateWord::Refused(text.to_owned())
             }
-            // As often as it likes: what is too much is not told.
+            // A template may send any number of these. Excess messages are not forwarded.
             Word::Status(_) | Word::Extend(_)
                 if !template.may_be_heard(Instant::now()) || self.outbox.len() >= REPORTS_WAITING_MAX =>
             {
@@ -337,7 +343,7 @@ impl Process {
             Word::Status(text) => TemplateWord::Status(text.to_owned()),
             Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
             Word::Forked { worker, pid: forked } => {
-                // One that was heard of itself already is none of these.
+                // If the worker has already identified itself, the fork is no longer in the list.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
                 if let Some(fork) = fork {
                     fork.pid = Some(forked);
@@ -357,7 +363,8 @@ impl Process {
         true
     }
 
-    /// A process that is no worker has been waited for: if this template forked it to be one, it has failed.
+    /// Handles a reaped process that is not a worker. If the template had forked it to become a worker, this
+    /// start has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
@@ -366,7 +373,8 @@ impl Process {
         }
     }
 
-    /// What was to be a worker is none, and may have made its temporary folder.
+    /// Reports that a fork did not become a worker. The process can have created its temporary folder
+    /// already.
     fn fork_failed(&mut self, template: u32, fork: &Fork, refusal: &Refusal) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -383,12 +391,13 @@ impl Process {
         self.report_failure(worker, refusal);
     }
 
-    /// The same for any template whose workers are children of this process.
+    /// Calls `fork_ended` for each forking template whose workers are children of the keeper.
     pub(super) fn any_fork_ended(&mut self, pid: u32) {
         self.forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// A process says that it is a worker which a template was to fork. Returns whether that makes sense.
+    /// Handles a process's message that it is a worker forked by the template. Returns false if the message
+    /// violates the protocol.
     fn born(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
@@ -408,7 +417,8 @@ impl Process {
         }
     }
 
-    /// Takes such a process for the worker. Returns whether that makes sense; if it is an error, it is none.
+    /// Adopts the process as the worker. Returns false if this violates the protocol. On an error, the
+    /// process does not become a worker.
     fn adopt(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, Refusal> {
         let Fork { worker, secret, is_doomed, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
@@ -429,7 +439,7 @@ impl Process {
             None => None,
             Some(nest) => {
                 let place = observe::place(pid);
-                // One that is waited for while this is read has no parent or number any more, or only one of the two.
+                // If the process is reaped during this read, its parent or pid, or both, are missing.
                 let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
                 let place = place.ok().filter(|_| !is_over);
                 let place = place.ok_or(Refusal::new("fork: it ended at once", Errno::CHILD))?;
@@ -446,7 +456,7 @@ impl Process {
         };
         let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
         let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
-        // Before it has anything that would be left; when the descriptor goes, so does this.
+        // Registered before the worker has anything to clean up. Closing the pidfd removes the registration.
         if home.is_none()
             && let Err(error) = register(&self.poll, &pidfd, pid as usize | END)
         {
@@ -504,15 +514,15 @@ impl Process {
         Ok(true)
     }
 
-    /// What was to be a worker is not to live.
+    /// Kills a process that must not become a worker.
     fn refuse_birth(&mut self, template: u32, pid: u32) {
-        // In a nest it is what no one knows, and is killed as such.
+        // In a nest, the process is unknown and is killed as such.
         if self.children.get(&template).is_some_and(|child| child.nest.is_none()) {
             wait::kill_group(pid);
         }
     }
 
-    /// A template has ended: what it was to fork is not coming.
+    /// Handles the end of a template, whose forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let refusal = match template.is_hung {
@@ -525,8 +535,8 @@ impl Process {
     }
 }
 
-/// A message, how long it was before it was cut, and which process has sent it. One without bytes has a sender as well,
-/// the end of all has none.
+/// Receives a message. Returns the length before truncation, and the pid of the sender. An empty message has
+/// a sender too, but end of file does not.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

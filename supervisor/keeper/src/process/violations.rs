@@ -1,4 +1,4 @@
-//! Forbidden system calls: the process that made one is named, and killed.
+//! Forbidden system calls: names the process that made the call, and kills it.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -9,7 +9,7 @@ use crate::confine::seccomp::{self, News};
 use crate::{ReportMessage, observe};
 
 impl Process {
-    /// The kernel tells of forbidden calls.
+    /// Handles a notification of a forbidden call.
     pub(super) fn look_at_violation(&mut self, pid: u32) {
         let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
         let received = match seccomp::news(listener) {
@@ -19,14 +19,15 @@ impl Process {
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
-        // Others may wait in their calls, and of those that came meanwhile there is no event.
+        // Other threads can be waiting in forbidden calls. There is no new event for calls made in the
+        // meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
             self.end_violator(pid, &notification);
         }
     }
 
-    /// The process that made a forbidden call is killed, and the news goes out before that of its death can.
+    /// Kills the process that made a forbidden call. The violation is reported before the death can be.
     pub(super) fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
@@ -36,11 +37,13 @@ impl Process {
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
-        // Still waiting: then numbers and descriptor are those of the thread that waits, and of its process.
+        // The thread is still waiting in the call. So the pids and the pidfd found above belong to this
+        // thread's process.
         if seccomp::is_waiting(listener, notification.id).is_err() {
             return;
         }
-        // A process that cannot be found is taken for the worker itself: then all of it goes.
+        // If the process cannot be found, the worker itself counts as the violator, and all of its processes
+        // are killed.
         let (process, inner, of, pidfd) = match found {
             Ok((process, inner, of, pidfd)) => (process, inner, of, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
@@ -60,8 +63,8 @@ impl Process {
         }
     }
 
-    /// Which worker a process under the filter of this one belongs to: that of a template is that of all that it has
-    /// forked.
+    /// Returns the worker to which a process belongs. The filter of a template also applies to all workers
+    /// that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
         let is_nest = self.children.get(&pid).is_some_and(|child| child.nest.is_some());
         if !is_nest {
@@ -75,8 +78,8 @@ impl Process {
         line.into_iter().find(is_worker).unwrap_or(pid)
     }
 
-    /// A worker can have as many processes made and killed as it likes: where the supervisor does not keep up,
-    /// their end has to do as news.
+    /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
+    /// that are killed. If the supervisor cannot keep up, only the worker's end is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < REPORTS_WAITING_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);

@@ -1,4 +1,4 @@
-//! What a worker is barred by, made ready before the fork: rules, a filter, a root folder.
+//! The confinement of a worker, prepared before the fork: rules, a filter, a root folder.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -21,47 +21,49 @@ use crate::confine::reach::{self, Closed, Given};
 use crate::confine::seccomp::{self, Ending, Filter};
 use crate::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
 
-/// The step's name.
+/// Name of the step.
 pub(super) const SUBORDINATE: &str = "user namespace of subordinate ids";
 
-/// Filters that are kept for the next worker with the same rules; there is one for each sandbox that
-/// differs from others in its system calls.
+/// Maximum number of filters kept for later workers with the same rules. There is one filter for each sandbox
+/// that differs from others in its system calls.
 const FILTERS_MAX: usize = 1024;
 
-/// What a child puts in force, step by step.
+/// Confinement that the child applies step by step.
 #[derive(Default)]
 pub(crate) struct Barriers {
     pub(super) terms: Terms,
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<Root>>,
-    /// What the worker is told of its own rules: its standard input.
+    /// The worker's own rules, which become its standard input.
     pub(super) program_rules: Option<OwnedFd>,
-    /// What the worker's user cannot reach in the system's root, where it has that.
+    /// Mounts for paths that the worker's user cannot reach in the system's root folder. `None` with a
+    /// private root folder.
     pub(super) shown: Option<Arc<Shown>>,
-    /// The program, where it is executed by a descriptor; then the working directory is entered by the keeper's user.
+    /// The program, if it is executed by a descriptor. In this case, the keeper's user enters the working
+    /// directory.
     pub(super) executable: Option<OwnedFd>,
-    /// What the host loads or runs, where that can be had by a descriptor alone: it stays open in the host.
+    /// File that the host loads or runs, if only a descriptor gives access to it. Stays open in the host.
     pub(super) hosted: Option<OwnedFd>,
-    /// Where a temporary file system is mounted, and with what options.
+    /// Mount point and mount options of a temporary file system.
     pub(super) own_temporary: Option<(CString, CString)>,
-    /// Folder to show at `/dev/shm`, in a private mount namespace with the system's root.
+    /// Folder to show at `/dev/shm`, in a private mount namespace with the system's root folder.
     pub(super) shared_memory: Option<CString>,
-    /// The user namespace that the worker enters first of all.
+    /// Existing user namespace that the worker enters first.
     pub(super) entered: Option<Arc<OwnedFd>>,
-    /// Whether the child may mount before it is in a user namespace of its own.
+    /// True if the child can mount before it is in a new user namespace.
     may_mount: bool,
 }
 
-/// Filters by what they are made of: to make one takes longer than the rest.
+/// Compiled filters by input. Compiling a filter takes longer than all other preparations.
 #[derive(Default)]
 pub(crate) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 
 type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
-    /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for, or
-    /// [`Temporary::Mounted`]; `subordinate` the user namespace of subordinate ids.
+    /// Prepares the confinement of a worker. `temporary` is the private folder for [`Temporary::Folder`] or
+    /// [`Temporary::Mounted`]. `subordinate` is the user namespace of subordinate ids.
     pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
@@ -120,7 +122,7 @@ impl Barriers {
             Root::prepare(&given, &withheld, &closed, &terms).map(Arc::new).map_err(missing)
         });
         let ruleset = ruleset.transpose()?;
-        // A template puts what it forks under rules, as a host does with its programs.
+        // A template confines the processes that it forks, as a host confines its programs.
         let is_told = terms.programs_apart || order.is_template && terms != Terms::default();
         let program_rules = is_told.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
         let shown = match root {
@@ -146,17 +148,17 @@ impl Barriers {
         })
     }
 
-    /// The version of the Landlock rules, if there are any.
+    /// Returns the version of the Landlock rules, if there are any.
     pub(crate) fn landlock(&self) -> Option<u32> {
         self.ruleset.as_ref().map(Ruleset::abi)
     }
 
-    /// Whether the child tells when it is confined, and waits for the word to go on.
+    /// True if the child reports when it is confined, and waits for permission to continue.
     pub(super) fn are_any(&self) -> bool {
         self.terms != Terms::default()
     }
 
-    /// Whether the child makes its root folder before it enters a user namespace.
+    /// True if the child makes its root folder before it enters a user namespace.
     pub(super) fn root_comes_first(&self) -> bool {
         self.root.is_some() && self.may_mount
     }
@@ -169,19 +171,20 @@ impl Barriers {
         self.shown.clone()
     }
 
-    /// Whether there is a `/tmp` of its own.
+    /// True if the worker has a private `/tmp`.
     pub(super) fn has_tmp(&self) -> bool {
         matches!(self.terms.temporary, Temporary::FileSystem(_))
     }
 }
 
-/// A temporary folder on disk; a file system that is mounted over it shows itself when it is there.
+/// Returns the folder to show at `/dev/shm`: the temporary folder on disk. The step that mounts a file system
+/// over the folder shows that file system itself.
 fn shared_memory(terms: &Terms, temporary: Option<&Path>) -> Option<CString> {
     let folder = temporary.filter(|_| terms.namespaces.proc && terms.temporary == Temporary::Folder);
     folder.and_then(root::text)
 }
 
-/// What a worker's own user cannot reach of what it is given.
+/// Finds the given paths that the worker's own user cannot reach.
 fn closed(given: &Given<'_>, terms: &Terms) -> Result<Closed, Refusal> {
     let Some(identity) = terms.identity else { return Ok(Closed::default()) };
     reach::look(given, identity).map_err(|mut useless| {
@@ -190,7 +193,7 @@ fn closed(given: &Given<'_>, terms: &Terms) -> Result<Closed, Refusal> {
     })
 }
 
-/// Where and how a temporary file system is mounted, on the system's root folder.
+/// Returns mount point and mount options of a temporary file system in the system's root folder.
 fn own_temporary(terms: &Terms, folder: Option<&Path>) -> Option<(CString, CString)> {
     let Temporary::Mounted(bytes) = terms.temporary else { return None };
     root::text(folder?).zip(root::tmp_options(bytes, terms.identity))
@@ -249,8 +252,9 @@ impl Filters {
     }
 }
 
-/// Whether a worker with the network reaches no Unix socket but those in its own folders: newer versions of
-/// Landlock see to that, and a root folder of its own, if Landlock bars the sockets without a path.
+/// True if a worker with the network can reach only the Unix sockets in its own folders. Newer versions of
+/// Landlock ensure this. With older versions, a private root folder ensures this if Landlock denies abstract
+/// sockets.
 fn keeps_from_unix_sockets(terms: &Terms) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;
@@ -258,7 +262,7 @@ fn keeps_from_unix_sockets(terms: &Terms) -> bool {
     version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
 }
 
-/// Whether Landlock decides whether a file that may be read may be truncated.
+/// True if Landlock can deny truncating a file that may be read.
 fn can_keep_from_truncating() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::kernel_abi().is_ok_and(|version| version >= TRUNCATE_SINCE)

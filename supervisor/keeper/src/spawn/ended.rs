@@ -1,8 +1,9 @@
 //! The first process of a pid namespace, from the fork of the worker on.
 //!
-//! It waits for whatever ends in there. When the worker has ended it tells how, and ends itself, with
-//! which the kernel ends everything else in the namespace. It is a copy of the keeper without rights,
-//! which no signal from in there reaches, and makes nothing but system calls.
+//! The first process reaps every process that ends in the namespace. When the worker has ended, the first
+//! process reports how, and exits. The kernel then kills everything else in the namespace. The first process
+//! is a copy of the keeper without rights. Signals from the namespace do not reach it. The code makes only
+//! system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -14,17 +15,17 @@ use super::exit;
 use crate::wait;
 use crate::{Exit, Usage};
 
-/// Bytes of what is told: the status as of `wait(2)`, and three numbers of the usage.
+/// Size of a report in bytes: the status of `wait(2)`, and three numbers of the usage.
 pub(super) const BYTES: usize = 4 + 3 * 8;
 
-/// Becomes the first process, whose child `worker` is.
+/// Becomes the first process, with the child `worker`.
 pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     become_first(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
             Ok((pid, status_word, rusage)) if pid == worker => {
                 let bytes = encode(status_word, &wait::usage(&rusage));
-                let _ = rustix::io::write(status, &bytes); // The keeper is gone: then the end is of no interest.
+                let _ = rustix::io::write(status, &bytes); // An error means that the keeper is gone.
                 exit(0)
             }
             Ok(_) | Err(Errno::INTR) => {}
@@ -33,20 +34,21 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     }
 }
 
-/// Leaves this process no more than these capabilities, or none, and these descriptors.
+/// Reduces this process to these capabilities, or to none if these are not available, and to these
+/// descriptors.
 pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {
         let sets = CapabilitySets { effective: all, permitted: all, inheritable: none };
         rustix::thread::set_capabilities(None, sets)
     };
-    // Fails only where there is nothing to give up.
+    // Fails only if there is nothing to give up.
     let _ = set(capabilities).or_else(|_| set(none));
-    // What it is called in lists of processes. It cannot fail with a name this short.
+    // Name in process lists. Cannot fail with a name this short.
     let _ = rustix::thread::set_name(c"bulkhead-init");
-    // SAFETY: sets a flag of this process: no process in there is to look into it.
+    // SAFETY: sets a flag of this process, so that no process in the namespace can inspect it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
-    // SAFETY: nothing of this process uses any of the others any more.
+    // SAFETY: nothing in this process uses the other descriptors any more.
     let _ = unsafe { close_all_but(0, kept) };
 }
 
@@ -61,7 +63,7 @@ pub(super) fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
     bytes
 }
 
-/// `None`: this is no status of an end.
+/// Returns `None` if the bytes are not the status of an ended process.
 pub(super) fn decode(bytes: &[u8; BYTES]) -> Option<(Exit, Usage)> {
     let (status, numbers) = bytes.split_first_chunk()?;
     let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };
@@ -69,7 +71,8 @@ pub(super) fn decode(bytes: &[u8; BYTES]) -> Option<(Exit, Usage)> {
     Some((wait::exit(i32::from_le_bytes(*status))?, Usage { user_us, system_us, maxrss_kib }))
 }
 
-/// Reads how the worker ended, as its first process has told. `None`: that one was ended before the worker.
+/// Reads the first process's report on how the worker ended. Returns `None` if the first process was killed
+/// before the worker ended.
 pub(crate) fn read(status: &OwnedFd) -> Option<(Exit, Usage)> {
     let mut bytes = [0; BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));

@@ -1,7 +1,8 @@
-//! The fork into a user namespace that there is already: that of subordinate ids.
+//! The fork into an existing user namespace, which has the subordinate ids.
 //!
-//! Only a process of one thread can enter it, and one that has entered it cannot come back. So a process in between
-//! enters it, forks the child as its own sibling, which makes it the forking thread's child, tells its number and ends.
+//! Only a single-threaded process can enter a user namespace, and it cannot leave again. So an intermediate
+//! process enters the namespace and forks the child with `CLONE_PARENT`, which makes the new process a child
+//! of the forking thread. The intermediate process then reports the child's pid and exits.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -12,10 +13,10 @@ use rustix::pipe::PipeFlags;
 
 use super::{Namespaces, clone_as, exit};
 
-/// Bytes of what is told: the child's number, or an error's below zero.
+/// Size of the report in bytes: the child's pid, or a negative error number.
 const BYTES: usize = 4;
 
-/// As [`super::clone`], with the child in this user namespace.
+/// Forks like [`super::clone`], with the child in this user namespace.
 pub(super) fn clone(
     entered: &OwnedFd,
     namespaces: Namespaces,
@@ -24,14 +25,14 @@ pub(super) fn clone(
     let (told, tell) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let between = match super::clone(Namespaces::default(), None)? {
         0 => match enter(entered).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
-            // The child. Its copy of the pipe would hide the end of the process in between.
+            // In the child. Its copy of the pipe would hide the end of the intermediate process.
             Ok(0) => {
                 drop(tell);
                 return Ok(0);
             }
             result => {
                 let word = result.map_or_else(|errno| -errno.raw_os_error(), |pid| pid as i32);
-                let _ = rustix::io::write(&tell, &word.to_ne_bytes()); // Silence tells as well.
+                let _ = rustix::io::write(&tell, &word.to_ne_bytes()); // On error, the parent sees EOF.
                 exit(0)
             }
         },
@@ -40,7 +41,7 @@ pub(super) fn clone(
     drop(tell);
     let mut word = [0; BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut word));
-    // It has nothing left to do but to end.
+    // The intermediate process has nothing left to do except to exit.
     let _ = wait::exit_code(between as i32);
     match i32::from_ne_bytes(word) {
         pid @ 1.. if read == Ok(BYTES) => Ok(pid as u32),
@@ -50,6 +51,6 @@ pub(super) fn clone(
 }
 
 fn enter(namespace: &OwnedFd) -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and does not share what it leaves.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWUSER) })
 }

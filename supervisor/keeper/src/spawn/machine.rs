@@ -1,6 +1,6 @@
-//! What a `/proc` of its own shows beside a worker's processes: the machine. Of that it keeps what runtimes read.
+//! Hides the machine's entries in a private `/proc`, except entries that language runtimes read.
 //!
-//! (The kernel's own option for it, `subset=pid`, hides that as well.)
+//! (The kernel's own option, `subset=pid`, would hide these too.)
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
@@ -11,8 +11,9 @@ use rustix::io::Errno;
 
 use super::mounts::{Access, mount, restrict};
 
-/// Read by C libraries, allocators, Node, Java, Go, Python and the tools of a shell: processors and memory, times,
-/// the kernel's version and settings, its kinds of file systems and control groups.
+/// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
+/// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
+/// control groups.
 const KEPT: [&str; 11] = [
     "cgroups",
     "cpuinfo",
@@ -27,11 +28,13 @@ const KEPT: [&str; 11] = [
     "version",
 ];
 
-/// What hides the others: no process may open it. They are gone from the root folder when all is hidden.
+/// Files mounted over hidden entries. No process may open these files. Both are removed from the root folder
+/// when all entries are hidden.
 const NO_FILE: &CStr = c"/no-file";
 const NO_FOLDER: &CStr = c"/no-folder";
 
-/// Everything else in `/proc` that is no process; looked up once, for it is the same for all.
+/// All other entries of `/proc` that are not processes. Looked up once, because they are the same for all
+/// workers.
 static HIDDEN: OnceLock<Vec<Hidden>> = OnceLock::new();
 
 struct Hidden {
@@ -39,7 +42,7 @@ struct Hidden {
     is_folder: bool,
 }
 
-/// Looks up what is to be hidden: for the keeper, before the fork.
+/// Looks up the entries to hide. Runs in the keeper, before the fork.
 pub(super) fn prepare() {
     HIDDEN.get_or_init(|| {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -55,7 +58,8 @@ pub(super) fn prepare() {
     });
 }
 
-/// Hides it. For a forked child: system calls and nothing else. What the kernel has no more is nothing to hide.
+/// Hides the entries. Runs in the forked child, and makes only system calls. Skips entries that no longer
+/// exist.
 pub(super) fn hide() -> Result<(), Errno> {
     let flags = OFlags::CREATE | OFlags::CLOEXEC | OFlags::RDONLY;
     drop(rustix::fs::open(NO_FILE, flags, Mode::empty())?);
@@ -67,7 +71,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // Nor is anything to be done with what hides.
+    // Also restricts the mounts that hide the entries.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(NO_FILE)?;
     rustix::fs::rmdir(NO_FOLDER)

@@ -1,4 +1,4 @@
-//! Mounts, as the child makes them.
+//! Mounts made by the child.
 
 use std::ffi::CStr;
 use std::ptr::null;
@@ -22,11 +22,12 @@ pub(super) fn mount(
     options: Option<&CStr>,
 ) -> Result<(), Errno> {
     let pointer = |text: Option<&CStr>| text.map_or(null(), CStr::as_ptr);
-    // SAFETY: the texts end with NUL; null pointers stand for what this kind of mount has not.
+    // SAFETY: the texts end with NUL. A null pointer stands for an argument that this kind of mount does not
+    // use.
     check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
 }
 
-/// Takes from what is mounted somewhere, and below, what no worker needs of it.
+/// Removes rights that no worker needs from a mount and from all mounts below it.
 pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     let restrictions = match access {
         Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
@@ -34,13 +35,13 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
         Access::Write => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
     };
     let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
+    // SAFETY: the text ends with NUL, and the pointer is to a local of the given size.
     check(unsafe {
         let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
         let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
         libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
     } as i32)?;
-    // A filter above us can have the call succeed without being made.
+    // A filter of an outer sandbox can make the call succeed without executing it.
     let found = rustix::fs::statvfs(at)?.f_flag;
     let rows = [
         (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),

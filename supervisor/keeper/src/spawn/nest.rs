@@ -1,11 +1,14 @@
-//! The first process of a pid namespace in which a template and the workers that it forks live: the *nest*.
+//! The first process of a pid namespace that has a template and the workers forked by the template: the
+//! *nest*.
 //!
-//! Template and workers are children of this process, since a template forks siblings of itself. Processes that a
-//! worker leaves behind become children as well. This process reports each exit to the keeper, and lists the remaining
-//! children with the last exit of a turn. It kills the children that the keeper names. It decides nothing, and knows
-//! only the template. When this process exits, the kernel kills everything in the namespace.
+//! Template and workers are children of this process, because a template forks siblings of itself. Processes
+//! that a worker leaves behind become children as well. This process reports each exit to the keeper, and
+//! lists the remaining children with the last exit of an iteration. The keeper names the children to kill.
+//! This process decides nothing, and knows only the template. When this process exits, the kernel kills
+//! everything in the namespace.
 //!
-//! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
+//! This process is a copy of the keeper, with only the right to signal the others. The code makes only system
+//! calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -21,50 +24,50 @@ use super::{ended, exit};
 use crate::wait;
 use crate::{Exit, Usage};
 
-/// Where the kernel tells a thread's children, on most machines.
+/// File in which the kernel lists the children of a thread, on most machines.
 const CHILDREN: &std::ffi::CStr = c"/proc/thread-self/children";
 
-/// Numbers of children that are told with an end. If there are more, that is told.
+/// Maximum number of children listed in an exit report. The report says if there are more.
 const CHILDREN_MAX: usize = 4096;
 
-/// Size of an end in bytes: the number, the status and usage, and what follows of the children.
+/// Fixed part of an exit report, in bytes: the pid, the status and usage, and the kind of list that follows.
 const HEAD_BYTES: usize = 4 + ended::BYTES + 1;
 
-/// Bytes of an end with all that follows.
+/// Maximum size of an exit report with the list of children, in bytes.
 pub(crate) const END_BYTES_MAX: usize = HEAD_BYTES + 4 * CHILDREN_MAX;
 
-/// Children that are named in one order. More are named in the next.
+/// Maximum number of children named in one order. The next order can name more.
 pub(crate) const NAMED_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_MAX;
 
-/// Maximum numbers of orders and of exits in one turn. A job can cause exits faster than this process reports them, so
-/// each turn serves orders first.
+/// Maximum numbers of orders and of exits in one iteration. A job can cause exits faster than this process
+/// reports them, so each iteration serves orders first.
 const ORDERS_PER_TURN: usize = 16;
 const ENDS_PER_TURN: usize = 64;
 
 /// Maximum time for which one order stops everything in the namespace.
 const STANDSTILL_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before it
-/// continues. A process that waits for a disk does not die at once.
+/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before
+/// the namespace continues. A process that waits for a disk does not die at once.
 const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const VAIN_WAITS_MAX: u32 = 8;
 
-/// What the keeper orders. Processes have the numbers that they have in there.
+/// An order of the keeper. Pids are those in the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
-    /// Kill these children, and their process groups.
+    /// Kills these children, and their process groups.
     Kill(&'a [u32]),
-    /// Kill the template.
+    /// Kills the template.
     KillTemplate,
-    /// Stop all, kill each child but the template and these, and what their death brings here, and let the others go
-    /// on.
+    /// Stops all processes, kills each child except the template and these, and also the children that these
+    /// deaths bring here. Then continues the others.
     KillAllBut(&'a [u32]),
 }
 
 impl Order<'_> {
-    /// The message. Names beyond [`NAMED_MAX`] are left out.
+    /// Encodes the order. Names beyond [`NAMED_MAX`] are left out.
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, named): (u8, &[u32]) = match self {
             Self::Kill(named) => (b'K', named),
@@ -76,26 +79,28 @@ impl Order<'_> {
     }
 }
 
-/// A child of the first process has ended.
+/// Report of a child's exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct End {
-    /// Its number in there.
+    /// Pid in the namespace.
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// Remaining children, by their numbers in the namespace. `None` if another end of the same turn follows.
+    /// Remaining children, by their pids in the namespace. `None` if another exit of the same iteration
+    /// follows.
     pub(crate) children: Option<Vec<u32>>,
-    /// Whether there are still more.
+    /// True if there may be children that are not listed.
     pub(crate) has_more: bool,
 }
 
-/// Last byte of an end: whether a list of children follows, and whether that is complete.
+/// Last byte of the fixed part: kind of list that follows (complete, incomplete, or none because another exit
+/// follows).
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
 const ANOTHER_END: u8 = 2;
 
 impl End {
-    /// `None`: that is none.
+    /// Returns `None` if the bytes are not an exit report.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (pid, rest) = bytes.split_first_chunk()?;
         let (end, rest) = rest.split_first_chunk()?;
@@ -113,15 +118,16 @@ impl End {
     }
 }
 
-/// Where the first process can read who its children are.
+/// Opens the file that lists the children of the first process.
 pub(super) fn children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Becomes the first process, whose child `template` is.
+/// Becomes the first process, with the child `template`.
 pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(deaths) = watch_deaths() else { exit(super::FAILED) };
-    // Its user may be another one than that of the processes in here; it sees no others.
+    // The processes in the namespace can have another user. CAP_KILL reaches only these, because no others
+    // are visible here.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()];
     ended::become_first(CapabilitySet::KILL, &mut kept);
     let nest = Nest { template, socket, children, deaths };
@@ -136,9 +142,9 @@ pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     }
 }
 
-/// A descriptor that is readable when a child may have ended.
+/// Creates a descriptor that is readable when a child may have ended.
 fn watch_deaths() -> Result<OwnedFd, Errno> {
-    // SAFETY: the set is a local, which the calls fill and read; the descriptor is made for us alone.
+    // SAFETY: the set is a local, which the calls fill and read. The new descriptor is owned only here.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut set);
@@ -150,7 +156,7 @@ fn watch_deaths() -> Result<OwnedFd, Errno> {
     }
 }
 
-/// The first process's own.
+/// State of the first process.
 struct Nest<'s> {
     template: u32,
     socket: &'s OwnedFd,
@@ -194,7 +200,8 @@ impl Nest<'_> {
         count
     }
 
-    /// Reports an exit; the last report of a turn `lists` the children.
+    /// Reports an exit. If `lists` is true, which it is for the last report of an iteration, the report lists
+    /// the children.
     fn tell(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
         let mut bytes = [0; END_BYTES_MAX];
         let mut length = 0;
@@ -216,19 +223,20 @@ impl Nest<'_> {
         numbers[..count].iter().for_each(|number| put(&number.to_le_bytes()));
         let send = || rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL);
         if rustix::io::retry_on_intr(send).is_err() {
-            // The keeper is gone: then all goes.
+            // The keeper is gone, so everything in the namespace must end.
             exit(0)
         }
     }
 
-    /// The children that there are, as many as fit, and whether there are more.
+    /// Fills `numbers` with remaining children. Returns the number of children read, and true if there may be
+    /// more.
     fn children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
         loop {
             let read = rustix::io::retry_on_intr(|| rustix::io::pread(&self.children, &mut text, offset));
             let read = match read {
-                // What cannot be read is as bad as too many.
+                // A read error counts like too many children.
                 Err(_) => return (count, true),
                 Ok(0) => return (count, false),
                 Ok(read) => read,
@@ -249,7 +257,7 @@ impl Nest<'_> {
         }
     }
 
-    /// Returns whether there may be more orders.
+    /// Executes orders. Returns true if there may be more.
     fn obey(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
         for _ in 0..ORDERS_PER_TURN {
@@ -257,7 +265,7 @@ impl Nest<'_> {
                 rustix::io::retry_on_intr(|| rustix::net::recv(self.socket, &mut bytes, RecvFlags::DONTWAIT));
             let length = match received {
                 Err(Errno::AGAIN) => return false,
-                // The keeper is gone: then all goes.
+                // The keeper is gone, so everything in the namespace must end.
                 Ok((0, _)) | Err(_) => exit(0),
                 Ok((length, _)) => length.min(ORDER_BYTES_MAX),
             };
@@ -272,14 +280,15 @@ impl Nest<'_> {
         true
     }
 
-    /// Kills all children but the named ones and the template. While all are stopped nothing can be forked, so each
-    /// round removes one level of a process tree.
+    /// Kills all children except the named ones and the template. Nothing can fork while all processes are
+    /// stopped, so each round removes one level of a process tree.
     fn kill_all_but(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STANDSTILL_MAX;
         let mut waits_in_vain = 0;
         while waits_in_vain < VAIN_WAITS_MAX && Instant::now() < end {
-            // Stops all again in each round, because a process that was not stopped yet can have continued another.
-            // SAFETY: signals all processes in here but this one.
+            // Stops all again in each round, because a process that was not stopped yet can have continued
+            // another.
+            // SAFETY: signals all processes in the namespace except this one.
             unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];
             let (count, _) = self.children(&mut numbers);
@@ -294,12 +303,13 @@ impl Nest<'_> {
             self.take_news();
             waits_in_vain = if self.reap() == 0 { waits_in_vain + 1 } else { 0 };
         }
-        // SAFETY: as above.
+        // SAFETY: signals all processes in the namespace except this one.
         unsafe { libc::kill(-1, libc::SIGCONT) };
     }
 }
 
-/// Kills a child, and the process group that it may lead; one that has been waited for has no number any more.
+/// Kills a child, and the process group that it may lead. Does nothing if the child has been reaped, because
+/// the pid is then no longer valid.
 fn kill_child(pid: u32) {
     if pid > 1 && bulkhead_linux::wait::is_child(pid) {
         kill(-(pid as i32));
@@ -308,7 +318,7 @@ fn kill_child(pid: u32) {
 }
 
 fn kill(pid: i32) {
-    // SAFETY: signals processes in here alone; that they have ended is no matter.
+    // SAFETY: signals only processes in the namespace. It does not matter if they have ended.
     unsafe { libc::kill(pid, libc::SIGKILL) };
 }
 
@@ -349,7 +359,7 @@ mod tests {
                     children: children().unwrap(),
                     deaths: watch_deaths().unwrap(),
                 };
-                // The children of this thread alone.
+                // Counts only the children of this thread.
                 let mut sleeping: Vec<_> = (0..40)
                     .map(|_| std::process::Command::new("sleep").arg("100").spawn().unwrap())
                     .collect();

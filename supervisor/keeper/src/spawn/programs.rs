@@ -1,4 +1,4 @@
-//! What the host of `exec` is told of its own rules, in a sealed file in memory.
+//! The rules that the host of `exec` programs receives about its own confinement, in a sealed memory file.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -12,13 +12,13 @@ use super::Refusal;
 use crate::confine::landlock::Ruleset;
 use crate::confinement::{Temporary, Terms};
 
-/// The step's name.
+/// Name of the step.
 const STEP: &str = "rules for programs";
 
-/// Where [`Temporary::FileSystem`] is.
+/// Mount point of [`Temporary::FileSystem`].
 const TMP: &str = "/tmp";
 
-/// The rules, from their beginning on.
+/// Returns a file with the rules, positioned at its start.
 pub(super) fn rules(
     terms: &Terms,
     ruleset: Option<&Ruleset>,

@@ -1,7 +1,7 @@
-//! What a child and the keeper say to each other until the child's program runs.
+//! Messages between a child and the keeper until the child's program runs.
 //!
-//! A `SOCK_SEQPACKET` pair that `execve` closes: the end of file is the good news. Each message of the
-//! child comes with its process number as the keeper sees it, whatever it is in the child's namespace.
+//! The connection is a `SOCK_SEQPACKET` pair that `execve` closes, so end of file means success. Each message
+//! of the child carries its pid as the keeper sees it, even if the child is in another pid namespace.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,16 +13,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// The child waits for its users to be mapped.
+/// The child waits for its user and group maps.
 const MAP: u8 = b'U';
 
-/// The child has been confined, and waits for the word to execute its program.
+/// The child is confined, and waits for permission to execute its program.
 const READY: u8 = b'R';
 
-/// The keeper's word to go on.
+/// The keeper's permission to continue.
 const GO: u8 = b'G';
 
-/// Two ends: the keeper's, which never blocks, and the child's.
+/// Creates both ends: the keeper's, which never blocks, and the child's.
 pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -31,7 +31,7 @@ pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// What a child says when it fails: two numbers and an error's.
+/// A child's failure: the step, a detail and the error number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) step: u32,
@@ -39,7 +39,7 @@ pub(crate) struct Failure {
     pub(crate) errno: i32,
 }
 
-/// Why a step failed; `detail` is the resource's number for limits, and the number of its own step for
+/// Cause of a failed step. `detail` is the resource's number for limits, and the number of the inner step for
 /// the root folder.
 pub(super) struct Stop {
     pub(super) errno: Errno,
@@ -74,27 +74,27 @@ impl Failure {
     }
 }
 
-/// How far a child has come.
+/// Progress of a child.
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// Still on its way, or stuck on a file system.
+    /// The child is still on the way, or stuck on a file system.
     Underway,
-    /// It has a user namespace, and waits for [`go_on`] until it has users in it.
+    /// The child has a user namespace without maps, and waits for [`go_on`].
     WantsMap,
-    /// It is confined, and waits for [`go_on`] to execute its program.
+    /// The child is confined, and waits for [`go_on`] to execute its program.
     Ready {
-        /// Its process, which need not be the one that was forked.
+        /// Pid of the confined process. It can differ from the forked process.
         pid: u32,
-        /// Where the kernel tells of forbidden system calls.
+        /// Receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,
     },
-    /// It is the worker's program (or was killed before it came to that).
+    /// The child has executed the worker's program (or was killed before).
     Executed,
     /// A step failed.
     Failed(Failure),
 }
 
-/// Reads what a child says.
+/// Reads a message of a child.
 pub(crate) fn read(socket: &OwnedFd) -> Progress {
     let mut bytes = [0; Failure::BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
@@ -120,28 +120,30 @@ pub(crate) fn read(socket: &OwnedFd) -> Progress {
     }
 }
 
-/// Lets a child go on that waits for it. One that is gone does not need it.
+/// Lets a waiting child continue. A child that is gone does not matter.
 pub(crate) fn go_on(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[GO], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
-// The child's side: system calls and nothing else.
+// The child's side, which makes only system calls.
 
-/// Tells that a step failed. If even this fails, the supervisor sees a worker that ends at once.
+/// Reports a failed step. If even this fails, the supervisor sees a worker that ends at once.
 pub(super) fn fail(socket: BorrowedFd<'_>, failure: &Failure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
 
-/// Asks for users, and waits for them.
+/// Requests user and group maps, and waits for them.
 pub(super) fn want_map(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::net::send(socket, &[MAP], SendFlags::NOSIGNAL)?;
     wait(socket)
 }
 
-/// Tells that the child is confined, hands the listener over, and waits for the word to go on.
+/// Reports that the child is confined, passes the listener to the keeper, and waits for permission to
+/// continue.
 pub(super) fn ready(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
-    // SAFETY: the kernel has just made it for this process, and nothing else uses it. Close-on-exec
-    // ends it: it is not to be closed here, where a filter may have made `close` fatal.
+    // SAFETY: the kernel has just created the descriptor for this process, and nothing else uses it.
+    // Close-on-exec closes the descriptor. `close` must not be called here, because the filter can make the
+    // call fatal.
     let listener = listener.map(|listener| unsafe { BorrowedFd::borrow_raw(listener) });
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -152,7 +154,7 @@ pub(super) fn ready(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(
     wait(socket)
 }
 
-/// Waits for the keeper; that one being gone is an error.
+/// Waits for the keeper. Fails if the keeper is gone.
 fn wait(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     let mut word = [0];
     let (length, _) = rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut word, RecvFlags::empty()))?;

@@ -1,7 +1,8 @@
-//! A root folder of a worker's own: made of parts of the system's, nearly all of them to read only.
+//! A private root folder for a worker, made of parts of the system's root folder. Nearly all parts are
+//! read-only.
 //!
-//! What is to be where is settled in the keeper, before the fork; the child makes it, in a mount
-//! namespace of its own, with system calls and nothing else.
+//! The keeper decides the layout before the fork. The child makes the mounts in a private mount namespace,
+//! with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
@@ -19,22 +20,23 @@ use crate::confine::paths;
 use crate::confine::reach::{Closed, Given};
 use crate::confinement::{Identity, Temporary, Terms};
 
-/// Where the system's own root is while the new one is being made.
+/// Location of the system's root folder while the new one is being made.
 const OLD: &CStr = c"/old";
 
-/// Where the new root is mounted first: a folder that every system has, and that nothing is taken from
-/// before the roots are changed.
+/// First mount point of the new root folder. Every system has this folder, and nothing in it is needed before
+/// the root is changed.
 const STAGE: &CStr = c"/proc";
 
-/// What holds the folders and links of the new root; it is read-only in the end.
+/// Mount options of the file system with the folders and links of the new root, which becomes read-only at
+/// the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Bytes of a private `/tmp` for each file that there may be in it, and how many there may be in any case.
+/// Number of bytes of a private `/tmp` per file that it can hold, and minimum number of files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
-/// Links that programs expect in `/dev`, and what they lead to. What is shared memory by name is a file of
-/// the private `/tmp`.
+/// Targets and names of links that programs expect in `/dev`. Named shared memory is a file in the private
+/// `/tmp`.
 const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd", c"/dev/fd"),
     (c"/proc/self/fd/0", c"/dev/stdin"),
@@ -43,7 +45,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
     (c"/tmp", c"/dev/shm"),
 ];
 
-/// One step towards a root folder, or towards what is shown of one.
+/// A step in making a root folder, or in making the content of a covered folder.
 pub(super) enum Make {
     Folder(CString),
     File(CString),
@@ -56,32 +58,33 @@ pub(super) enum Make {
         at: CString,
         access: Access,
     },
-    /// Nothing is to be seen of a file, or of a folder.
+    /// Hides the content of a file or folder.
     Hide {
         at: CString,
         is_folder: bool,
     },
 }
 
-/// Everything that makes a root folder, settled.
+/// All steps that make a root folder, decided in advance.
 pub(super) struct Root {
     steps: Vec<Make>,
-    /// Folders whose entries stand for them.
+    /// Folders that are replaced by their entries.
     opened: Vec<CString>,
     has_own_processes: bool,
     tmp_options: Option<CString>,
 }
 
-/// Entries of a folder that are shown one by one; of a larger one the whole, with what is withheld hidden in it.
+/// Maximum number of a folder's entries that are shown individually. A larger folder is shown as a whole, and
+/// withheld paths inside are hidden.
 const PARTS_MAX: usize = 512;
 
-/// Steps that are the same for every root have numbers above those of [`Root::steps`].
+/// First number of the steps that are the same for every root. Numbers of [`Root::steps`] are lower.
 const COMMON: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl Root {
-    /// Settles what is to be where. Errors: a path of the configuration is missing.
+    /// Decides the layout. Fails with a path of the configuration that does not exist.
     pub(super) fn prepare<'v>(
         given: &Given<'v>,
         withheld: &'v [&'v Path],
@@ -120,7 +123,7 @@ impl Root {
         for folder in &places.opened {
             steps.extend(folders_to(folder).into_iter().map(Make::Folder));
         }
-        // It need not be given to be worked in.
+        // The working directory must exist, even if the worker has no access to the content.
         if paths::leads_as_named(given.directory, given.write) == Ok(true) {
             steps.extend(folders_to(given.directory).into_iter().map(Make::Folder));
         }
@@ -139,12 +142,12 @@ impl Root {
         Ok(Self { steps, opened, has_own_processes: terms.namespaces.pid, tmp_options })
     }
 
-    /// Folders that are there by their entries alone: no rule knows them.
+    /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
     pub(super) fn opened(&self) -> &[CString] {
         &self.opened
     }
 
-    /// What a step does, for people.
+    /// Describes a step for people.
     pub(super) fn describe(&self, step: u32) -> String {
         if let Some(common) = step.checked_sub(COMMON) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
@@ -159,15 +162,15 @@ impl Root {
         }
     }
 
-    /// Makes it the root folder of this process, which is alone in its mount namespace, and the first of
-    /// its process numbers if these are its own.
+    /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
+    /// In a new pid namespace, the process must be the first.
     pub(super) fn enter(&self) -> Result<(), Stop> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| Stop { errno, detail: COMMON + number })
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
-        // Before what is shown of the system's, which may lie in there.
+        // Must come before the system's paths are shown, because some can be inside of these folders.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -205,8 +208,8 @@ impl Make {
             }
             Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
             Self::Bind { from, at, access } => bind(from, at, *access),
-            // Where the folders above keep the worker out nothing need be hidden; and it never gets in later, for the rules
-            // of Landlock are there as well.
+            // If a folder above denies access to the worker, nothing needs to be hidden. The worker cannot
+            // get access later either, because the Landlock rules apply as well.
             Self::Hide { at, .. }
                 if rustix::fs::access(at, rustix::fs::Access::EXISTS) == Err(Errno::ACCESS) =>
             {
@@ -223,17 +226,17 @@ impl Make {
     }
 }
 
-/// What is to be where, by place: parents come before what is in them.
+/// Content of the root folder by path. Parents come before their content.
 #[derive(Default)]
 struct Places {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders that are not shown as they are, but by their entries.
+    /// Folders that are not shown themselves, but by their entries.
     opened: BTreeSet<PathBuf>,
 }
 
 impl Places {
-    /// A folder of the system, or the link that newer systems have in its place.
+    /// Adds a folder of the system, or the link that newer systems have in its place.
     fn system(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -241,7 +244,7 @@ impl Places {
         }
     }
 
-    /// Shows a path where it is named, and where it really is.
+    /// Shows a path under the given name and under its real path.
     fn bind(&mut self, path: &Path, access: Access) {
         let Ok(real) = std::fs::canonicalize(path) else { return };
         if real == Path::new("/") {
@@ -253,9 +256,10 @@ impl Places {
         }
     }
 
-    /// Shows a folder, or of one with something withheld the other entries as they are now: what is hidden by a
-    /// mount is seen again when another file gets its name. Returns the links in there, and where they lead.
-    /// A folder that keeps the worker's user out is opened in the same way.
+    /// Shows a folder. If paths inside are withheld, shows the other present entries individually. A mount
+    /// over a withheld path would not be enough, because the path becomes visible again when another file
+    /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
+    /// the links in the folder, with targets.
     fn own_folder(&mut self, folder: &Path, withheld: &[&Path], closed: &Closed) -> Vec<(PathBuf, PathBuf)> {
         let entries = |folder: &Path| {
             let entries = std::fs::read_dir(folder).ok()?.flatten();
@@ -285,7 +289,7 @@ impl Places {
         links.collect()
     }
 
-    /// All of the system, but for what a worker has its own of.
+    /// Shows the whole system, except folders that the worker has privately.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
@@ -294,7 +298,7 @@ impl Places {
         }
     }
 
-    /// Shows a file of the system that every user may read, where it is named.
+    /// Shows a file of the system under the given name, if every user can read the file.
     fn file_for_all(&mut self, path: &Path) {
         use std::os::unix::fs::PermissionsExt;
         let for_all = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
@@ -314,7 +318,7 @@ impl Places {
             .collect();
         for (at, (from, access)) in &self.binds {
             let above = self.above(at);
-            // It is there already, or is reached by a link.
+            // The path is already visible, or is reached by a link.
             if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
                 continue;
             }
@@ -331,7 +335,7 @@ impl Places {
         steps
     }
 
-    /// How the nearest folder above this path is shown, if one is.
+    /// Returns how the nearest folder above this path is shown, if there is one.
     fn above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
@@ -343,7 +347,7 @@ impl Places {
         path.ancestors().any(|above| self.links.contains_key(above))
     }
 
-    /// Hides a path wherever it would be seen, unless it was asked for by itself.
+    /// Hides a path wherever it would be visible, unless it was explicitly given.
     fn hide(&self, path: &Path) -> Vec<Make> {
         let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
         let is_folder = real.is_dir();
@@ -358,24 +362,25 @@ impl Places {
     }
 }
 
-/// What a file system of so many bytes in memory is mounted with.
+/// Returns the mount options of a memory file system with this size in bytes.
 pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
     let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
     let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
-/// Whether a folder keeps the worker's user out, so that it is shown by its entries.
+/// True if a folder denies access to the worker's user, so that it is shown by its entries.
 pub(super) fn is_opened(folder: &Path, closed: &Closed) -> bool {
     !closed.opened.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| closed.opened.contains(&real))
 }
 
-/// The folders that lead to a path, from the top, without the root.
+/// Returns the folders that lead to a path, from the top, without the root.
 fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
 }
 
-/// The same, and the path itself. With `..` in it, also those that it goes through and out of again.
+/// Returns the folders that lead to a path, and the path itself. If the path contains `..`, includes folders
+/// that it enters and leaves again.
 fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
@@ -396,15 +401,15 @@ pub(super) fn text(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Where a path of the system is while the new root is being made.
+/// Returns the location of a system path while the new root is being made.
 fn old(path: &Path) -> Option<CString> {
     CString::new([OLD.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
-/// Covers the system's `/proc` with one of this process's own numbers, of which it is the first, for itself and what
-/// it starts.
+/// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
+/// process there. The new `/proc` is visible only to this process and its descendants.
 pub(super) fn mount_own_proc() -> Result<(), Errno> {
-    // What the system unmounts later goes here as well; nothing of this is seen there.
+    // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
@@ -413,7 +418,7 @@ pub(super) fn mount_own_proc() -> Result<(), Errno> {
     if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Puts an empty root in the place of the system's, which is a folder in it from then on.
+/// Replaces the root with an empty file system, in which the system's root is a folder.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     mount(Some(c"tmpfs"), STAGE, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
@@ -424,7 +429,7 @@ fn change_root() -> Result<(), Errno> {
     rustix::process::chdir(c"/")
 }
 
-/// Lets go of the system's root, and of the right to change this one.
+/// Detaches the system's root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
     // SAFETY: the text ends with NUL.
     check(unsafe { libc::umount2(OLD.as_ptr(), libc::MNT_DETACH) })?;
@@ -444,7 +449,7 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
     }
 }
 
-/// Shows `from` at `at` as well, with all that is mounted below it.
+/// Shows `from` also at `at`, with all mounts below.
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
     restrict(at, access)

@@ -1,8 +1,8 @@
-//! What a worker is given and its user cannot reach, shown at its own place.
+//! Shows paths that a worker is given but its user cannot reach, at their usual place.
 //!
-//! Over each folder that keeps the user out lies an empty one, in a mount namespace of the worker's own, with
-//! nothing in it but what was given. What is to be where is settled in the keeper, before the fork; the child,
-//! still root, makes it with system calls and nothing else.
+//! Each folder that denies access to the user is covered with an empty folder, in a private mount namespace.
+//! The empty folder contains only the given paths. The keeper decides the layout before the fork. The child
+//! makes the mounts while it is still root, with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
@@ -19,40 +19,42 @@ use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Closed, Purpose};
 use bulkhead_linux::errno::{self, check};
 
-/// Folders that can be covered: each takes a descriptor of the child's.
+/// Maximum number of covered folders. Each needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Entries of a folder that are shown one by one.
+/// Maximum number of a folder's entries that are shown individually.
 const ENTRIES_MAX: usize = 4096;
 
-/// What holds folders and mount points, nothing else; it is read-only in the end.
+/// Mount options of an empty folder, which holds only folders and mount points, and becomes read-only at the
+/// end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
-/// Everything that is to be shown, settled.
+/// Layout of the mounts, decided in advance.
 pub(super) struct Shown {
-    /// Folders that an empty one is laid over.
+    /// Folders that are covered with an empty folder.
     covers: Vec<CString>,
-    /// Folders and files to mount on.
+    /// Folders and files that serve as mount points.
     nodes: Vec<Make>,
     binds: Vec<Bind>,
-    /// Folders whose entries stand for them.
+    /// Folders that are replaced by their entries.
     opened: Vec<CString>,
 }
 
 struct Bind {
-    /// Below which of the covered folders it lies, or below the root folder.
+    /// Index of the covered folder that contains the source. `None` means the root folder.
     cover: Option<usize>,
-    /// From there.
+    /// Path of the source, relative to that folder.
     from: CString,
     at: CString,
     access: Access,
 }
 
-/// Steps that are the same for all have numbers above those of the others.
+/// First number of the steps that are the same for all layouts. Other numbers are lower.
 const COMMON: u32 = 1 << 16;
 
 impl Shown {
-    /// Settles it. `None`: the user reaches everything. Errors: a folder that cannot be covered.
+    /// Decides the layout. Returns `None` if the user can reach everything. Fails with a folder that cannot
+    /// be covered.
     pub(super) fn prepare(closed: &Closed, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if closed.folders.is_empty() {
             return Ok(None);
@@ -110,7 +112,7 @@ impl Shown {
         }
         for (place, (real, access)) in binds {
             let above = above(place);
-            // Seen with the folder that it lies in.
+            // The path is visible with the folder above, or is not in a covered folder.
             if above.is_some_and(|above| *access <= above) || (above.is_none() && covered(place).is_none()) {
                 continue;
             }
@@ -134,7 +136,7 @@ impl Shown {
         shown
     }
 
-    /// What leads to a folder from the one that is covered, and the folder itself.
+    /// Adds the folders that lead from a covered folder to this folder, and the folder itself.
     fn make_folders(&mut self, closed: &Closed, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()
@@ -148,7 +150,7 @@ impl Shown {
         }
     }
 
-    /// What a step does, for people.
+    /// Describes a step for people.
     pub(super) fn describe(&self, step: u32) -> String {
         let shown = |path: &CString| path.to_string_lossy().into_owned();
         match step.checked_sub(COMMON) {
@@ -167,8 +169,8 @@ impl Shown {
         }
     }
 
-    /// Makes it, in a mount namespace of this process, which it may have already, and adds it to the rules. For a
-    /// forked child: system calls and nothing else.
+    /// Makes the mounts in a private mount namespace, which the process may already have, and adds the mounts
+    /// to the rules. Runs in the forked child, and makes only system calls.
     pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Stop> {
         let common = |number: usize, result: Result<(), Errno>| {
             result.map_err(|errno| Stop { errno, detail: COMMON + number as u32 })
@@ -176,7 +178,7 @@ impl Shown {
         if !has_own_mounts {
             common(0, own_mounts())?;
         }
-        // What lies in a folder is reached by its descriptor, once it is covered.
+        // Once a folder is covered, its content is reachable only by this descriptor.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -208,12 +210,12 @@ impl Shown {
     }
 }
 
-/// What is in a folder and is not withheld, and where it really is.
+/// Returns the entries of a folder that are not withheld, with their real paths.
 fn entries(folder: &Path, secrets: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)> {
     let found = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let entries = found.filter_map(|entry| {
         let name = PathBuf::from(entry.file_name());
-        // A link gives nothing but what lies beside it.
+        // A link is accepted only if its target is in the same folder.
         let real = std::fs::canonicalize(entry.path()).ok()?;
         let is_beside = real.parent() == Some(folder);
         let is_secret = secrets.iter().any(|secret| secret.starts_with(&real));
@@ -224,9 +226,9 @@ fn entries(folder: &Path, secrets: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)
 }
 
 fn own_mounts() -> Result<(), Errno> {
-    // SAFETY: the process has one thread, and does not share what it leaves.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
-    // What the system unmounts later goes here as well; nothing of this is seen there.
+    // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)
 }
 
@@ -236,7 +238,7 @@ impl Bind {
         const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
         let here = folder.map_or(libc::AT_FDCWD, |folder| folder.as_raw_fd());
         let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_RECURSIVE as libc::c_uint;
-        // SAFETY: the text ends with NUL; what is returned is owned here alone.
+        // SAFETY: the text ends with NUL. The returned descriptor is owned only here.
         let copy = unsafe {
             match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
                 -1 => return Err(errno::last()),

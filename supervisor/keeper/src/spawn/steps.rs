@@ -1,7 +1,7 @@
-//! The steps of a child: two tables, and what is in them.
+//! The steps of a child, in two tables.
 //!
-//! The first table is for the first process of new namespaces, the second for the process that becomes the
-//! worker's program. Each step is system calls on what was prepared, and can only succeed or be named.
+//! The first table is for the first process of new namespaces, the second for the process that executes the
+//! worker's program. Each step makes system calls on prepared data. A step that fails is reported by name.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -22,22 +22,22 @@ use crate::Rlimit;
 use crate::confine::landlock::Unrestricted;
 use crate::confinement::Identity;
 
-/// What a worker creates is its user's own business: readable and writable by no other user.
+/// Files that a worker creates are accessible only to its user.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
 
-/// The last number of a signal.
+/// Highest signal number.
 const SIGNAL_MAX: i32 = 64;
 
-/// The last number that a capability can have.
+/// Highest possible number of a capability.
 const CAPABILITY_MAX: libc::c_ulong = 63;
 
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
-/// Of the first process in new namespaces.
+/// Steps of the first process in new namespaces.
 ///
-/// A privileged keeper's child makes the root folder while it is still root, so that no folder above what
-/// the worker is given is closed to it, and enters a user namespace afterwards. Any other needs the user
-/// namespace first, for the right to mount.
+/// The child of a privileged keeper makes the root folder while it is still root, and enters a user namespace
+/// afterwards. So every folder above the given paths is accessible. The child of an unprivileged keeper needs
+/// the user namespace first, for the right to mount.
 pub(super) const OUTER: [(&str, Step); 14] = [
     ("session", session),
     ("out-of-memory score", memory_score),
@@ -55,11 +55,13 @@ pub(super) const OUTER: [(&str, Step); 14] = [
     ("parent-death signal after the identity", parent_death_signal),
 ];
 
-/// Of the process that becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
+/// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
+/// system calls.
 ///
-/// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
-/// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
-/// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
+/// Limits come before the identity and the capabilities, because raising a limit needs a capability. Actions
+/// that a limit or a filter could prevent come before that limit or filter. The limit of open files also
+/// bounds the descriptors that a process can pass over sockets. The kernel counts descriptors in flight from
+/// all processes of the user. So this limit comes last, when nothing more has to be passed.
 pub(super) const INNER: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -91,16 +93,16 @@ pub(super) const LANDLOCK: &str = "landlock";
 pub(super) const SECCOMP: &str = "seccomp";
 const RLIMIT: &str = "rlimit";
 
-/// What the step of Landlock says where its rules have been taken and are not in force.
+/// Detail of the Landlock step if the kernel accepted the rules but does not enforce them.
 const LANDLOCK_UNTRUE: u32 = 1;
 
-/// The number of the fork between the tables.
+/// Step number of the fork between the tables.
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
 
-/// The number of what the first process beside a template needs.
+/// Step number for the requirements of a nest's first process.
 pub(super) const NEST: u32 = u32::MAX - 1;
 
-/// What a child that failed was about.
+/// Describes the failure of a child.
 pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Shown>) -> String {
     let mut steps = OUTER.iter().chain(&INNER);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
@@ -131,7 +133,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::numbered(resource).map_or("unknown", Resource::name)
 }
 
-/// The fork has made the namespace; waits until the keeper has said which users there are in it.
+/// Waits for the user and group maps. The fork has already created the user namespace.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.user || plan.prepared.barriers.root_comes_first() {
         return Ok(());
@@ -139,12 +141,12 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
 }
 
-/// The same for a namespace that is made only now.
+/// Creates a user namespace after the root folder, and waits for the user and group maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
-    // SAFETY: the process has one thread, and does not share what it leaves.
+    // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWUSER) })?;
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
 }
@@ -157,18 +159,19 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.prepared.barriers.root_comes_first() { inner_identity(plan) } else { Ok(()) }
 }
 
-/// In a user namespace a process has all rights, but can make no file as a user that there is not. So it
-/// becomes the worker's user at once, which takes no right from it.
+/// Becomes the worker's user in the new user namespace. A process there has all rights, but cannot create
+/// files as a user that is not mapped. The change takes no rights from the process.
 fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.user {
         return Ok(());
     }
-    // Refused where the keeper has no privileges: then it has no groups to give up that matter to others.
+    // Fails if the keeper has no privileges. Then the keeper has no groups whose loss matters.
     let _ = rustix::thread::set_thread_groups(&[]);
     become_one(plan.terms().identity.unwrap_or(plan.own))
 }
 
-/// Outside of user namespaces; in one, it has been done.
+/// Becomes the worker's user outside of a new user namespace. Inside of a new user namespace, this has been
+/// done already.
 fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
     match plan.terms().identity {
         Some(identity) if !plan.terms().namespaces.user => {
@@ -183,10 +186,10 @@ fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
     }
 }
 
-/// A process that has changed its user shows nothing of itself but to those who may look at any. The keeper has the
-/// user namespace, but is not one of these.
+/// Makes this process readable in `/proc` again. After a change of user, reading needs rights over all
+/// processes. The keeper owns the user namespace, but has no such rights.
 fn be_readable() {
-    // SAFETY: sets a flag of this process. If it is not set, the keeper cannot read it back, and says so.
+    // SAFETY: sets a flag of this process. If this fails, the keeper's read-back fails and is reported.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
 }
 
@@ -199,16 +202,16 @@ fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
 fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(root) = &barriers.root else { return Ok(()) };
-    // The worker, perhaps another user, is to go through its folders.
+    // The worker can have another user, and must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
-    // The rules know the files of the system, not what has been mounted just now.
+    // The rules contain the files of the system, but not the new mounts.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
     root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
     Ok(ruleset.add_mounted(barriers.has_tmp())?)
 }
 
-/// On the system's root folder; a root folder of its own has one already.
+/// Mounts a private `/proc` on the system's root folder. A private root folder has one already.
 fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.proc {
         return Ok(());
@@ -218,33 +221,33 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(ruleset.add_mounted(false)?)
 }
 
-/// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So shared memory and semaphores
-/// that programs create by name belong to this worker alone, and count as temporary files.
+/// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So named shared memory
+/// and semaphores belong only to this worker, and count as temporary files.
 fn own_shared_memory(plan: &Plan<'_>) -> Result<(), Stop> {
     plan.prepared.barriers.shared_memory.as_deref().map_or(Ok(()), show_as_shared_memory)
 }
 
 fn show_as_shared_memory(folder: &CStr) -> Result<(), Stop> {
     match super::mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
-        Err(Errno::NOENT) => Ok(()), // A system without that.
+        Err(Errno::NOENT) => Ok(()), // The system has no such folder.
         result => Ok(result?),
     }
 }
 
-/// With a root folder of its own, its control group is the top of what it sees of them: where it lies on this machine
-/// is of no concern in there.
+/// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
+/// folder. The group's location on this machine then stays hidden.
 fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.mount {
         return Ok(());
     }
-    // SAFETY: this process has one thread, and nothing in it depends on what it leaves.
+    // SAFETY: this process has one thread, and nothing in it depends on the previous namespace.
     match check(unsafe { libc::unshare(libc::CLONE_NEWCGROUP) }) {
-        Err(Errno::INVAL) => Ok(()), // A kernel without control groups.
+        Err(Errno::INVAL) => Ok(()), // The kernel has no control groups.
         result => Ok(result?),
     }
 }
 
-/// Without a root folder of its own.
+/// Makes mounts for paths that the worker's user cannot reach. Only without a private root folder.
 fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(shown) = &barriers.shown else { return Ok(()) };
@@ -254,7 +257,7 @@ fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     entered
 }
 
-/// In the place of its folder, on the system's root folder.
+/// Mounts a temporary file system over the worker's folder, on the system's root folder.
 fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some((folder, options)) = &barriers.own_temporary else { return Ok(()) };
@@ -265,26 +268,26 @@ fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(ruleset.add_temporary(folder)?)
 }
 
-/// The right to get any capability by executing something. Before the identity, which takes along the
-/// capability that this takes.
+/// Drops the bounding set, so that no executed program can give capabilities to the worker. Must come before
+/// the identity, which removes the capability that this step needs.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. A process without that right has nothing to lose by executing,
-        // once it has given up new privileges.
+        // SAFETY: changes a set of this process. The call fails without the necessary capability. That is
+        // harmless, because with no_new_privs an executed program gives no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
 }
 
-/// All of them.
+/// Clears all capability sets.
 fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().no_capabilities {
         return Ok(());
     }
-    // SAFETY: changes a set of this process; only a kernel without such a set refuses.
+    // SAFETY: changes a set of this process. Fails only on a kernel without this set.
     unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) };
     let none = CapabilitySet::empty();
     let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
@@ -301,12 +304,12 @@ fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
         Unrestricted::Refused(errno) => errno.into(),
         Unrestricted::Untrue => Stop { errno: Errno::PERM, detail: LANDLOCK_UNTRUE },
     })?;
-    // SAFETY: it is not used any more in this process, which drops nothing.
+    // SAFETY: this process does not use the descriptor any more, and runs no destructors.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
     Ok(())
 }
 
-/// The last barrier, and the keeper's look at all of them.
+/// Installs the filter, which is the last layer, and waits for the keeper's read-back of all layers.
 fn seccomp(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let listener = barriers.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
@@ -316,17 +319,20 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// The keeper ignores what ends a process, and blocks SIGCHLD; both would survive `execve`.
+/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD. Both
+/// would survive `execve`.
 fn signals(_: &Plan<'_>) -> Result<(), Stop> {
-    // The kernel's own structures: the C library's calls refuse the two signals that it uses itself.
+    // Uses the kernel's own structures, because the C library's functions refuse the two signals that the
+    // library uses itself.
     const DEFAULT: [u64; 4] = [0; 4];
     const NONE: u64 = 0;
     let nowhere = std::ptr::null_mut::<u64>();
     for signal in 1..=SIGNAL_MAX {
-        // SAFETY: all zeros is the default of every signal; what cannot be changed is refused.
+        // SAFETY: all zeros is the default action of every signal. The kernel refuses signals that cannot be
+        // changed.
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &DEFAULT, nowhere, size_of_val(&NONE)) };
     }
-    // SAFETY: the set of signals has this size, and the old one is not asked for.
+    // SAFETY: the set of signals has this size, and the old set is not requested.
     let result = unsafe {
         libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &NONE, nowhere, size_of_val(&NONE))
     };
@@ -335,30 +341,32 @@ fn signals(_: &Plan<'_>) -> Result<(), Stop> {
 
 fn session(_: &Plan<'_>) -> Result<(), Stop> {
     match rustix::process::setsid() {
-        // Both tables want one, and there is a fork between them only for a pid namespace.
+        // Both tables start a session, but only a pid namespace causes a fork between them. Otherwise the
+        // process already leads a session.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
     Ok(())
 }
 
-/// It is a worker that the kernel should end when memory runs out. Only here does the file belong to the user that
-/// this process still is.
+/// Makes the kernel prefer to kill the worker when memory runs out. Must come this early, because the file
+/// belongs to the user that this process still has.
 fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
     let Oom { is_spared, workers } = plan.standing.oom;
-    // Without an allocation, as everything here; a leading zero would make it octal.
+    // Formats without an allocation. A leading zero would make the number octal.
     let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (workers / unit % 10) as u8);
     let first = digits.iter().position(|&digit| digit != b'0').unwrap_or(digits.len() - 1);
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
         .and_then(|file| rustix::io::write(file, &digits[first..]));
     match written {
-        // With the score of the keeper, which is above the supervisor's, it is not worse off than others.
+        // If the write fails, the worker keeps the keeper's score, which is above the supervisor's. This is
+        // acceptable, unless the supervisor is protected.
         Err(errno) if is_spared => Err(errno.into()),
         _ => Ok(()),
     }
 }
 
-/// In namespaces, the first process there has set it for all.
+/// Sets the score if there are no new namespaces. Otherwise the first process has set it for all.
 fn inherited_memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.terms().namespaces.any() { Ok(()) } else { memory_score(plan) }
 }
@@ -368,17 +376,18 @@ fn umask(_: &Plan<'_>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// That of before the keeper was started. In a session of its own, the child is out of the keeper's autogroup.
+/// Sets the nice value that the keeper was started with. The child has a separate session, so it is outside
+/// of the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
-    // The supervisor's unit may be served before all others, and a worker must not. Where it is not, there
-    // is nothing to give up.
+    // The supervisor's unit can have a real-time policy, which a worker must not inherit. If the call fails,
+    // there is nothing to give up.
     let ordinary = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the pointer is to a local; the call is about this thread.
+    // SAFETY: the pointer is to a local. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
     Ok(rustix::process::setpriority_process(None, plan.standing.nice)?)
 }
 
-/// Standard input is the keeper's own, `/dev/null`, or what a host of programs is told.
+/// Standard input is the keeper's `/dev/null`, or the rules for a host of programs.
 fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
     if let Some(rules) = &plan.prepared.barriers.program_rules {
         put_at(rules, libc::STDIN_FILENO)?;
@@ -391,30 +400,31 @@ fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(put_at(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Makes a number mean this descriptor, whatever it meant before.
+/// Makes a descriptor available under this number, and closes the previous descriptor with the number.
 pub(crate) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
-    // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
-    // socket: nothing that this process owns and goes on using.
+    // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
+    // socket. Nothing that this process owns and continues to use has this number.
     check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
 fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
-    // The kernel takes any number but zero for yes.
+    // The kernel takes any number except zero as true.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
 fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
     let limits = plan.prepared.rlimits.iter();
     limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
-    // Only here may it still be raised.
+    // Raises the limit of open files here, because later steps have no right to raise it.
     let (_, hard) = plan.standing.open_files;
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// What was ordered, or what the keeper was started with before it took all that it may have. A confined
-/// worker gets no more than three quarters of that: what it hands to itself and does not read counts against
-/// all of its user, and is not to keep the keeper from starting others.
+/// Sets the limit of open files: as ordered, or as the keeper was started with, before it raised its own
+/// limit. A confined worker gets at most three quarters of the keeper's hard limit. Descriptors that the
+/// worker sends to itself and does not receive count for all processes of the same user. A worker must not
+/// prevent the keeper from starting other workers in this way.
 fn open_files(plan: &Plan<'_>) -> Result<(), Stop> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -426,15 +436,15 @@ fn open_files(plan: &Plan<'_>) -> Result<(), Stop> {
 
 fn set_limit(limit: &Rlimit) -> Result<(), Stop> {
     let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
-    // SAFETY: the pointer is to a local; a resource that does not exist is refused.
+    // SAFETY: the pointer is to a local. The kernel refuses a resource that does not exist.
     let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
     result.map_err(|errno| Stop { errno, detail: limit.resource })
 }
 
-/// The second net, should the keeper be killed. A change of the identity takes it away.
+/// Second safety net if the keeper is killed. A change of identity clears the signal.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of the namespace has no number here. That it lives shows when it lets us go on.
+    // A parent outside of the namespace has no pid here. Only a living parent lets this process continue.
     let is_numbered = !plan.terms().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
@@ -443,8 +453,8 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
     }
 }
 
-/// Closes all but the standard ones, the link, what a host loads or runs, and what the steps to come need, which is
-/// marked to be closed by `execve`.
+/// Closes all descriptors except standard input, output and error, the link, the file that a host loads or
+/// runs, and descriptors that later steps need. The latter are close-on-exec.
 fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let prepared = plan.prepared;
     let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
@@ -452,7 +462,7 @@ fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let hosted = prepared.barriers.hosted.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
     let [ruleset, executable, hosted] = [ruleset, executable, hosted].map(|one| one.unwrap_or(progress));
-    // SAFETY: they are copies of the keeper's, and nothing in this process uses them.
+    // SAFETY: the descriptors are copies of the keeper's, and nothing in this process uses them.
     Ok(unsafe { close_all_but(LINK_FD + 1, &mut [progress, ruleset, executable, hosted]) }?)
 }
 
@@ -463,12 +473,13 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Where the worker's user cannot go there by itself, and nothing can be shown to it.
+/// Enters the working directory before the change of identity, if the worker's user cannot and no mount can
+/// help.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
 }
 
-/// The same in namespaces, where it becomes the worker's user early.
+/// Enters the working directory early in new namespaces, where the process soon becomes the worker's user.
 fn enter_directory(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.prepared.barriers.executable.is_none() {
         return Ok(());
@@ -480,13 +491,13 @@ fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
     if let Some(executable) = &plan.prepared.barriers.executable {
         let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
-        // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`; the text ends
-        // with NUL.
+        // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their texts. The path
+        // ends with NUL.
         return Ok(check(unsafe {
             libc::syscall(libc::SYS_execveat, program, here, arguments, environment, libc::AT_EMPTY_PATH)
         } as i32)?);
     }
-    // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
+    // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their texts.
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
 

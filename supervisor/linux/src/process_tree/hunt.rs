@@ -1,8 +1,10 @@
-//! Ending all that descends from this process, in pieces: its owner has other things to do between them.
+//! Kills all descendants of this process in small steps, so that the caller can do other work between the
+//! steps.
 //!
-//! A hunt looks at every process, stops those that descend from this one and are not spared, looks again until
-//! there is no other, and kills them. It remembers which it has seen before: so its owner can tell what a process
-//! that dies during a hunt left behind from what was being hunted already.
+//! A hunt scans all processes and stops each descendant that is not spared. It scans again until no new
+//! descendant appears, and then kills all of them. A hunt remembers which processes it has seen before. So if
+//! a process dies during a hunt, the caller can tell the processes it left behind from processes found
+//! earlier.
 
 use std::collections::HashMap;
 use std::fs::ReadDir;
@@ -12,20 +14,21 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{Process, descendants, read_process};
 
-/// Rounds of looking for processes that were forked while the last round stopped their parents.
+/// Maximum number of scans for processes that were forked while their parents were being stopped.
 const STOP_ROUNDS_MAX: usize = 32;
 
-/// Finds and ends what descends from this process. One hunt follows the other; see [`Hunt::begin`].
+/// Finds and kills the descendants of this process. One value performs one hunt after another; see
+/// [`Hunt::begin`].
 #[derive(Default)]
 pub struct Hunt {
     stage: Stage,
-    /// Looks that this hunt has begun.
+    /// Number of scans begun in this hunt.
     rounds: usize,
-    /// Looks that were begun by all hunts.
+    /// Number of scans begun in all hunts.
     looks: u64,
-    /// What was found and was still there at the last look.
+    /// Descendants that existed in the latest complete scan.
     found: HashMap<u32, Found>,
-    /// The latest first sight of any of those.
+    /// Highest `seen` of all processes in `found`.
     newest: u64,
 }
 
@@ -33,29 +36,30 @@ pub struct Hunt {
 enum Stage {
     #[default]
     Over,
-    /// At the table of all processes.
+    /// Reads the table of all processes.
     Looking { entries: ReadDir, table: HashMap<u32, Process> },
-    /// At these, of which the last ones are next.
+    /// Sends `signal` to the targets, from last to first.
     Ending { targets: Vec<u32>, signal: Signal },
 }
 
 struct Found {
     started: u64,
     parent: u32,
-    /// The look that saw it first.
+    /// Number of the scan that saw the process first.
     seen: u64,
-    /// Whether it was told to stop, as far as it can be.
+    /// True if the process was sent SIGSTOP. The signal can have failed.
     is_stopped: bool,
 }
 
-/// How far a hunt is.
+/// State of a hunt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// It goes on.
+    /// The hunt is not finished.
     Underway,
-    /// It goes on; a look is complete, which is when there is something new to be asked.
+    /// The hunt is not finished, and a scan is complete. Only now can the answer of
+    /// [`Hunt::has_nothing_since`] change.
     Looked,
-    /// It is over, and has killed so many. 0 means that nothing was left.
+    /// The hunt is finished, with the number of processes killed. 0 means that nothing was left.
     Over(usize),
 }
 
@@ -72,24 +76,25 @@ impl Hunt {
         self.look()
     }
 
-    /// Whether there is a hunt to go on with.
+    /// True if a hunt is in progress.
     pub fn is_on(&self) -> bool {
         !matches!(self.stage, Stage::Over)
     }
 
-    /// Looks that were begun so far: a name for this moment, for [`Hunt::has_nothing_since`].
+    /// Returns the number of scans begun so far, which identifies this moment for
+    /// [`Hunt::has_nothing_since`].
     pub fn moment(&self) -> u64 {
         self.looks
     }
 
-    /// Asked when a look is complete: whether it was begun after this moment and found nothing that was not
-    /// found before. A process that died at this moment then has left nothing behind.
+    /// True if the latest scan began after `moment` and found only processes that had been seen before. In
+    /// that case, a process that died at `moment` has left nothing behind. Call this when a scan is complete.
     pub fn has_nothing_since(&self, moment: u64) -> bool {
         self.looks > moment && self.newest <= moment
     }
 
-    /// Goes on with so many processes; `is_spared` are children of this one that stay, with what descends from
-    /// them. After an error (`/proc` cannot be read) the hunt is over.
+    /// Performs a step of the hunt, with at most `processes_max` processes. Children for which `is_spared`
+    /// returns true are left alone, with their descendants. An error (`/proc` cannot be read) ends the hunt.
     pub fn step(&mut self, processes_max: usize, is_spared: impl FnMut(u32) -> bool) -> io::Result<Progress> {
         match std::mem::take(&mut self.stage) {
             Stage::Over => Ok(Progress::Over(self.found.len())),
@@ -138,11 +143,13 @@ impl Hunt {
         Ok(())
     }
 
-    /// A look is complete: stops what it found for the first time, or else kills all.
+    /// Evaluates a complete scan. Stops the processes that the scan found for the first time. If there are
+    /// none, kills all.
     fn looked(&mut self, table: &HashMap<u32, Process>, is_spared: impl FnMut(u32) -> bool) -> Progress {
         let own = std::process::id();
         let mut before = std::mem::take(&mut self.found);
-        // The nearest first: the parent of one that is to be stopped has been stopped itself.
+        // Parents come before children, so that the parent of each process has been stopped before the
+        // process is.
         let mut fresh = Vec::new();
         for (pid, started) in descendants(table, own, is_spared) {
             let known = before.remove(&pid).filter(|found| found.started == started);
@@ -168,12 +175,13 @@ impl Hunt {
         Progress::Looked
     }
 
-    /// Sends a signal to a process that was found, or to none. Numbers are used again, and some time has passed:
-    /// one that was not stopped and has another parent now is not known to be ours before the next look.
+    /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
+    /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
+    /// may not be a descendant, so it is left to the next scan.
     fn send(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-        // From here on the descriptor names the process, so that the second look-up decides.
+        // From here on the descriptor identifies the process, so the following read of `/proc` is decisive.
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
         let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
             self.found.remove(&pid);
@@ -181,8 +189,9 @@ impl Hunt {
         };
         let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
         if found.is_stopped || has_its_parent {
-            // It fails if it has gone between the look and the shot; or for a set-user-id program, which a
-            // subreaper without privileges cannot signal: it is found again by the next hunt.
+            // The signal fails if the process has exited in the meantime. It also fails for a set-user-id
+            // program, which a subreaper without privileges cannot signal; the next hunt finds the program
+            // again.
             let _ = pidfd_send_signal(&descriptor, signal);
             found.is_stopped = true;
         }
@@ -194,7 +203,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// All of a hunt, in pieces.
+    /// Performs a whole hunt in small steps.
     fn all(hunt: &mut Hunt, is_spared: impl Fn(u32) -> bool) -> usize {
         hunt.begin().unwrap();
         loop {
@@ -204,7 +213,7 @@ mod tests {
         }
     }
 
-    /// In a process of its own: a hunt ends whatever else descends from this one.
+    /// Runs the case in a separate process, because a hunt kills all other descendants of this process.
     fn alone(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_HUNTER").is_some_and(|hunter| hunter == case) {
             return run();
@@ -251,7 +260,7 @@ mod tests {
             while hunt.step(usize::MAX, |_| false).unwrap() != Progress::Looked {}
             let moment = hunt.moment();
             assert!(!hunt.has_nothing_since(moment), "the look was begun before");
-            // Stopped, and looked for again: it was there before.
+            // The process is stopped and scanned again. It is not new, because the first scan has seen it.
             assert_eq!(hunt.step(usize::MAX, |_| false).unwrap(), Progress::Underway);
             assert_eq!(hunt.step(usize::MAX, |_| false).unwrap(), Progress::Looked);
             assert!(hunt.has_nothing_since(moment) && !hunt.has_nothing_since(0));

@@ -1,4 +1,4 @@
-//! Starting a process in a cgroup. To move one there takes the kernel a hundred times as long.
+//! Starts a process in a control group. Moving a process afterwards takes the kernel a hundred times as long.
 #![expect(unsafe_code, reason = "clone3 has no safe form")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -6,13 +6,12 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use bulkhead_linux::errno;
 use rustix::io::Errno;
 
-/// Forks, with the child in this cgroup and in these new namespaces (flags of `clone`) from its first
-/// moment on. Returns the child's number, in the child
-/// zero.
+/// Forks. The child is in this group and in these new namespaces (flags of `clone`) from the start. Returns
+/// the child's pid, and zero in the child.
 ///
 /// # Safety
-/// The child is a copy of the calling thread alone, of which not even the C library knows: until `execve`
-/// or `_exit` it may make nothing but raw system calls.
+/// The child has only a copy of the calling thread, and the C library does not know of the fork. Until
+/// `execve` or `_exit`, the child must make only raw system calls.
 pub(crate) unsafe fn fork_into(
     cgroup: BorrowedFd<'_>,
     namespaces: libc::c_int,
@@ -20,13 +19,14 @@ pub(crate) unsafe fn fork_into(
     const CLONE_INTO_CGROUP: u64 = 1 << 33;
     let arguments = libc::clone_args {
         flags: CLONE_INTO_CGROUP | namespaces as u64,
-        // A sibling has that of the caller.
+        // A sibling has the exit signal of the caller.
         exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
-        // SAFETY: zero is valid for each of these numbers, and says that nothing is wanted.
+        // SAFETY: zero is valid for each of these numbers, and requests nothing.
         ..unsafe { std::mem::zeroed() }
     };
-    // SAFETY: like a fork, with a copy of all memory and no stack of its own; the rest is the caller's part.
+    // SAFETY: like a fork, with a copy of all memory and without a separate stack. The caller guarantees the
+    // rest.
     match unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) } {
         -1 => Err(errno::last()),
         pid => Ok(pid as libc::pid_t),

@@ -1,4 +1,5 @@
-//! A cgroup as a folder of small files: each read and write has its bound, and names the file if it fails.
+//! A control group as a folder of small files. Each read and write has a size limit, and an error names the
+//! file.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -13,24 +14,25 @@ use rustix::io::Errno;
 use super::texts;
 use super::{Failure, MOUNT_IT, failure};
 
-/// Bytes of one file of a cgroup; the longest is the list of its processes.
+/// Maximum size of a group's file in bytes. The longest is the list of processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Bytes of one file of `/proc`; the longest is the list of mounts, of which busy machines have thousands.
+/// Maximum size of a file of `/proc` in bytes. The longest is the list of mounts, of which busy machines have
+/// thousands.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Cgroups in cgroups: how deep is still followed down, and how many steps, down and up, are taken at a
-/// time. A process that made more must have been free to make any number of them.
+/// Maximum depth of nested groups that is followed, and maximum number of steps, down and up, in one call. A
+/// process that could exceed this could create any number of groups.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
-/// What the file system of cgroup v2 says it is.
+/// Type of the file system of cgroup v2.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Its owner and root may look into it.
+/// Only the owner can write to a group. Others can look inside.
 const MODE: Mode = Mode::from_raw_mode(0o755);
 
-/// An open folder of a cgroup.
+/// An open folder of a group.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
@@ -60,7 +62,7 @@ impl Folder {
         &self.path
     }
 
-    /// The cgroup that it is part of.
+    /// Opens the parent group.
     pub(super) fn parent(&self) -> Result<Self, Failure> {
         let path = self.path.parent().unwrap_or(&self.path);
         Self::open(path)
@@ -81,7 +83,7 @@ impl Folder {
         }
     }
 
-    /// The names of the cgroups in this one that are wanted, so many at most.
+    /// Returns the names of child groups for which `is_wanted` returns true, up to `most`.
     pub(super) fn children(
         &self,
         most: usize,
@@ -123,7 +125,7 @@ impl Folder {
         }
     }
 
-    /// What a file says.
+    /// Reads and parses a file.
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
         let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;
@@ -139,7 +141,7 @@ impl Folder {
         self.read("cgroup.procs", texts::processes)
     }
 
-    /// Removes a cgroup in this one, and what is in there; see [`Folder::remove`].
+    /// Removes a child group and everything in it; see [`Folder::remove`].
     pub(super) fn remove_child(&self, name: &str) -> Result<bool, Failure> {
         match self.child(name) {
             Ok(child) => child.remove_from(&self.descriptor),
@@ -148,8 +150,8 @@ impl Folder {
         }
     }
 
-    /// Removes it, and the cgroups in it, innermost first. `false`: something in there still runs, or
-    /// there is more than one call takes on; the next goes on.
+    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
+    /// running there, or if a single call cannot remove everything. The next call continues.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -171,14 +173,14 @@ impl Folder {
             return Ok(true);
         }
         match self.read("cgroup.events", texts::is_populated) {
-            // A process in there runs for a while yet.
+            // A process in the group is still running.
             Ok(true) => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
             Ok(false) | Err(_) => {}
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Or another keeper removes them at the same time.
+            // Another keeper can be removing the same groups.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }
@@ -190,7 +192,7 @@ impl Folder {
     }
 }
 
-/// Reads a file of `/proc`; what is not UTF-8 in there belongs to other processes.
+/// Reads a file of `/proc`. Bytes that are not UTF-8 belong to other processes, and are replaced.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
     let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -202,7 +204,7 @@ fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, E
     rustix::fs::openat(at, path, flags, Mode::empty())
 }
 
-/// The whole of a file, which is to have no more bytes than that.
+/// Reads a whole file. Fails if the file has more than `most` bytes.
 fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
     let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();
@@ -211,7 +213,7 @@ fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
     if bytes.len() > most { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
-/// The errors of a cgroup that has been removed.
+/// True for the errors of a group that has been removed.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }
@@ -226,9 +228,9 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
     }))
 }
 
-/// Removes all that is below, by going down to what has nothing in it and one step up again; no path gets
-/// too long for the kernel in this way, and nothing is kept but the names on the way down. `false`: not
-/// all is gone yet.
+/// Removes all groups below. Descends to a group without children, and removes it one step above. So no path
+/// gets too long for the kernel, and only the names on the way down are kept. Returns `false` if groups are
+/// left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
     let mut way: Vec<CString> = Vec::new();

@@ -1,4 +1,4 @@
-//! The cgroup of one worker.
+//! The control group of one worker.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use super::folder::Folder;
 use super::{Failure, texts};
 
-/// The cgroup of one worker. It stays until it is [removed](Leaf::remove), whatever becomes of this.
+/// The control group of one worker. The group exists until it is [removed](Leaf::remove), even if this value
+/// is dropped.
 #[derive(Debug)]
 pub(crate) struct Leaf {
     folder: Folder,
@@ -19,28 +20,29 @@ impl Leaf {
         Self { folder }
     }
 
-    /// Where it is mounted.
+    /// Returns the mounted path.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// For [`fork_into`](super::fork_into).
+    /// Returns the descriptor, for [`fork_into`](super::fork_into).
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }
 
-    /// Moves a process there that has one thread.
+    /// Moves a process with a single thread into the group.
     pub(crate) fn take_in(&self, pid: u32) -> Result<(), Failure> {
         self.folder.write("cgroup.procs", &pid.to_string())
     }
 
-    /// Kills all that is in there, in one go: nothing forks its way out, and what is frozen dies as well.
+    /// Kills all processes in the group at once. No process can escape by forking, and frozen processes die
+    /// too.
     pub(crate) fn kill(&self) -> Result<(), Failure> {
         self.folder.write("cgroup.kill", "1")
     }
 
-    /// How many processes in there the kernel has killed for want of memory: of the leaf's, or of the
-    /// whole machine's. Always 0 where memory is not accounted for.
+    /// Returns the number of processes in the group that the kernel has killed for lack of memory, of the
+    /// group or of the whole machine. Always 0 if memory is not accounted for.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {
         match self.folder.read("memory.events", texts::oom_kills) {
             Err(Failure { errno: Errno::NOENT, .. }) => Ok(0),
@@ -48,8 +50,8 @@ impl Leaf {
         }
     }
 
-    /// Removes it, and what was made in there; `false`: not all is empty yet, so try again. Once
-    /// it is gone, to remove it does nothing.
+    /// Removes the group, and groups created inside. Returns `false` if the group is not empty yet; try again
+    /// later. Does nothing if the group is already gone.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()
     }

@@ -1,42 +1,42 @@
-//! The limits of a leaf, as the kernel wants them written.
+//! The limits of a leaf, in the kernel's format.
 
 use rustix::io::Errno;
 
 use super::folder::Folder;
 use super::{Failure, failure};
 
-/// What one worker and all that it starts may use together; unlimited where nothing is said.
+/// Limits for a worker and all its descendants together. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory in bytes, without any swap beside it.
+    /// Memory in bytes. Swap is not available in addition.
     pub(crate) memory_bytes: Option<u64>,
-    /// Processes and threads.
+    /// Number of processes and threads.
     pub(crate) pids: Option<u64>,
-    /// Processor cores, from [`CORES_MIN`].
+    /// Number of processor cores, at least [`CORES_MIN`].
     pub(crate) cpu_cores: Option<f64>,
 }
 
-/// One file and what is written to it.
+/// A file and its new content.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// Some kernels do without it, and lose nothing by that.
+    /// True if some kernels lack the file, and nothing is lost without it.
     is_optional: bool,
 }
 
-/// The period in which a share of the processors is measured, unless the share is too small for it.
+/// Period in which a share of the processors is measured, in µs. A very small share needs a longer period.
 const PERIOD_US: f64 = 100_000.0;
 
-/// What the kernel takes at most for a period, and at least for a share.
+/// Maximum period and minimum share that the kernel accepts, in µs.
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
-/// The smallest share that can be had of a core.
+/// Minimum number of cores.
 const CORES_MIN: f64 = QUOTA_US_MIN / PERIOD_US_MAX;
 
 impl Limits {
-    /// The controllers that they need.
+    /// Returns the controllers that these limits need.
     pub(super) fn controllers(&self) -> Vec<&'static str> {
         let needed = [
             ("memory", self.memory_bytes.is_some()),
@@ -46,15 +46,16 @@ impl Limits {
         needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
     }
 
-    /// All that is written to a new leaf.
+    /// Returns all settings of a new leaf.
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // A worker does not divide its own: its trees are to be ended and counted as one.
+        // A worker must not divide its group, because all processes of a worker are killed and counted
+        // together.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
-            // Of all that is in there, the kernel would pick one; but half a worker is none.
+            // The kernel would kill only one of the processes. A worker that is partly killed does not work.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
@@ -79,14 +80,14 @@ impl Setting {
     }
 }
 
-/// Cores as time in a period, both in µs. `None`: the kernel cannot do so little, and more would not be
-/// what was asked for.
+/// Converts cores into time and period, both in µs. Returns `None` for a share that is smaller than the
+/// kernel supports, because a larger share was not requested.
 fn cpu_max(cores: f64) -> Option<String> {
     if !cores.is_finite() || cores < CORES_MIN {
         return None;
     }
     let period = if cores * PERIOD_US < QUOTA_US_MIN { PERIOD_US_MAX } else { PERIOD_US };
-    // Down to whole µs, but not below what the kernel takes.
+    // Rounded down to whole µs, but not below the kernel's minimum.
     let quota = (cores * period).floor().max(QUOTA_US_MIN);
     Some(format!("{quota:.0} {period:.0}"))
 }

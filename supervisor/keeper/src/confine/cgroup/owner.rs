@@ -1,4 +1,5 @@
-//! The owner of a leaf: its name says it, so that a later keeper can tell the leaves of one that died.
+//! The owner of a leaf, which the leaf's name states. So a later keeper can recognise the leaves of a dead
+//! keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -7,13 +8,14 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// One process, for ever: numbers are used again, and each namespace has its own.
+/// Identity of a process. It stays unique although pids are reused and each namespace numbers its processes
+/// separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
-    /// The namespace of process numbers, by its inode.
+    /// Inode of the pid namespace.
     pub(super) namespace: u64,
     pub(super) pid: u32,
-    /// In the kernel's ticks since it booted.
+    /// Start time, in the kernel's ticks since the boot.
     pub(super) started: u64,
 }
 
@@ -27,24 +29,25 @@ impl Owner {
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
 
-    /// What a leaf of this process is called.
+    /// Returns the name of a leaf of this process.
     pub(super) fn leaf_name(&self, worker: u64) -> String {
         let Self { namespace, pid, started } = self;
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// The keeper that made the leaf with this name; `None` if it is no such name.
+    /// Returns the keeper that created the leaf with this name, or `None` if the name has another form.
     pub(super) fn of_leaf(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
         let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
         let worker = parts.next()?.parse().ok()?;
         let owner = Self { namespace, pid, started };
-        // Nothing else, and no number written in another way.
+        // Rejects names with additional parts, or with numbers in another notation.
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// Whether that one is gone for certain. Of another namespace's processes nothing is known.
+    /// True if the other process is certainly gone. Nothing is known about the processes of another
+    /// namespace.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }

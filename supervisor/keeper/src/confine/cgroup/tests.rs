@@ -1,5 +1,4 @@
-//! Real cgroups, below the one that the test itself is in: a folder for each test stands for what was
-//! delegated.
+//! Real control groups, below the test's own group. A folder for each test stands for the delegated group.
 #![expect(unsafe_code, reason = "starting programs in a cgroup, and waiting for them")]
 
 use std::ffi::CString;
@@ -15,7 +14,7 @@ use super::folder::Folder;
 use super::owner::Owner;
 use super::{DELEGATE, FREE_IT, Failure, Leaf, Limits, MAIN, Root, Swept, fork_into, root_path};
 
-/// No condition takes nearly as long.
+/// Time limit of a condition. No condition takes nearly this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -26,11 +25,11 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A cgroup for one test, emptied and removed behind it.
+/// A group for one test, emptied and removed afterwards.
 struct Ground(Folder);
 
 impl Ground {
-    /// `None`, told loudly: no cgroup can be made here.
+    /// Returns `None` and prints a message if no group can be created here.
     fn new(test: &str) -> Option<Self> {
         let name = format!("bulkhead-test-{}-{test}", std::process::id());
         let made = root_path().and_then(|path| Folder::open(&path)?.make_child(&name));
@@ -47,7 +46,7 @@ impl Ground {
         self.0.path()
     }
 
-    /// This cgroup as the one to divide, with this process as the keeper, and a supervisor.
+    /// Returns this group as the one to divide, with this process as the keeper, and with a supervisor.
     fn root(&self, supervisor: u32) -> Root {
         Root::in_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -56,7 +55,7 @@ impl Ground {
         self.root(0).leaf(worker, &Limits::default()).unwrap()
     }
 
-    /// Whether its parts can be given such limits. If not, says so.
+    /// True if the children can have this controller. Otherwise prints a message.
     fn has_controller(&self, controller: &str) -> bool {
         let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
         if !has {
@@ -73,7 +72,7 @@ impl Drop for Ground {
     }
 }
 
-/// A shell in a cgroup.
+/// A shell in a group.
 struct Shell(libc::pid_t);
 
 impl Shell {
@@ -82,7 +81,7 @@ impl Shell {
         let mut arguments = texts.each_ref().map(|text| text.as_ptr()).to_vec();
         arguments.push(std::ptr::null());
         let environment = [c"PATH=/usr/bin:/bin".as_ptr(), std::ptr::null()];
-        // SAFETY: the child makes two system calls, on what was prepared.
+        // SAFETY: the child makes two system calls on prepared data.
         let pid = unsafe { fork_into(std::os::fd::AsFd::as_fd(folder), 0) }.unwrap();
         if pid == 0 {
             // SAFETY: both lists end with a null pointer.
@@ -98,10 +97,10 @@ impl Shell {
         self.0 as u32
     }
 
-    /// How it ended: the status as `waitpid` tells it.
+    /// Waits for the end. Returns the status of `waitpid`.
     fn wait(self) -> i32 {
         let mut status = 0;
-        // SAFETY: the number is that of a child that has not been waited for, the pointer to a local.
+        // SAFETY: the pid is that of a child that has not been waited for, and the pointer is to a local.
         assert_eq!(unsafe { libc::waitpid(self.0, &mut status, libc::__WALL) }, self.0);
         std::mem::forget(self);
         status
@@ -116,7 +115,7 @@ impl Shell {
 
 impl Drop for Shell {
     fn drop(&mut self) {
-        // SAFETY: the child has not been waited for, so that the number is its own.
+        // SAFETY: the child has not been waited for, so the pid still belongs to it.
         unsafe {
             libc::kill(self.0, libc::SIGKILL);
             libc::waitpid(self.0, std::ptr::null_mut(), libc::__WALL);
@@ -128,7 +127,7 @@ fn processes(path: &Path) -> Vec<u32> {
     Folder::open(path).unwrap().read_processes().unwrap()
 }
 
-/// The folder of a leaf, to start something in there.
+/// Opens the folder of a leaf, in order to start a process there.
 fn folder(leaf: &Leaf) -> Folder {
     Folder::open(leaf.path()).unwrap()
 }
@@ -139,7 +138,7 @@ fn remove(leaf: &Leaf) {
 }
 
 impl Leaf {
-    /// Stops all that is in there, or lets it go on. It takes effect a little later.
+    /// Stops or continues all processes in the group. This takes effect slightly later.
     fn freeze(&self, is_frozen: bool) -> std::io::Result<()> {
         std::fs::write(self.path().join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
     }
@@ -149,12 +148,12 @@ impl Leaf {
         Ok(events.lines().any(|line| line == event))
     }
 
-    /// Whether no process is in there that still runs. The dead may still have to be waited for.
+    /// True if no process in the group is still running. Dead processes may still have to be reaped.
     fn is_empty(&self) -> std::io::Result<bool> {
         self.tells("populated 0")
     }
 
-    /// Whether all that is in there has stopped.
+    /// True if all processes in the group have stopped.
     fn is_frozen(&self) -> std::io::Result<bool> {
         self.tells("frozen 1")
     }
@@ -165,7 +164,7 @@ fn a_process_is_in_its_leaf_from_its_first_moment() {
     let Some(ground) = Ground::new("first-moment") else { return };
     let leaf = ground.leaf(1);
     assert!(leaf.is_empty().unwrap());
-    // It says it itself, before anybody could have moved it.
+    // The process checks this itself, before anything could have moved it.
     let script =
         format!("grep -q '^0::.*/{}$' /proc/self/cgroup", leaf.path().file_name().unwrap().to_str().unwrap());
     assert_eq!(Shell::start(&folder(&leaf), &script).wait(), 0);
@@ -250,7 +249,7 @@ fn a_leaf_goes_only_when_it_is_empty_and_twice_is_once() {
     // SAFETY: the child, if there were one, would only exit.
     let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
-        // SAFETY: ends the process, without a thing being run that the parent registered.
+        // SAFETY: ends the process without running anything that the parent registered.
         unsafe { libc::_exit(0) };
     }
     assert!(cloned.is_err());
@@ -269,7 +268,7 @@ fn a_worker_does_not_divide_its_leaf() {
 fn cgroups_that_were_made_in_a_leaf_go_with_it() {
     let Some(ground) = Ground::new("nested") else { return };
     let leaf = ground.leaf(1);
-    // A process that may make some can take this limit away first.
+    // A process that may create groups can remove this limit first.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -299,7 +298,7 @@ fn cgroups_nested_without_bounds_are_an_error_and_no_endless_walk() {
     }
     let error = ground.0.remove().unwrap_err();
     assert_eq!(error.errno, Errno::LOOP, "{error}");
-    // For the end of the test, some steps up.
+    // Removes some levels, so that the end of the test can remove the others.
     for _ in 0..200 {
         let parent = here.parent().unwrap();
         assert_eq!(parent.remove_child("d"), Ok(true));
@@ -345,7 +344,7 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
 #[test]
 fn the_supervisors_own_processes_make_room_and_no_other_is_moved() {
     let Some(ground) = Ground::new("vacate") else { return };
-    // Its child descends from this process as well, as the keeper's children do.
+    // The supervisor's child also descends from this process, like the keeper's children.
     let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");
     wait_until("both are there", || processes(ground.path()).len() >= 2);
     let root = ground.root(supervisor.pid());
@@ -355,7 +354,8 @@ fn the_supervisors_own_processes_make_room_and_no_other_is_moved() {
     assert!(processes(&main).contains(&supervisor.pid()));
     root.vacate().unwrap();
 
-    // An orphan, of which it cannot be told whose. The process that made it is gone, and it has been handed upwards.
+    // An orphan whose origin is unknown, because the process that created it is gone and the orphan has been
+    // reparented.
     assert_eq!(Shell::start(&ground.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
     wait_until("it is an orphan", || {
         let inside = processes(ground.path());
@@ -400,7 +400,7 @@ fn a_configured_limit_without_its_controller_is_an_error() {
 #[test]
 fn controllers_are_switched_on_once_the_cgroup_is_free() {
     let Some(ground) = Ground::new("enable") else { return };
-    // Which one does not matter for this.
+    // The test works with any controller.
     let have = ground.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
         return eprintln!("NOT TESTED: no controller at all in {}", ground.path().display());
@@ -425,7 +425,7 @@ fn a_worker_over_its_memory_dies_as_a_whole_and_it_is_told() {
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
     let leaf = ground.root(0).leaf(1, &limits).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
-    // What takes the memory is not the first process.
+    // Another process than the first uses the memory.
     let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     assert!(leaf.oom_kills().unwrap() >= 1);
@@ -467,7 +467,7 @@ fn what_is_not_ours_to_write_is_told_with_what_to_do() {
     let path = ground.path();
     let error = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            // SAFETY: changes the identity of this thread alone, which ends with it.
+            // SAFETY: changes the identity of only this thread, which ends afterwards.
             let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             assert_eq!(changed, 0);
             Root::in_folder(Folder::open(path).unwrap(), 0).unwrap_err()

@@ -1,20 +1,21 @@
-//! What the kernel says of cgroups, taken apart. Pure, and strict: `None` is "this is not what it should be".
+//! Parses the kernel's files about control groups. The functions are pure and strict: `None` means that the
+//! text is not in the expected form.
 
 use std::path::{Component, Path, PathBuf};
 
-/// Whether `cgroup.events` tells of a process in there or below.
+/// True if `cgroup.events` reports a process in the group or below.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// How many processes died of their memory, from `memory.events`; those of a group that dies as a whole are
-/// counted one by one.
+/// Returns the number of processes killed for lack of memory, from `memory.events`. If a group is killed as a
+/// whole, each of its processes counts.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
 
-/// The number with this key, in a text of lines of one key and one number each. The outer `None`: it is
-/// no such text; the inner one: there is no such key.
+/// Returns the number with this key, in a text with one key and one number per line. Returns `None` if the
+/// text has another form, or if the key is missing or occurs twice.
 fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {
@@ -27,32 +28,32 @@ fn number(text: &str, key: &str) -> Option<u64> {
     found
 }
 
-/// Digits alone: `parse` would take a sign too.
+/// Parses digits only, because `parse` would accept a sign too.
 fn whole<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// Process numbers, from `cgroup.procs`.
+/// Parses pids in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
     text.lines().map(whole).collect()
 }
 
-/// Names of controllers, from `cgroup.controllers` and `cgroup.subtree_control`.
+/// Parses names of controllers in `cgroup.controllers` and `cgroup.subtree_control`.
 pub(super) fn words(text: &str) -> Option<Vec<String>> {
     let is_name = |word: &str| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
     let words = text.strip_suffix('\n').unwrap_or(text).split(' ').filter(|word| !word.is_empty());
     words.map(|word| is_name(word).then(|| word.to_owned())).collect()
 }
 
-/// The folders in which the own cgroup is mounted, from the lines of `/proc/self/mountinfo` and of
-/// `/proc/self/cgroup`. None, if all that is mounted is other parts of the tree.
+/// Returns the paths at which this process's group is mounted, from the lines of `/proc/self/mountinfo` and
+/// of `/proc/self/cgroup`. The result is empty if only other parts of the tree are mounted.
 pub(super) fn own_cgroups(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
     let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
     let own = own.map(Path::new).filter(|own| is_below(own));
     own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| mounted(line, own)).collect())
 }
 
-/// Where the mount of this line shows a cgroup.
+/// Returns the path at which the mount in this line shows a group.
 fn mounted(line: &str, cgroup: &Path) -> Option<PathBuf> {
     let (before, after) = line.split_once(" - ")?;
     let mut fields = before.split(' ').skip(3);
@@ -61,16 +62,16 @@ fn mounted(line: &str, cgroup: &Path) -> Option<PathBuf> {
         return None;
     }
     let below = cgroup.strip_prefix(root).ok()?;
-    // Component by component: to join nothing would leave a slash behind.
+    // Joins component by component, because joining an empty path would append a slash.
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// Whether a path stays below the root: cgroups outside of the own namespace are told with `/..`.
+/// True if a path stays below the root. Groups outside of this process's namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)
 }
 
-/// Takes back what the kernel does to spaces, tabs, line ends and backslashes in `mountinfo`.
+/// Reverts the kernel's escaping of spaces, tabs, line ends and backslashes in `mountinfo`.
 fn unescape(field: &str) -> Option<String> {
     let mut parts = field.split('\\');
     let mut text = parts.next()?.to_owned();

@@ -1,7 +1,8 @@
-//! Whether the rules are in force: nothing in `/proc` says so, and a filter above us can have
-//! `landlock_restrict_self` succeed without being made. So the child tries what no rule gives.
+//! Tests whether the rules are in force. Nothing in `/proc` reports this, and a filter of an outer sandbox
+//! can make `landlock_restrict_self` succeed without executing it. So the child attempts something that no
+//! rule allows.
 //!
-//! For a forked child: system calls and nothing else.
+//! For a forked child: makes only system calls.
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -10,23 +11,25 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What no rule gives, and this process could do without the rules.
+/// An attempt that no rule allows, and that this process could make without the rules.
 #[derive(Debug)]
 pub(crate) enum Forbidden {
-    /// To list the root folder.
+    /// Lists the root folder.
     Root,
-    /// To make a device node in this folder, where the root folder is given: that is given nowhere.
+    /// Creates a device node in this folder. Used if the root folder is given, because no rule allows device
+    /// nodes.
     DeviceIn(CString),
-    /// Nothing: all may be read and no folder is its own.
+    /// No attempt is possible: everything can be read, and there is no private folder.
     Nothing,
 }
 
-/// A node that is not there, of a device that every process may use anyway.
+/// Name of a node that does not exist, and a device that every process may use anyway.
 const NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl Forbidden {
-    /// By whether the root folder is given, and the temporary folder that the worker has.
+    /// Chooses the attempt, depending on whether the root folder is given and on the worker's temporary
+    /// folder.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node = temporary.and_then(|folder| CString::new(folder.join(NAME).as_os_str().as_bytes()).ok());
         match node {
@@ -36,8 +39,8 @@ impl Forbidden {
         }
     }
 
-    /// Tries it. What keeps a process without rules from it is none of their doing: a root folder that its
-    /// user may not list, or the capability that a device takes.
+    /// Makes the attempt. Without rules the attempt can fail for other reasons: the user may not list the
+    /// root folder, or lacks the capability for a device.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::Root => {
@@ -52,7 +55,7 @@ impl Forbidden {
                     rustix::fs::unlink(node)?;
                 }
                 match made {
-                    Err(Errno::PERM) => Ok(()), // Only after the rules have been asked.
+                    Err(Errno::PERM) => Ok(()), // Only after the rules were checked.
                     made => made,
                 }
             }

@@ -1,5 +1,5 @@
-//! What the default rules leave to ordinary programs, and what they close. Threads are put under rules of
-//! their own where one is enough: the kernel does it by thread.
+//! Tests that ordinary programs work under the default rules, and that the rules deny the rest. Some tests
+//! confine only a thread, because the kernel enforces rules by thread.
 #![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe form here")]
 
 use std::fs;
@@ -18,7 +18,8 @@ use tempfile::TempDir;
 use super::{Rules, Ruleset, kernel_abi};
 use crate::confine::paths::ETC;
 
-/// Whether the kernel has this version. If not, says so: a test that did not run is no success.
+/// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
+/// success.
 fn has_abi(least: u32) -> bool {
     match kernel_abi() {
         Ok(abi) if abi >= least => true,
@@ -29,7 +30,7 @@ fn has_abi(least: u32) -> bool {
     }
 }
 
-/// Whether there is such a program. If not, says so.
+/// True if the program exists. Otherwise prints a message.
 fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -38,7 +39,7 @@ fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Runs this on a thread of its own, under these rules.
+/// Runs a task on a new thread, under these rules.
 fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     let ruleset = Ruleset::prepare(rules).unwrap();
     std::thread::scope(|scope| {
@@ -51,7 +52,7 @@ fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// The command, to be run under these rules.
+/// Makes a command run under these rules.
 fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     let ruleset = Ruleset::prepare(rules).unwrap();
     // SAFETY: the child makes two system calls.
@@ -64,7 +65,7 @@ fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     command
 }
 
-/// Runs a program with a working directory and a temporary folder, as a worker has them.
+/// Runs a program with a working directory and a temporary folder, like a worker.
 fn run(program: &str, arguments: &[&str]) -> Output {
     let (directory, temporary) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     let mut command = Command::new(program);
@@ -271,7 +272,7 @@ fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
     }
     let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
     assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), kernel_abi().unwrap());
-    // A single file is as good as a folder.
+    // A single file can be given in place of a folder.
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();
     let paths = [file.as_path()];
@@ -312,7 +313,7 @@ fn abstract_sockets_outside_are_closed() {
     });
 }
 
-/// A process outside of the rules, of the same user.
+/// A process of the same user, outside of the rules.
 struct Outsider(Child);
 
 impl Outsider {
@@ -343,14 +344,15 @@ fn processes_outside_cannot_be_signalled() {
     assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);
 }
 
-/// As the child does: with CAP_PERFMON or CAP_SYS_ADMIN the kernel does not ask for the right to trace.
+/// Drops all capabilities, as the child does. With CAP_PERFMON or CAP_SYS_ADMIN the kernel does not require
+/// the right to trace.
 fn drop_capabilities() {
     use rustix::thread::{CapabilitySet as Set, CapabilitySets, set_capabilities};
     let (effective, permitted, inheritable) = (Set::empty(), Set::empty(), Set::empty());
     set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
 }
 
-/// The reason why `/proc` can be given as a whole.
+/// Tests the reason why `/proc` can be granted as a whole.
 #[test]
 fn what_matters_of_other_processes_is_closed_though_proc_is_open() {
     if !has_abi(1) {
@@ -379,7 +381,7 @@ fn what_matters_of_other_processes_is_closed_though_proc_is_open() {
     });
 }
 
-/// Puts the calling thread under a filter that has `landlock_restrict_self` succeed without being made.
+/// Applies a filter to the calling thread that makes `landlock_restrict_self` succeed without executing it.
 fn pretend_to_restrict() {
     let instruction = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
     let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;
@@ -390,7 +392,7 @@ fn pretend_to_restrict() {
         instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
-    // SAFETY: the pointer is to a local, and what that points to has the length that it tells.
+    // SAFETY: the pointer is to a local, which refers to a program of the given length.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
     assert_eq!(result, 0);
@@ -426,7 +428,7 @@ fn rules_that_are_not_in_force_are_noticed() {
             })
         };
         assert_eq!(restrict(true), Err(super::Unrestricted::Untrue), "{number}");
-        // A root folder of its own would not be this one, which is given.
+        // A private root folder would differ from this root folder, which is given.
         let expected = if rules.has_own_root { Err(super::Unrestricted::Untrue) } else { Ok(()) };
         assert_eq!(restrict(false), expected, "{number}");
         assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);

@@ -1,13 +1,13 @@
-//! Classic BPF, as much of it as a filter needs.
+//! The part of classic BPF that a filter needs.
 //!
-//! Jumps are relative and lead forward, so that blocks are joined by putting one behind the other; it
-//! knows nothing of system calls but where the kernel puts their numbers and arguments.
+//! Jumps are relative and lead forward, so blocks can be joined by concatenation. The only knowledge about
+//! system calls is where the kernel puts their numbers and arguments.
 
 use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// Instructions that run from the first to a verdict, or to what is put behind.
+/// Instructions that run from the first one to a verdict, or to the instructions appended to the block.
 pub(super) type Block = Vec<sock_filter>;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -18,7 +18,7 @@ const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u
 const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// What can be asked of the number that is loaded.
+/// Condition on the loaded number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     Is(u32),
@@ -55,11 +55,11 @@ pub(super) fn unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), give(action)]
 }
 
-/// Goes one way or the other. The first must end with a verdict, or it would run into the second.
+/// Executes `yes` or `no`. `yes` must end with a verdict, because otherwise it would continue with `no`.
 pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],
-        // Further than a condition can jump.
+        // Too far for a conditional jump.
         Err(_) => vec![jump_if(condition, 1, 0), plain(JUMP, yes.len() as u32)],
     };
     block.extend(yes);
@@ -67,7 +67,8 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     block
 }
 
-/// Goes one way if an argument is zero in both halves, and the other way if not. The first must end with a verdict.
+/// Executes `null` if an argument is zero in both halves, and `otherwise` if not. `null` must end with a
+/// verdict.
 pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Block {
     const IS_ZERO: Condition = Condition::Is(0);
     let lower = argument_offset(argument);
@@ -78,7 +79,7 @@ pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Blo
     block
 }
 
-/// Where the lower half of an argument is; the upper half follows.
+/// Returns the offset of the lower half of an argument. The upper half follows.
 fn argument_offset(argument: u8) -> u32 {
     (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32
 }

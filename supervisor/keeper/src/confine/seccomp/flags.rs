@@ -1,33 +1,33 @@
-//! Single bits of arguments that no worker may pass, whatever else its profile says of the call.
+//! Single bits of arguments that no worker may pass, even if its profile allows the call.
 
 use rustix::io::Errno;
 
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// The bits of a mode that give a program its file's user or group. A user who runs it outside of the sandbox gets
-/// the worker's rights, and those of root where that is the worker's user.
+/// Mode bits that give a program the user or group of its file. A user who runs such a program outside of the
+/// sandbox would get the rights of the worker's user, which can be root.
 const SET_ID: u32 = libc::S_ISUID | libc::S_ISGID;
 
-/// Calls that take a mode, by the number of the argument.
+/// Calls that take a mode, with the index of the argument.
 const MODES: [(u8, &str); 2] =
     [(1, "chmod creat fchmod mkdir mknod"), (2, "fchmodat fchmodat2 mkdirat mknodat")];
 
-/// Calls that open a file: the arguments of the flags and of the mode. The kernel looks at the mode only where
-/// the flags make a file.
+/// Calls that open a file, with the indexes of the flags and the mode. The kernel uses the mode only if the
+/// flags create a file.
 const OPENING: [(u8, u8, &str); 2] = [(1, 2, "open"), (2, 3, "openat")];
 
-/// Flags that make a file. `O_TMPFILE` is a bit of its own and that of folders.
+/// Flags that create a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
 const MAKING: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
 
-/// Calls that send, by the number of the argument with the flags.
+/// Calls that send, with the index of the flags.
 const SENDING: [(u8, &str); 2] = [(2, "sendmsg"), (3, "sendto sendmmsg")];
 
-/// Narrows the rules of all calls that could make a program of another user's rights, or urgent data: that is
-/// a byte beside the stream, which readers of Unix sockets are not prepared for.
+/// Restricts all calls that could create a program with another user's rights, or send urgent data. Urgent
+/// data is a byte outside of the stream, which readers of Unix sockets do not expect.
 ///
-/// `openat2` can do the first as well, and its mode is in memory, where a filter does not see it: it is among the
-/// calls that do not exist.
+/// `openat2` can create such programs too, and takes the mode from memory, which a filter cannot see. So
+/// `openat2` is reported as missing.
 pub(super) fn refuse(rules: &mut Rules) {
     let refused = Verdict::Errno(Errno::PERM);
     for (argument, names) in MODES {
@@ -45,10 +45,10 @@ pub(super) fn refuse(rules: &mut Rules) {
     }
 }
 
-/// These rules, without what cuts a file that may only be read: for where Landlock has no say in that.
+/// Denies truncating a file that may only be read. For kernels whose Landlock does not control this.
 pub(crate) fn without_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
-    /// As good as for reading and writing, but neither.
+    /// Access mode that allows neither reading nor writing, but requires the rights for both.
     const FOR_NOTHING: u32 = libc::O_ACCMODE as u32;
     let refused = || Rule::from(Verdict::Errno(Errno::PERM));
     rules.narrow("truncate", |_| refused());
@@ -61,7 +61,7 @@ pub(crate) fn without_truncation(mut rules: Rules) -> Rules {
     rules
 }
 
-/// One rule where the argument has any of these bits, another one else.
+/// Applies one rule if the argument has any of these bits, and another one otherwise.
 fn unless_any(argument: u8, bits: u32, with: Rule, otherwise: Rule) -> Rule {
     Check { argument, mask: u32::MAX, cases: vec![(HasAny(bits), with)], otherwise }.into()
 }

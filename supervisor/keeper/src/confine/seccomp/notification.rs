@@ -1,6 +1,6 @@
-//! The keeper's end of a listener: which call it was, and the answer to it.
+//! The keeper's end of a listener: receives and answers notifications of forbidden calls.
 //!
-//! It never waits by itself: the caller has polled the listener. It decides nothing.
+//! Never waits, because the caller has polled the listener. Decides nothing.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe form")]
 
 use std::ffi::c_void;
@@ -16,29 +16,29 @@ use bulkhead_linux::errno;
 /// A call that waits for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
-    /// Names it in the answer.
+    /// Identifies the call in the answer.
     pub id: u64,
-    /// The number of the thread that makes it, which need not be the worker's first one, nor of the
-    /// worker's own process. 0: it is not in our pid namespace.
+    /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
+    /// in this pid namespace.
     pub thread: u32,
-    /// The call's number.
+    /// Number of the call.
     pub number: u32,
-    /// Its arguments; what they point to may change at any time.
+    /// Arguments. Memory that they refer to can change at any time.
     pub arguments: [u64; 6],
 }
 
-/// What there is to hear from a listener.
+/// State of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// A call waits: [`receive`] does not.
+    /// A call is waiting, so [`receive`] does not block.
     Call,
-    /// Nothing now.
+    /// No call is waiting now.
     None,
-    /// Nothing ever again, for no process is under the filter any more.
+    /// No call will follow, because no process is under the filter any more.
     Over,
 }
 
-/// Looks whether there is something to receive.
+/// Checks whether there is something to receive.
 pub(crate) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -51,9 +51,9 @@ pub(crate) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
     })
 }
 
-/// Takes a notification from a listener that has one, by [`news`]: without, kernels before 6.11 wait for
-/// ever, also when no process is left to make a call. `None`: the call has been interrupted, or its process
-/// killed, since.
+/// Receives a notification. Call this only if [`news`] has reported one. Otherwise kernels before 6.11 block
+/// forever, even when no process is left to make a call. Returns `None` if the call has been interrupted, or
+/// its process killed, in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
@@ -62,17 +62,18 @@ pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
         Err(Errno::NOENT | Errno::INTR) => return Ok(None),
         Err(errno) => return Err(errno.into()),
     }
-    // SAFETY: the buffer is as large and as aligned as the structure, in which every bit pattern is valid.
+    // SAFETY: the buffer has at least the size and alignment of the structure, in which every bit pattern is
+    // valid.
     let seccomp_notif { id, pid, data, .. } = unsafe { buffer.as_ptr().cast::<seccomp_notif>().read() };
     Ok(Some(Notification { id, thread: pid, number: data.nr as u32, arguments: data.args }))
 }
 
-/// Lets a call fail with this error. One that does not wait any more is none.
+/// Makes a call fail with this error. It is not an error if the call is no longer waiting.
 pub(crate) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
     let answer = seccomp_notif_resp { id, val: 0, error: -errno.raw_os_error(), flags: 0 };
-    // SAFETY: the buffer is as large and as aligned as the structure.
+    // SAFETY: the buffer has at least the size and alignment of the structure.
     unsafe { buffer.as_mut_ptr().cast::<seccomp_notif_resp>().write(answer) };
     match control(listener, libc::SECCOMP_IOCTL_NOTIF_SEND, &mut buffer) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
@@ -80,19 +81,20 @@ pub(crate) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()
     }
 }
 
-/// Whether a call still waits for its answer, so that its thread is what it was when it was told.
+/// Checks that a call is still waiting for an answer. If so, the reported thread id is still valid.
 pub(crate) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     control(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
-/// The kernel's structures grow: it writes as many bytes as it has, and wants all of them zero before.
+/// Returns a zeroed buffer. The kernel's structures grow: the kernel writes its own version of the structure,
+/// and requires the whole buffer to be zero before.
 fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
     vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
 }
 
 fn sizes() -> io::Result<seccomp_notif_sizes> {
     let mut sizes = seccomp_notif_sizes { seccomp_notif: 0, seccomp_notif_resp: 0, seccomp_data: 0 };
-    // SAFETY: the pointer is to a local of the type that the call fills, which has not grown since it exists.
+    // SAFETY: the pointer is to a local of the type that the call fills. This type has never grown.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, &raw mut sizes) };
     if result == -1 { Err(errno::last().into()) } else { Ok(sizes) }
@@ -100,8 +102,8 @@ fn sizes() -> io::Result<seccomp_notif_sizes> {
 
 fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
     let buffer: *mut c_void = buffer.as_mut_ptr().cast();
-    // SAFETY: all callers have made the buffer as large as the kernel's structure for the request, and a
-    // descriptor that is no listener does not know the request.
+    // SAFETY: all callers have made the buffer as large as the kernel's structure for the request. A
+    // descriptor that is not a listener does not support the request.
     let result = unsafe { libc::ioctl(listener.as_raw_fd(), request, buffer) };
     if result == -1 { Err(errno::last()) } else { Ok(()) }
 }

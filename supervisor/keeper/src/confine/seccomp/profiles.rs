@@ -1,47 +1,50 @@
-//! The ready-made rules.
+//! Predefined rules.
 //!
-//! They deny gently where honest programs probe, with the error that makes these fall back; fatal is
-//! what no honest program does, and under `strict` whatever is not listed.
+//! A denied call that honest programs try fails with an error that makes these programs fall back. Calls that
+//! no honest program makes are fatal. Under `strict`, all calls that are not listed are fatal.
 //!
-//! Nothing here is about permission to files or about other users' processes: Landlock and identity are.
+//! Nothing here concerns access to files or processes of other users, which Landlock and the identity
+//! restrict.
 
 use rustix::io::Errno;
 
 use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 
-/// They change the kernel.
+/// Calls that change the kernel.
 const FATAL: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
-/// C libraries and Node fall back to older calls, whose arguments can be looked at.
+/// Calls that are reported as missing. C libraries and Node fall back to older calls, whose arguments a
+/// filter can inspect.
 const MISSING: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
 
-/// Each group is refused, since it
+/// Groups of calls that are refused, each with the reason.
 const REFUSED: &[&str] = &[
-    // changes what file systems there are, or where the root is,
+    // Changes the mounted file systems or the root.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // enters another namespace; new ones are refused by flags,
+    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
     "setns",
-    // gets at files past their paths,
+    // Accesses files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
-    // gets at other processes,
+    // Accesses other processes.
     "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
-    // has been a way into the kernel again and again,
+    // Has repeatedly been used to attack the kernel.
     "add_key keyctl perf_event_open request_key userfaultfd",
-    // is the machine's administration,
+    // Administers the machine.
     "acct adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
      setdomainname sethostname settimeofday swapoff swapon syslog vhangup",
-    // or is a relic.
+    // Obsolete.
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// What they make belongs to all processes of the same user, counts as no process's memory, and stays when all that use
-/// it have ended. Kernels can be built without them, so that programs ask first.
+/// Calls that create objects of all processes of the same user. The objects count as no process's memory, and
+/// remain when all their users have ended. Kernels can be built without these calls, so programs check for
+/// them first.
 const OUTLASTING: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
-/// A deny list that leaves ordinary programs unharmed.
+/// Returns a deny list that does not affect ordinary programs.
 pub(crate) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
@@ -57,8 +60,8 @@ pub(crate) fn default(network: bool) -> Rules {
     rules
 }
 
-/// An allow list for computing, in force from before `execve`: it must let a program start, with its
-/// libraries and its interpreter. [`sealed`] takes some of that away again.
+/// Returns an allow list for computing. The list is in force before `execve`, so it must let a program start,
+/// with libraries and interpreter. [`sealed`] takes some of these rights away later.
 pub(crate) fn strict(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in COMPUTING {
@@ -78,11 +81,12 @@ pub(crate) fn strict(network: bool) -> Rules {
     rules
 }
 
-/// What comes on top of `strict` when the program is ready for its first job: no other program any more,
-/// and no new socket, unless it has the network. `allow` is the list that `strict` was overridden with.
+/// Returns the rules that are added to `strict` when the program is ready for its first job. These rules deny
+/// executing programs, and deny new sockets unless the worker has the network. `allow` is the list with which
+/// `strict` was overridden.
 ///
-/// Nothing in it is fatal, since for a second filter of one process there can be no second listener:
-/// what is fatal, the first one tells. Errors: a name that no architecture has.
+/// Nothing here is fatal, because a second filter of a process cannot have a second listener. The first
+/// filter reports fatal calls. Fails with a name that no architecture has.
 pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("execve execveat", REFUSE);
@@ -92,12 +96,12 @@ pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n 
     rules.overridden(allow, &[])
 }
 
-/// Nothing is refused.
+/// Returns rules that refuse nothing.
 pub(crate) fn open() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
-/// What a template may more than others: to fork a sibling, by exactly these flags.
+/// Allows a template to fork a sibling, with exactly these flags.
 pub(crate) fn with_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
     rules.narrow("clone", |otherwise| {
@@ -107,7 +111,7 @@ pub(crate) fn with_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// On top of what a template forks: it takes back what [`with_siblings`] gives.
+/// Applies to the processes that a template forks. Takes back the right from [`with_siblings`].
 pub(crate) fn without_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", without(libc::CLONE_PARENT as u32));
     rules
@@ -115,10 +119,10 @@ pub(crate) fn without_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Programs take it for a kernel built without that family, and do without.
+/// Programs take this error for a kernel built without the family, and continue without it.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
-/// What both profiles deny.
+/// Adds the rules that both profiles share.
 fn deny(rules: &mut Rules) {
     rules.set(FATAL, Verdict::Fatal);
     rules.set(MISSING, Verdict::Errno(Errno::NOSYS));
@@ -126,7 +130,7 @@ fn deny(rules: &mut Rules) {
         rules.set(names, REFUSE);
     }
     rules.set("clone", without(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
-    // Among the flags of `clone`, this bit belongs to a signal's number.
+    // In the flags of `clone`, this bit is part of the signal's number.
     rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
     rules.set("ptrace", trace());
@@ -146,48 +150,52 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS) as u32;
 
-/// No flag of these in the first argument. CLONE_PARENT is one: its child would be the keeper's own.
+/// Refuses any of these flags in the first argument. CLONE_PARENT is refused because the new process would be
+/// the keeper's own child.
 fn without(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
 
-/// Asking which one it is, the normal one, and addresses that are not random, as sanitizers want them.
-/// Others have weakened programs that were meant to be safe.
+/// Allows querying the personality, the normal personality, and addresses that are not random, which
+/// sanitizers use. Other personalities have weakened programs that were meant to be secure.
 fn personality() -> Rule {
     const ASK: u32 = u32::MAX;
     only_these(0, &[ASK, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
-/// Asking to be traced is a way to find out whether one is. The rest is for debuggers.
+/// Refuses a request to be traced, which programs use to detect tracing. All other requests are for
+/// debuggers, and fatal.
 fn trace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Of the process, or the thread, that asks. A limit of another one can end it, and a priority starve it, and
-/// any process of the supervisor's user may set them: neither Landlock nor missing capabilities stand
-/// in the way. (To which processors another one is bound cannot be told from here: threads of one process
-/// bind each other.)
+/// Allows only the calling process or thread as the target. A limit can kill another process, and a priority
+/// can starve it. Any process of the supervisor's user may set them: neither Landlock nor missing
+/// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
+/// process set the affinity of each other.)
 fn of_itself(argument: u8) -> Rule {
     const ITSELF: u32 = 0;
     only_these(argument, &[ITSELF], REFUSE)
 }
 
-/// The limits of the process itself, by `prlimit64` and by `setrlimit`, except that of core dumps. That is 1 byte,
-/// with which the kernel writes no dump and starts no program of `kernel.core_pattern`; with 0 it starts that
-/// program. Programs that set it to 0 want no dump and have that already, so their call is ignored.
+/// Allows the limits of the process itself, by `prlimit64` and by `setrlimit`, except the limit of core
+/// dumps. That limit is 1 byte. With 1 byte, the kernel writes no dump and does not start the program of
+/// `kernel.core_pattern`; with 0, it starts that program. Programs that set the limit to 0 want no dump and
+/// already have that, so their call is ignored.
 fn limits() -> (Rule, Rule) {
     #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
     const CORE: u32 = libc::RLIMIT_CORE as u32;
     let is_core = |argument, set: Rule| -> Rule { check(argument, vec![(Is(CORE), set)], Verdict::Allow) };
-    // A caller who asks for the old limit as well would take what it does not get for that.
+    // If the caller also requests the old limit, an ignored call would let the caller read a value that the
+    // kernel did not write. So the call is refused.
     let set = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
     let asked = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: set.into() };
     let of_itself = check(0, vec![(Is(0), is_core(1, asked.into()))], REFUSE);
     (of_itself, is_core(0, Verdict::Ignore.into()))
 }
 
-/// Not of a group, nor of all processes of a user.
+/// Allows only a single process as the target, not a group or all processes of a user.
 fn of_one_process(kind: impl TryInto<u32>, rule: Rule) -> Rule {
     let kind = kind.try_into().unwrap_or_default();
     check(0, vec![(Is(kind), rule)], REFUSE)
@@ -195,11 +203,11 @@ fn of_one_process(kind: impl TryInto<u32>, rule: Rule) -> Rule {
 
 const IOPRIO_WHO_PROCESS: u32 = 1;
 
-/// The families of the internet, Unix sockets, and the questions after addresses and routes.
+/// Allows the internet families, Unix sockets, and queries for addresses and routes.
 ///
-/// Without the network there is none at all, not even of Unix sockets, with which a worker could reach
-/// whatever of its user listens on a path. Programs that list interfaces get an error then; for Node
-/// that is an exception, with whatever error.
+/// Without the network, all families are denied, even Unix sockets. With these, a worker could reach any
+/// program of its user that listens on a path. Programs that list interfaces then get an error; in Node this
+/// is an exception, whatever the error is.
 fn socket(network: bool) -> Rule {
     if !network {
         return NO_FAMILY.into();
@@ -217,8 +225,8 @@ fn internet() -> Vec<(super::Condition, Rule)> {
     ]
 }
 
-/// These rules, with the network but without Unix sockets: for where nothing else keeps a worker from those
-/// that others of its user listen on, such as a message bus that starts programs.
+/// Allows the network without Unix sockets. For cases in which nothing else denies sockets of other programs
+/// of the worker's user, such as a message bus that starts programs.
 pub(crate) fn without_unix_sockets(mut rules: Rules) -> Rules {
     rules.set("socket", check(0, internet(), NO_FAMILY));
     rules
@@ -226,7 +234,7 @@ pub(crate) fn without_unix_sockets(mut rules: Rules) -> Rules {
 
 const SOCKET_TYPE_MASK: u32 = 0xf;
 
-/// The kernel takes this type of the internet's family for the packet family.
+/// Denies a type of the internet family that the kernel treats as the packet family.
 fn no_packets() -> Rule {
     const SOCK_PACKET: u32 = 10;
     let cases = vec![(Is(SOCK_PACKET), NO_FAMILY.into())];
@@ -238,9 +246,12 @@ fn routes_only() -> Rule {
     only_these(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
-/// Addresses of the internet, for questions after routes, and of the size that fits all; Unix sockets have longer
-/// ones, and of any size. A name without a path is the first process's that takes it, on the whole machine, and neither
-/// a folder nor Landlock keeps a worker from taking another's; each end of a pair can have one as well.
+/// Allows `bind` only with the address sizes of the internet families and of netlink, or with a size larger
+/// than any Unix address. The larger size fits all families. Most Unix addresses have another size.
+///
+/// An abstract Unix name belongs to the first process on the machine that takes it. Neither a folder nor
+/// Landlock prevents a worker from taking the name of another program. Each end of a socket pair can have a
+/// name as well.
 fn named_by_number() -> Rule {
     const INTERNET: [u32; 2] =
         [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
@@ -250,8 +261,8 @@ fn named_by_number() -> Rule {
     check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
-/// Pairs are pipes that go both ways. Those of datagrams are more: they can send to any path, and so
-/// they are what `socket` is.
+/// Allows pairs of connected Unix sockets, which are pipes in both directions. Datagram pairs are denied,
+/// because they can send to any path like the sockets that `socket` creates.
 fn socketpair() -> Rule {
     let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
     let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
@@ -260,8 +271,8 @@ fn socketpair() -> Rule {
     check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
 }
 
-/// Typing into a terminal, pasting into a console, and loading what drives a line, each of which has
-/// led out of sandboxes.
+/// Denies typing into a terminal, pasting into a console, and loading a line discipline. Each of these has
+/// been used to leave sandboxes.
 fn terminal_tricks() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
@@ -279,14 +290,14 @@ fn only_these(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
     check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
 }
 
-/// Requests that come as one of the first two arguments; which one, their list says.
+/// Requests that are passed in one of the first two arguments, with the index of the argument.
 type Requests = (u8, &'static [u32]);
 
 fn only((argument, requests): Requests, errno: Errno) -> Rule {
     only_these(argument, requests, Verdict::Errno(errno))
 }
 
-/// About the process itself: names, memory, and giving up more.
+/// Options for the process itself: names, memory, and giving up rights.
 const PROCESS_OPTIONS: Requests = (
     0,
     &[
@@ -310,8 +321,8 @@ const PROCESS_OPTIONS: Requests = (
     ],
 );
 
-/// What a program asks of its descriptors without knowing what they are: terminals answer some, which
-/// is how it finds out.
+/// Requests that programs make on descriptors of unknown type. Terminals answer some of them, so programs can
+/// recognise a terminal.
 const DESCRIPTOR_REQUESTS: Requests = (
     1,
     &[
@@ -326,10 +337,10 @@ const DESCRIPTOR_REQUESTS: Requests = (
     ],
 );
 
-/// As [`libc::TCGETS`], in newer C libraries.
+/// Like [`libc::TCGETS`], in newer C libraries.
 const TCGETS2: u32 = 0x802c_542a;
 
-/// What it takes to compute: memory, files, threads, time, and the sockets that one was given.
+/// Calls needed for computing: memory, files, threads, time, and given sockets.
 const COMPUTING: &[&str] = &[
     // Memory.
     "brk cachestat get_mempolicy madvise map_shadow_stack mbind membarrier memfd_create mincore \
@@ -349,7 +360,7 @@ const COMPUTING: &[&str] = &[
     "epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 \
      pause poll ppoll pselect6 select signalfd signalfd4 timerfd_create timerfd_gettime \
      timerfd_settime",
-    // Threads, processes and programs; `clone` has a rule of its own.
+    // Threads, processes and programs; `clone` has a separate rule.
     "arch_prctl execve execveat exit exit_group fork futex futex_requeue futex_wait futex_waitv \
      futex_wake get_robust_list getcpu restart_syscall rseq sched_get_priority_max \
      sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler \
@@ -361,24 +372,26 @@ const COMPUTING: &[&str] = &[
     // Time.
     "alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer \
      time timer_create timer_delete timer_getoverrun timer_gettime timer_settime times",
-    // The process itself, its limits, and what it can give up.
+    // The process itself, its limits, and rights that it can give up.
     "capget getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom \
      getresgid getresuid getrlimit getrusage getsid gettid getuid ioprio_get landlock_add_rule \
      landlock_create_ruleset landlock_restrict_self prlimit64 seccomp setpgid setpriority setrlimit \
      setsid sysinfo uname",
-    // Sockets that are there.
+    // Existing sockets.
     "getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto \
      setsockopt shutdown",
 ];
 
-/// Only of use to sockets that were made with the network; without it, an end of a pair could still take a name.
+/// Calls that are useful only for sockets created with the network. Without the network, an end of a socket
+/// pair could still get a name by `bind`.
 const CONNECTING: &str = "accept accept4 bind connect listen";
 
-/// Honest programs try these, and go on without: on top of what no worker may.
+/// Calls that honest programs try and can do without. Refused in addition to the calls that both profiles
+/// refuse.
 const REFUSED_TO_COMPUTING: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
      setuid setxattr setxattrat sync";
 
-/// As [`MISSING`]: there are older ways.
+/// Calls that are reported as missing, like [`MISSING`]. Programs fall back to older calls.
 const MISSING_TO_COMPUTING: &str = "io_setup listmount memfd_secret mq_open statmount";

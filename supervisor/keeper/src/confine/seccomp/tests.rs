@@ -1,5 +1,5 @@
-//! The program against the rules it was made of, for every number, and the profiles against real
-//! processes: what they bar, what they leave unharmed, and what the keeper is told.
+//! Tests the compiled program against its rules, for every number. Tests the profiles with real processes:
+//! the denied calls, the programs that must still work, and the notifications to the keeper.
 
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -18,12 +18,12 @@ use rustix::net::{
 
 use super::*;
 
-/// A program that runs longer is killed.
+/// Time limit of a program, after which it is killed.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 // ---- The program against the rules.
 
-/// What the kernel does with a program, on the part of the language that we use.
+/// Interprets a program like the kernel, for the instructions used here.
 fn interpret(program: &[sock_filter], architecture: u32, number: u32, arguments: [u64; 6]) -> u32 {
     let halves = arguments.iter().flat_map(|argument| [*argument as u32, (*argument >> 32) as u32]);
     let data: Vec<u32> = [number, architecture, 0, 0].into_iter().chain(halves).collect();
@@ -176,7 +176,7 @@ fn finding_a_call_takes_few_steps() {
     }
     for rules in all_profiles() {
         let filter = rules.compile(Ending::Notify);
-        // The longest list of an argument's values, behind the search.
+        // Search, followed by the longest list of values of an argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
@@ -184,7 +184,7 @@ fn finding_a_call_takes_few_steps() {
 
 #[test]
 fn every_name_in_a_profile_is_a_call() {
-    // Building them asserts it.
+    // Building the profiles asserts this.
     all_profiles();
     assert_eq!(default(false).overridden(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
@@ -192,7 +192,7 @@ fn every_name_in_a_profile_is_a_call() {
 
 // ---- Real processes.
 
-/// A child under a filter, and the listener of that.
+/// A child under a filter, with the filter's listener.
 struct Confined {
     child: Child,
     listener: Option<OwnedFd>,
@@ -201,7 +201,7 @@ struct Confined {
 impl Confined {
     fn start(mut command: Command, filter: Filter) -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        // SAFETY: raw calls on what is prepared; nothing is allocated.
+        // SAFETY: makes raw system calls on prepared data, and allocates nothing.
         unsafe {
             command.pre_exec(move || {
                 rustix::thread::set_no_new_privs(true)?;
@@ -219,8 +219,8 @@ impl Confined {
         Self { child, listener: take_listener(&ours) }
     }
 
-    /// Answers what is told with this error until the child and what it left behind are gone, and
-    /// returns the names of the calls with the rest.
+    /// Answers notifications with this error until the child and its descendants are gone. Returns the names
+    /// of the calls, and the child's results.
     fn finish(self, errno: Errno) -> Finished {
         let Self { child, listener } = self;
         let pid = child.id() as i32;
@@ -229,7 +229,7 @@ impl Confined {
             let start = Instant::now();
             while let Some(listener) = &listener {
                 if start.elapsed() > PATIENCE {
-                    // SAFETY: ends a child of ours that has not been waited for, or whose number is free.
+                    // SAFETY: kills a child that has not been waited for, or uses a pid that is free.
                     unsafe { libc::kill(pid, libc::SIGKILL) };
                 }
                 let Some(notification) = next_notification(listener) else { break };
@@ -247,7 +247,8 @@ impl Confined {
     }
 }
 
-/// `None`: no process is left. Otherwise what has come within a while.
+/// Returns `None` if no process is left. Otherwise returns a notification, if one has arrived within a
+/// second.
 fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
     let mut entries = [PollFd::new(listener, PollFlags::IN)];
     let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -280,7 +281,7 @@ struct Finished {
 }
 
 impl Finished {
-    /// What [`helper`] printed: an error's number for each call, or 0.
+    /// Returns the results that [`helper`] printed: an error number for each call, or 0.
     fn outcomes(&self) -> Vec<i32> {
         let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
         self.stdout.lines().filter_map(outcome).collect()
@@ -290,7 +291,7 @@ impl Finished {
 const CALLS: &str = "BULKHEAD_TEST_CALLS";
 const SEAL: &str = "BULKHEAD_TEST_SEAL";
 
-/// Not a test: this program, started again, makes the calls that a variable lists.
+/// Not a test. This program, started again, makes the calls that a variable lists.
 #[test]
 fn helper() {
     let Ok(calls) = std::env::var(CALLS) else { return };
@@ -306,20 +307,19 @@ fn helper() {
             enter_with_32_bits();
         }
         let [a, b, c]: [u64; 3] = std::array::from_fn(|_| numbers.next().unwrap());
-        // SAFETY: the calls that the tests list do nothing with such arguments but fail, or make a
-        // descriptor.
+        // SAFETY: with these arguments, the calls in the tests only fail or create a descriptor.
         let result = unsafe { libc::syscall(number as _, a, b, c, c, c, c) };
         println!("\noutcome {}", if result == -1 { errno::last().raw_os_error() } else { 0 });
         std::io::stdout().flush().unwrap();
     }
 }
 
-/// Stands for the way of 32-bit programs into the kernel.
+/// Stands for the kernel entry of 32-bit programs.
 const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: asks for the process's number, and changes nothing else.
+    // SAFETY: queries the process id, and changes nothing else.
     unsafe {
         std::arch::asm!("int 0x80", inlateout("eax") 20 => _, out("r8") _, out("r9") _, out("r10") _, out("r11") _)
     };
@@ -333,7 +333,7 @@ fn helper_with(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Arguments with which each call fails that is made after all.
+/// Arguments with which each call fails if it is made.
 const NONSENSE: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -365,10 +365,10 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOSED_BY_EXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// The answer of the tests to what is told: an error that none of these calls gives by itself.
+/// The tests' answer to notifications: an error that none of these calls returns itself.
 const TOLD: i32 = libc::EXDEV;
 
-/// What both profiles deny, with and without the network.
+/// Calls that both profiles deny, with and without the network.
 fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     let refused = "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree \
                    open_tree_attr pivot_root umount2 setns fanotify_init name_to_handle_at \
@@ -383,7 +383,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         all.extend(names.split(' ').filter(|name| !name.is_empty()).map(|name| (name, NONSENSE, errno)));
     }
     for flag in [libc::CLONE_NEWNS, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWNET] {
-        // Another flag that makes it fail, should it be let through.
+        // Adds a flag that makes the call fail if it is allowed.
         let broken = (flag | libc::CLONE_SIGHAND) as u64;
         all.extend([("clone", [broken, 0, 0], libc::EPERM), ("unshare", [flag as u64, 0, 0], libc::EPERM)]);
     }
@@ -400,7 +400,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [UNIX, STREAM | CLOSED_BY_EXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
-        // What core dumps may take can be asked for, and not be set; that goes by the whole of the pointer.
+        // The limit of core dumps can be read but not set. The rule depends on both halves of the pointer.
         ("prlimit64", [0, CORE, 0], 0),
         ("prlimit64", [0, CORE, 1], libc::EPERM),
         ("prlimit64", [0, CORE, 1 << 32], libc::EPERM),
@@ -413,7 +413,8 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Bits of a mode that give a program its file's user or group. What is let through fails for want of a path.
+/// Calls with mode bits that give a program the user or group of its file. Allowed calls fail for lack of a
+/// path.
 fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
     let here = libc::AT_FDCWD as u64;
     let mut all = Vec::new();
@@ -423,7 +424,7 @@ fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
         all.push(("fchmodat", [here, 0, mode], errno));
         all.push(("open", [0, libc::O_CREAT as u64, mode], errno));
         all.push(("open", [0, (libc::O_TMPFILE | libc::O_WRONLY) as u64, mode], errno));
-        // Without these flags, what is in the place of a mode means nothing.
+        // Without flags that create a file, the value in place of the mode has no meaning.
         all.push(("open", [0, libc::O_DIRECTORY as u64, mode], libc::EFAULT));
     }
     all.push(("fchmodat2", [here, 0, 0o4755], libc::EPERM));
@@ -453,7 +454,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socket", [INET, 10 | CLOSED_BY_EXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
-        // By the address's size: of the internet, of routes, of all; but none of a Unix socket's own.
+        // By the size of the address: internet, routes, or larger than all. Sizes of Unix sockets are denied.
         ("bind", [u64::MAX, 0, 12], libc::EBADF),
         ("bind", [u64::MAX, 0, 16], libc::EBADF),
         ("bind", [u64::MAX, 0, 28], libc::EBADF),
@@ -470,7 +471,7 @@ fn what_is_denied_fails_with_the_error_that_programs_expect() {
     let terminal = [
         ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
         ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
-        // The upper half of a request means nothing, and must not help.
+        // The upper half of a request has no meaning, and must not bypass the rule.
         ("ioctl", [0, libc::TIOCSTI | 1 << 32, 0], libc::EPERM),
     ];
     for (network, sockets) in [(false, without_network()), (true, with_network())] {
@@ -517,11 +518,11 @@ fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
     command.env(SEAL, "");
     let finished = Confined::start(command, strict(false).compile(Ending::Notify)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
-    // The first filter's listener is told, whatever the second one is.
+    // The first filter's listener is notified, whatever the second filter is.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
 }
 
-/// The flags are looked at as a whole.
+/// The flags are compared as a whole.
 #[test]
 fn a_template_forks_siblings_in_one_way_only_and_what_it_forks_in_none() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
@@ -548,7 +549,7 @@ fn a_template_forks_siblings_in_one_way_only_and_what_it_forks_in_none() {
         let missing = Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
         assert_eq!(expected(&template, clone3, [0; 6]), missing);
     }
-    // It is put in force for each worker, and to check a filter takes the longer, the longer it is.
+    // The filter is installed for each worker, and the kernel's check takes longer for longer filters.
     let length = without_siblings(open()).compile(Ending::Kill).program.len();
     assert!(length <= 20, "{length} instructions");
 }
@@ -565,12 +566,12 @@ fn a_fatal_call_is_told_with_its_arguments_and_waits() {
     };
     assert_eq!(syscalls::name(told.number), Some("bpf"));
     assert_eq!(told.arguments[..3], [77, 0, 1]);
-    // A thread of it, since the test harness makes one per test.
+    // The call was made by another thread, because the test harness creates one per test.
     assert!(std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), told.thread)).exists());
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // No process waits any more, and that is no error.
+    // No process is waiting any more, which is not an error.
     refuse(confined.listener.as_ref().unwrap(), told.id, Errno::PERM).unwrap();
 }
 
@@ -664,7 +665,7 @@ worker.on('message', async (answer) => {
 });
 "#;
 
-/// What comes of running this program; `None` if there is no such program here.
+/// Runs this program. Returns `None` if the program does not exist here.
 fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);
