@@ -23,7 +23,12 @@ fn hang(client: &Client, tenant: &str) -> Running {
 
 /// Sends jobs until one is counted. On a busy machine a worker may be late to begin its job and gets no other meanwhile,
 /// so that a job beyond the queue is rejected although the share has a place.
-fn hang_until(supervisor: &Supervisor, client: &Client, tenant: &str, (field, value): (&str, u64)) -> Running {
+fn hang_until(
+    supervisor: &Supervisor,
+    client: &Client,
+    tenant: &str,
+    (field, value): (&str, u64),
+) -> Running {
     loop {
         let job = hang(client, tenant);
         let is_counted = || share(supervisor, tenant, field) == value;
