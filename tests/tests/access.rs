@@ -1,5 +1,5 @@
-//! Which clients get in, and what they may do: `[[access]]` on the jobs socket, and workers that try to reach the
-//! supervisor that runs them.
+//! Access control: `[[access]]` entries for clients of the jobs socket, and attempts of workers to reach their
+//! supervisor.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -11,17 +11,17 @@ use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
 
-/// Users and groups that this machine need not know.
+/// User and group ids for the tests. The ids need not exist on this machine.
 const ALICE: u32 = 61_001;
 const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
 const NOBODYS: u32 = 61_999;
 
-/// Two bulkheads that echo.
+/// Configuration of two bulkheads that echo their payload.
 const ECHO: &str =
     "[bulkhead.front]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.back]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Whether this test can call as other users; if not, it says so.
+/// Returns true if this test can run programs as other users. Otherwise prints that the test did not run.
 fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -30,7 +30,7 @@ fn may_be_others() -> bool {
     false
 }
 
-/// A supervisor whose folder and sockets others can reach, as far as their modes let them.
+/// Starts a supervisor whose folder other users can enter. The modes of the sockets still apply.
 fn start(access: &str, bulkheads: &str) -> Supervisor {
     let supervisor = Supervisor::start(&format!("{bulkheads}{access}"));
     open(&supervisor);
@@ -39,7 +39,8 @@ fn start(access: &str, bulkheads: &str) -> Supervisor {
 
 fn open(supervisor: &Supervisor) {
     std::fs::set_permissions(supervisor.folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
-    // Not by this process: others that it starts meanwhile would hold the copies open for writing.
+    // `cp` makes the copies, because a child that another test starts at the same time could inherit a file that this
+    // process writes. Executing that file would fail with ETXTBSY.
     let programs = programs();
     let copied = Command::new("cp")
         .args([programs.join("bulkhead"), programs.join("caller")])
@@ -48,7 +49,7 @@ fn open(supervisor: &Supervisor) {
     assert!(copied.unwrap().success());
 }
 
-/// A process that has ended.
+/// Exit code and output of a finished process.
 #[derive(Debug)]
 struct Ran {
     code: Option<i32>,
@@ -63,7 +64,7 @@ impl Ran {
         Self { code: ran.status.code(), stdout: text(&ran.stdout), stderr: text(&ran.stderr) }
     }
 
-    /// What it ended with, and why, as `--json` has it.
+    /// Returns the exit code, and outcome and reason from the `--json` output as `outcome/reason`.
     fn end(&self) -> (i32, String) {
         let object: Value = serde_json::from_str(&self.stdout).unwrap_or_else(|_| panic!("{self:?}"));
         let reason = object["reason"].as_str().unwrap_or("-");
@@ -80,14 +81,14 @@ impl Ran {
     }
 }
 
-/// A program in the supervisor's folder, run by a user.
+/// Returns a command that runs a program in the supervisor's folder with the given uid, gid and supplementary groups.
 fn by(supervisor: &Supervisor, (uid, gid, groups): (u32, u32, &str), program: &str) -> Command {
     let mut command = Command::new(supervisor.file("caller"));
     command.args(["as", &uid.to_string(), &gid.to_string(), groups]).arg(supervisor.file(program));
     command
 }
 
-/// `bulkhead submit … --json` by a user.
+/// Runs `bulkhead submit … --json` as another user.
 fn submit(supervisor: &Supervisor, who: (u32, u32, &str), arguments: &[&str]) -> Ran {
     let mut command = by(supervisor, who, "bulkhead");
     command.arg("--socket").arg(supervisor.socket()).args(["submit", "--json"]).args(arguments);
@@ -109,14 +110,14 @@ fn entries_are_for_users_and_groups() {
     submit(&supervisor, (ALICE, NOBODYS, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, STAFF, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, NOBODYS, &format!("7,{STAFF},61200")), &["back"]).is_ok();
-    // More than are asked for at first.
+    // More groups than the supervisor's first buffer for `SO_PEERGROUPS` can hold (64).
     let many: Vec<String> = (62_000..62_300).chain([STAFF]).map(|gid| gid.to_string()).collect();
     submit(&supervisor, (BOB, NOBODYS, &many.join(",")), &["back"]).is_ok();
     submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 may not submit jobs here");
     submit(&supervisor, (BOB, NOBODYS, "62000"), &["front"]).is_forbidden("[[access]]");
-    // Only entries count: not even the supervisor's own user has one, which is root here.
+    // Only entries grant access. The supervisor's own user (here root) has no implicit entry.
     submit(&supervisor, (0, 0, ""), &["front"]).is_forbidden("user 0 may not");
-    // Operators are others than users of the jobs socket.
+    // `[[access]]` does not apply to operators on the admin socket.
     assert_eq!(supervisor.snapshot("front")["done"], 2);
     assert_eq!(supervisor.snapshot("front")["submitted"], 2);
 }
@@ -153,7 +154,7 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let (alice, bob) = ((ALICE, NOBODYS, ""), (BOB, NOBODYS, ""));
     submit(&supervisor, alice, &["front"]).is_ok();
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
-    // Whether there is such a bulkhead is not told to those that may use a few.
+    // A client that is restricted to certain bulkheads cannot find out whether another bulkhead exists.
     submit(&supervisor, alice, &["back"]).is_forbidden("you may not use a bulkhead 'back'");
     submit(&supervisor, alice, &["missing"]).is_forbidden("you may not use a bulkhead 'missing'");
 
@@ -166,13 +167,13 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));
 
-    // A client that fits several may do what any of them allows, and not what only two together would.
+    // A client that matches several entries gets the rights of each entry, but no combination of entries.
     let both = (ALICE, STAFF, "");
     submit(&supervisor, both, &["front", "--tenant", "other"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("of tenant 'other'");
 
-    // Nothing of it was counted for a tenant, and all of it for the bulkhead.
+    // The bulkhead counts the rejections. The tenants do not.
     let back = supervisor.snapshot("back");
     assert_eq!((&back["rejected"]["forbidden"], &back["done"]), (&3.into(), &1.into()), "{back}");
     let tenants = back["tenants"].to_string();
@@ -264,7 +265,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    // It was there before, and closed.
+    // The folder exists before the supervisor starts, and is closed to other users.
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
     let supervisor = Supervisor::launch(folder, "", &format!("{ECHO}[[access]]\nuid = {ALICE}\n"));
     wait_for("it warns", || {
@@ -279,7 +280,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    // And if its mode let her: she is told.
+    // If the file mode lets the user connect, the supervisor rejects the request and says why.
     std::fs::set_permissions(&admin, PermissionsExt::from_mode(0o666)).unwrap();
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
@@ -320,11 +321,11 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
         let ran = child.wait_with_output().unwrap();
         assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each is told why");
     }
-    // Jobs, on one connection.
+    // Many rejected jobs on one connection.
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // What was not told at once is told together, later.
+    // Rejections that were not reported at once are summed up in a later event.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
@@ -333,7 +334,7 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
         let events = supervisor.events("access_refused");
         (count(&events, BOB) == 8000 && count(&events, ALICE) == 3000).then_some(events)
     });
-    // Every ten seconds at most.
+    // At most one event every ten seconds for each user.
     assert!(events.len() <= 2 * (2 + PATIENCE.as_secs() as usize / 10), "{events:?}");
     assert_eq!(events[0]["severity"], "warning");
     let lines = supervisor.log().lines().filter(|line| line.contains("access_refused")).count();
@@ -343,11 +344,11 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
 
 // Workers.
 
-/// A bulkhead whose programs are shell scripts, and one to be reached.
+/// Configuration of a bulkhead that runs shell scripts, and of a target bulkhead `b`.
 const SHELL: &str = "[bulkhead.shell]\nsandbox = { profile = \"none\" }\nexec = [\"/bin/sh\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
                      deadline = \"60s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// A script in which `SUBMIT`, `STATUS`, `CALLER` and `JOBS` stand for what is meant.
+/// Replaces `SUBMIT`, `STATUS`, `CALLER` and `JOBS` in a script with the commands and the path of the jobs socket.
 fn script(supervisor: &Supervisor, text: &str) -> String {
     let path = |path: PathBuf| format!("'{}'", path.display());
     let command = path(programs().join("bulkhead"));
@@ -357,7 +358,7 @@ fn script(supervisor: &Supervisor, text: &str) -> String {
         .replace("JOBS", &path(supervisor.socket()))
 }
 
-/// Has a worker run this script. What it prints.
+/// Runs a script in a worker and returns the output.
 fn run_in_worker(supervisor: &Supervisor, text: &str) -> String {
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let result = client.job("shell", script(supervisor, text).into_bytes()).send();
@@ -383,10 +384,10 @@ fn a_worker_reaches_neither_socket() {
         "{event}"
     );
     assert_eq!(supervisor.number("b", "submitted"), 0);
-    // Others are let in as ever.
+    // Clients that are not workers can still connect.
     let ran = Ran::of(supervisor.command().args(["submit", "b", "--json"]));
     ran.is_ok();
-    // A daemon of the kind that gets away: its parent is gone, its session is its own.
+    // A detached daemon. The parent has exited, and the daemon leads a session.
     let daemon = "sleep 0.1; SUBMIT > out 2>&1; echo code=$? >> out; STATUS >> out 2>&1; \
                   echo code=$? >> out; mv out all";
     std::fs::write(supervisor.file("daemon"), script(&supervisor, daemon)).unwrap();
@@ -414,7 +415,7 @@ fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
 #[test]
 fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
     let supervisor = Supervisor::start(SHELL);
-    // With no process to accept, one that connects has time to die.
+    // While the supervisor is stopped, it accepts no connections, so the connecting process exits first.
     let pid = supervisor.pid();
     let script = "touch begun; while [ ! -e stopped ]; do sleep 0.01; done; CALLER leave JOBS > said; \
                   touch left; while [ ! -s said ]; do sleep 0.01; done; cat said";
@@ -435,7 +436,7 @@ fn a_client_that_cannot_be_seen_is_no_worker() {
     if !may_be_others() {
         return;
     }
-    // The supervisor is alone in a PID namespace, and its client outside of it.
+    // The supervisor runs in a separate pid namespace, and the client outside.
     let folder = tempfile::tempdir().unwrap();
     let config = format!(
         "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}",

@@ -1,5 +1,4 @@
-//! The adaptive limit with real workers, whose jobs take longer and shorter; in what the supervisor tells of it; and
-//! under changes.
+//! The adaptive limit with real workers: steps in the service time, reports to operators, and configuration changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,7 +8,7 @@ use bulkhead_tests::{Supervisor, kill_pid, run, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Two processes of four jobs each.
+/// Returns the configuration of a bulkhead with two processes that run up to four jobs each.
 fn bulkhead(keys: &str) -> String {
     format!(
         "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n\
@@ -20,7 +19,7 @@ fn bulkhead(keys: &str) -> String {
 const ENFORCE: &str = "adaptive = { min = 1, max = 8, target = \"200ms\" }";
 const MONITOR: &str = "adaptive = { min = 1, max = 8, target = \"200ms\", mode = \"monitor\" }";
 
-/// Sixteen clients, each with one job after the other, until this is dropped.
+/// Load from sixteen clients. Each client sends one job at a time until this value is dropped.
 struct Load {
     service_ms: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
@@ -71,7 +70,7 @@ fn adaptive(supervisor: &Supervisor, field: &str) -> u64 {
     supervisor.snapshot("b")["adaptive"][field].as_u64().unwrap_or_else(|| panic!("{field}"))
 }
 
-/// Waits for a limit; it is never exceeded by more than what began under the one before.
+/// Waits until the adaptive limit has this value, and returns the snapshot.
 fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
     wait_for(&format!("a limit of {limit}"), || {
         let snapshot = supervisor.snapshot("b");
@@ -89,7 +88,7 @@ fn the_limit_follows_a_step_of_the_service_time_down_and_up_again() {
     let slow = wait_limit(&supervisor, 1);
     assert_eq!((&slow["limit"], &slow["adaptive"]["mode"]), (&1.into(), &"enforce".into()), "{slow}");
     assert!(slow["adaptive"]["latency_ms"].as_f64() >= Some(400.0), "{slow}");
-    // What began before ends; from then on the limit holds, in all workers together.
+    // Jobs that are already running finish. From then on the limit applies to all workers together.
     wait_for("one at once", || (supervisor.number("b", "in_flight") == 1).then_some(()));
     let done = supervisor.number("b", "done");
     wait_for("the least goes on", || (supervisor.number("b", "done") > done).then_some(()));
@@ -124,11 +123,11 @@ fn monitoring_tells_and_holds_nothing_back() {
     assert_eq!(supervisor.number("b", "limit"), 8);
     let told = supervisor.wait_events("limit_adapted", 1);
     assert_eq!(told[0]["mode"], "monitor", "{told:?}");
-    // A file that enforces it takes over what was learned.
+    // A reload that switches to `enforce` keeps the learned limit.
     supervisor.configure("", &bulkhead(ENFORCE));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     wait_for("it is enforced", || (supervisor.number("b", "limit") < 8).then_some(()));
-    // And one without it lets all run.
+    // A reload that removes `adaptive` lifts the limit.
     supervisor.configure("", &bulkhead(""));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     assert_eq!(supervisor.number("b", "limit"), 8);
@@ -170,7 +169,7 @@ fn numbers_below_its_most_are_refused_and_change_nothing() {
     supervisor.resize("b", r#"{"processes": 4}"#);
     wait_for("more workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
     assert_eq!(supervisor.number("b", "limit"), 8, "and no more jobs");
-    // A file that is not right stays out.
+    // A reload with an invalid file changes nothing.
     let above = ENFORCE.replace("max = 8", "max = 9");
     supervisor.configure("", &bulkhead(&above));
     let (status, said) = supervisor.post("/v1/reload");
@@ -207,7 +206,7 @@ fn isolated_tenants_have_a_limit_each() {
     assert_eq!(part("quick")["limit"], 8);
     let (status, problem) = supervisor.patch("/v1/bulkheads/b/tenants/quick", r#"{"processes": 1}"#);
     assert!(status == 400 && problem.to_string().contains("adaptive.max"), "{status} {problem}");
-    // What was counted stays when no tenant has workers any more.
+    // The counters survive when no tenant has workers any more.
     supervisor.configure("", &isolated("100ms"));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     wait_for("all are at rest", || (adaptive(&supervisor, "limit") == 0).then_some(()));

@@ -1,5 +1,5 @@
-//! The supervisor's program and its admin socket, as an operator's tools meet them: command line, sockets,
-//! HTTP, events, logs, signals.
+//! The supervisor program and its admin socket as an operator's tools use them: command line, sockets, HTTP, events,
+//! logs and signals.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,14 +17,14 @@ use tempfile::TempDir;
 
 // HTTP.
 
-/// The head of an answer, its body still to be read.
+/// Status and headers of a response whose body is still unread.
 struct Answer {
     status: u16,
     headers: BTreeMap<String, String>,
     body: BufReader<UnixStream>,
 }
 
-/// Sends a request; `None` if nothing listens.
+/// Sends a request. Returns `None` if there is no response.
 fn try_ask(folder: &Path, method: &str, path: &str, headers: &[&str]) -> Option<Answer> {
     let mut socket = UnixStream::connect(folder.join("admin.sock")).ok()?;
     socket.set_read_timeout(Some(PATIENCE)).ok()?;
@@ -69,7 +69,7 @@ impl Answer {
         self.header("transfer-encoding") == "chunked"
     }
 
-    /// The next chunk of a body that comes in chunks; empty at its end.
+    /// Returns the next chunk of a chunked body. The last chunk is empty.
     fn chunk(&mut self) -> Vec<u8> {
         let mut size = String::new();
         self.body.read_line(&mut size).expect("a chunk in time");
@@ -80,7 +80,7 @@ impl Answer {
         chunk
     }
 
-    /// The whole body.
+    /// Reads the whole body.
     fn bytes(&mut self) -> Vec<u8> {
         let mut whole = Vec::new();
         if self.is_chunked() {
@@ -107,7 +107,7 @@ impl Answer {
     }
 }
 
-/// Server-sent events, read as they come.
+/// A stream of server-sent events.
 struct Stream {
     answer: Answer,
     partial: String,
@@ -121,7 +121,7 @@ impl Stream {
         Self { answer, partial: String::new() }
     }
 
-    /// The next event; `None` at the stream's end.
+    /// Returns the next event, or `None` at the end of the stream.
     fn next(&mut self) -> Option<Value> {
         loop {
             while let Some((block, rest)) = self.partial.split_once("\n\n") {
@@ -144,7 +144,7 @@ impl Stream {
     }
 }
 
-/// Checks an answer that is an error: a problem document with this status.
+/// Checks that a response is a problem document with this status, and returns the document.
 #[track_caller]
 fn check_problem(mut answer: Answer, status: u16, what: &str) -> Value {
     let content = answer.header("content-type").to_owned();
@@ -157,9 +157,9 @@ fn check_problem(mut answer: Answer, status: u16, what: &str) -> Value {
     body
 }
 
-// Starting it by hand.
+// Starting the supervisor manually.
 
-/// A folder with a configuration in it.
+/// Creates a folder with a configuration file.
 fn configured(config: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let config = config.replace("MISBEHAVE", programs().join("misbehave").to_str().unwrap());
@@ -168,7 +168,7 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// A thread that yields has the time for it, however busy the machine.
+/// The grace period is long so that a cancelled `yield` job can return in time even on a busy machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"60s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {
@@ -177,7 +177,7 @@ fn program(folder: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// A supervisor started by hand; killed in the end.
+/// A supervisor that the test starts manually. Dropping it kills the process.
 struct Started(Child, PathBuf);
 
 impl Started {
@@ -206,7 +206,7 @@ impl Started {
 
 impl Drop for Started {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have exited already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -337,11 +337,11 @@ fn every_error_is_a_problem_document() {
     for path in invalid {
         check_problem(get(&supervisor, path), 400, path);
     }
-    // What is no HTTP at all harms no client.
+    // Input that is not HTTP does not affect other clients.
     for rubbish in [&b"rubbish\r\n\r\n"[..], &[0xff; 4096], b"GET / HTTP/9.9\r\n\r\n", b""] {
         let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        // It may be cut off before it has said everything.
+        // The supervisor can close the connection before reading everything.
         let _ = socket.write_all(rubbish).and_then(|()| socket.shutdown(std::net::Shutdown::Write));
         let _ = socket.read_to_end(&mut Vec::new());
     }
@@ -378,7 +378,7 @@ fn the_four_verbs() {
     let before = supervisor.worker_pids("b");
     post("restart");
     wait_for("both workers are new", || {
-        // The replacement is ready first.
+        // Each replacement is ready before its predecessor stops, so the limit never drops.
         assert!(supervisor.number("b", "limit") >= 2);
         let now = supervisor.worker_pids("b");
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
@@ -556,7 +556,8 @@ fn events_since_and_live_have_no_gap() {
     let before = kept();
     assert_eq!(get(&supervisor, "/v1/events?follow=0").header("content-type"), "application/x-ndjson");
     let last = before.last().unwrap()["seq"].as_u64().unwrap();
-    // By query, by what a browser says when it comes back, and from the start.
+    // Three ways to choose the first event: the parameter `since`, the `Last-Event-ID` header of a reconnecting
+    // browser, and the beginning of the log.
     let middle = format!("Last-Event-ID: {}", last - 1);
     let paths = [
         (format!("/v1/events?since={last}"), "Accept: */*", last),
@@ -618,7 +619,7 @@ fn rubbish_from_workers_is_harmless_in_logs() {
     client.job("x", rubbish).send().unwrap();
     let lines = wait_for("its last line is there", || {
         let lines = get(&supervisor, "/v1/bulkheads/x/logs").lines();
-        // What ends without a line's end is shown when the next line does.
+        // The last line has no line end, so the supervisor does not show the line yet.
         (lines.len() >= 4).then_some(lines)
     });
     let pid = supervisor.worker_pids("x")[0];
@@ -685,7 +686,7 @@ fn sockets_are_private_and_folders_are_made() {
     assert_eq!(supervisor.stop(), Some(0));
     assert!(!jobs.exists() && !path.join("admin.sock").exists(), "both sockets are gone");
 
-    // By default both are private, and the admin socket lies beside the other.
+    // By default both sockets are private, and the admin socket is in the folder of the jobs socket.
     let folder = configured(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{ONE}"));
     let supervisor = Started::start(folder.path(), &[]);
     supervisor.wait_ready();
@@ -704,13 +705,13 @@ fn a_place_that_is_taken_is_not_taken_again() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text), "{said}");
     };
-    // What died left its sockets behind.
+    // A supervisor that was killed leaves sockets behind, which do not prevent a new start.
     drop((UnixListener::bind(path.join("jobs.sock")), UnixListener::bind(path.join("admin.sock"))));
     let mut first = Started::start(path, &[]);
     first.wait_ready();
     refused(&[], "another supervisor");
 
-    // Another jobs socket does not help if the admin socket is in use.
+    // A different jobs socket does not help while the admin socket is in use.
     let config = std::fs::read_to_string(path.join("workers.toml")).unwrap();
     std::fs::write(path.join("workers.toml"), config.replace("jobs.sock", "others.sock")).unwrap();
     refused(&["--log-format", "json"], "another supervisor");
@@ -743,7 +744,7 @@ fn a_good_file_is_checked_and_told() {
     }
     assert_eq!(told.lines().last(), Some("# ok: the configuration is valid"), "{told}");
     assert!(!folder.path().join("jobs.sock").exists(), "nothing is started");
-    // What it says can be read again, and says the same.
+    // The printed configuration is a valid file, and printing that file gives the same text.
     std::fs::write(folder.path().join("workers.toml"), &told).unwrap();
     let again = program(folder.path(), &["--check"]).output().unwrap();
     assert_eq!(String::from_utf8(again.stdout).unwrap(), told);
@@ -908,7 +909,8 @@ fn the_service_manager_is_told() {
     let ready = told();
     assert!(ready.lines().any(|line| line == "READY=1"), "{ready}");
     assert_eq!(try_ask(folder.path(), "GET", "/readyz", &[]).unwrap().status, 200);
-    // Whether the file is fine or not, a client that waits for the reload hears of its end.
+    // systemd waits for `READY=1` at the end of a reload, so the supervisor sends the message even if the new file is
+    // invalid.
     for file in [format!("{SOCKETS}{ONE}max_queue = 3\n"), "nonsense".to_owned()] {
         std::fs::write(folder.path().join("workers.toml"), file).unwrap();
         kill_pid(supervisor.0.id(), Signal::SIGHUP);
@@ -952,7 +954,7 @@ fn a_stop_answers_all_and_leaves_nothing() {
     }
 }
 
-/// A client that opens connections and says nothing, or reads nothing, does not keep operators out for good.
+/// Clients that open connections and then neither send nor read must not block operators permanently.
 #[test]
 fn idle_connections_do_not_lock_the_admin_socket() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
@@ -973,7 +975,7 @@ fn idle_connections_do_not_lock_the_admin_socket() {
     assert_eq!(health.headers["connection"], "close");
     drop(held);
 
-    // As many streams as there may be leave places for everything else.
+    // With the maximum number of event streams (128) open, other requests still get a connection.
     let streams: Vec<Answer> = (0..128).map(|_| get(&supervisor, "/v1/events")).collect();
     assert!(streams.iter().all(|stream| stream.status == 200));
     assert_eq!(get(&supervisor, "/v1/events").status, 503);

@@ -1,4 +1,4 @@
-//! Which jobs get in, which wait and which are told to come back, with real workers under more work than they can do.
+//! Admission under overload with real workers: accepted, queued and rejected jobs, and retry delays.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -29,7 +29,7 @@ fn start(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// Takes every permit until it is aborted.
+/// Occupies this many permits with critical jobs until the returned tasks are aborted.
 async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Running> {
     let blockers =
         (0..permits).map(|_| start(client.job("b", "").operation("hang").priority(Priority::Critical)));
@@ -50,7 +50,7 @@ fn a_tenant_that_floods_does_not_delay_another() {
         let flood: Vec<_> =
             (0..100).map(|_| start(client.job("b", "").operation("steps:wait end").tenant("a"))).collect();
         wait_for("the flood is there", || (supervisor.number("b", "queued") == 97).then_some(()));
-        // None of the flood ends before it.
+        // No job of the flood ends while this job runs.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
         assert_eq!(tenants[0]["name"], "a", "{tenants}");
@@ -71,7 +71,7 @@ fn critical_jobs_have_permits_of_their_own_and_go_first() {
         let job = |priority| client.job("b", "").operation("hang").priority(priority);
         let mut running: Vec<_> = (0..3).map(|_| start(job(Priority::Normal))).collect();
         supervisor.wait_number("b", "in_flight", 3);
-        // The fourth permit is reserved, so this one waits.
+        // The fourth permit is reserved for critical jobs, so this job has to wait.
         running.push(start(job(Priority::Normal)));
         supervisor.wait_number("b", "queued", 1);
         running.push(start(job(Priority::Critical)));
@@ -82,7 +82,7 @@ fn critical_jobs_have_permits_of_their_own_and_go_first() {
         assert_eq!(outcome(&job(Priority::BestEffort).send().await), "rejected/queue_full");
         running.push(start(job(Priority::Critical)));
         assert_eq!(outcome(&shed.await.unwrap()), "rejected/shed");
-        // The critical job came last and is served first.
+        // The critical job arrived last and starts first.
         running[0].abort();
         supervisor.wait_number("b", "queued", 1);
         supervisor.wait_number("b", "in_flight", 4);
@@ -110,7 +110,7 @@ fn a_queue_under_pressure_closes_to_all_but_critical_jobs() {
         let critical = |_| start(client.job("b", "").priority(Priority::Critical));
         running.extend((0..4).map(critical));
         supervisor.wait_number("b", "queued", 100);
-        // A critical job finds room at a lower one's cost, a normal one finds none.
+        // The queue is full, so a normal job is rejected.
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
         let told = events(&supervisor, "queue_pressure");
         assert_eq!(told.len(), 1, "{told:?}");
@@ -152,7 +152,7 @@ fn evictions_are_spread_over_the_tenants() {
         assert!(by_tenant.values().all(|&count| count <= 150), "{by_tenant:?}");
         running.iter().for_each(Running::abort);
 
-        // One that floods alone is told of.
+        // A tenant that floods the queue alone is reported.
         supervisor.wait_number("b", "queued", 0);
         let running = block(&supervisor, &client, 1).await;
         let flood: Vec<_> = (0..200).map(|_| start(client.job("b", "").tenant("flood"))).collect();
@@ -172,7 +172,7 @@ fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // However slow the machine is, many at once are over the rate at some time.
+        // On a slow machine the tenant can need several rounds to exceed the rate.
         while waits.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{passed} passed, and none was refused");
             for job in (0..200).map(|_| start(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
@@ -190,7 +190,7 @@ fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
         for _ in 0..50 {
             assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
         }
-        // A wait that is obeyed suffices.
+        // A client that waits for the suggested time succeeds.
         for _ in 0..10 {
             if let Err(error) = client.job("b", "").tenant("greedy").cost(7).send().await {
                 tokio::time::sleep(error.retry_after().unwrap()).await;
@@ -234,7 +234,7 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
     supervisor.wait_number("b", "limit", 1);
     run(async {
         let client = connect(&supervisor).await;
-        // What is the caller's own fault does not count.
+        // Failures caused by the caller do not count.
         for _ in 0..10 {
             assert_eq!(outcome(&client.job("b", "").operation("fail").send().await), "failed/bad_input");
         }
@@ -246,7 +246,7 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
         let wait = refused.unwrap_err().retry_after().unwrap();
         assert!(wait <= Duration::from_secs(1), "{wait:?}");
         assert_eq!(supervisor.snapshot("b")["breaker"], "open");
-        // The first probe fails: it opens again, for longer.
+        // The first probe fails, so the breaker opens again, for longer.
         let failed = wait_for("a probe goes through", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())
@@ -292,7 +292,7 @@ fn a_tenant_over_its_share_waits_and_then_is_told() {
         assert_eq!(outcome(&over), "rejected/tenant_quota");
         assert!(message(&over).contains("acme"), "{}", message(&over));
         assert_eq!(outcome(&client.job("b", "").tenant("other").send().await), "ok");
-        // Without a queue no job waits.
+        // Without a queue, a job over the tenant's share is rejected at once.
         let alone = hang("none");
         supervisor.wait_number("none", "in_flight", 1);
         assert_eq!(outcome(&client.job("none", "").tenant("acme").send().await), "rejected/tenant_quota");
@@ -302,7 +302,7 @@ fn a_tenant_over_its_share_waits_and_then_is_told() {
     });
 }
 
-/// Sends a PATCH; returns the status and the answer.
+/// Sends a PATCH request and returns the status and the body.
 fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
     let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
     let length = body.len();
@@ -334,7 +334,7 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!((status, &snapshot["queue_capacity"]), (200, &5.into()), "{snapshot}");
         waiting.extend((0..2).map(|_| start(client.job("b", ""))));
         supervisor.wait_number("b", "queued", 5);
-        // What waits stays, and no job comes behind it.
+        // Queued jobs stay in the queue, but new jobs are rejected.
         assert_eq!(patch(&supervisor, "b", r#"{"max_queue": 1}"#).0, 200);
         assert_eq!(supervisor.number("b", "queued"), 5);
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
@@ -355,7 +355,7 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!(changed.len(), 3, "{changed:?}");
         assert_eq!(changed[2]["rate_limit"]["per_second"], 0.01, "{changed:?}");
     });
-    // The numbers in force can be seen, and a limit be taken away.
+    // The snapshot shows the limits in force, and `null` removes a limit.
     let snapshot = supervisor.snapshot("b");
     assert_eq!(
         (&snapshot["max_in_flight"], &snapshot["rate_limit"]["burst"]),

@@ -1,4 +1,4 @@
-//! What the limits should be, from what a real supervisor has seen of real jobs.
+//! Advice on limits, based on jobs that a real supervisor has observed.
 
 use std::process::Output;
 use std::time::Duration;
@@ -22,7 +22,7 @@ fn text(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// Waits until something is seen, and returns all that is.
+/// Waits until the observed statistics satisfy `is_seen`, and returns all statistics.
 fn wait_seen(supervisor: &Supervisor, bulkhead: &str, what: &str, is_seen: impl Fn(&Value) -> bool) -> Value {
     let mut last = Value::Null;
     wait_for(&format!("{bulkhead}: {what}"), || {
@@ -44,7 +44,7 @@ fn one_that_is_fresh_has_seen_too_little_and_says_so() {
     assert!(fresh["missing"].as_str().unwrap().starts_with("seen too little: 0 of 1000 jobs, "), "{fresh}");
     assert_eq!((fresh["advice"].as_array().unwrap().len(), fresh["kept"].as_array().unwrap().len()), (0, 0));
     assert!(fresh["seen"]["rss_max_bytes"].as_u64().unwrap() > 100_000, "{fresh}");
-    // The memory of the host that runs programs is not theirs.
+    // For `exec`, the memory of the host process is not the memory of the programs.
     assert!(advice(&supervisor, "other")["seen"]["rss_max_bytes"].is_null());
 
     let told = text(&advise(&supervisor, &["fresh"]));
@@ -82,7 +82,7 @@ fn what_is_seen_is_what_was_there() {
 
         jobs.extend((0..3).map(|_| hang("", "b")));
         supervisor.wait_number("b", "queued", 2);
-        // Most of the time, once there was enough of it.
+        // The median reaches the new demand once the demand has lasted for more than half of the time.
         let seen = wait_seen(&supervisor, "b", "five wanted", |seen| seen["demand"]["p50"] == 5);
         assert_eq!(
             (&seen["concurrency"]["p50"], &seen["concurrency"]["max"]),
@@ -92,7 +92,7 @@ fn what_is_seen_is_what_was_there() {
         assert_eq!((&seen["queued"]["p50"], &seen["queued"]["max"]), (&2.into(), &2.into()), "{seen}");
         assert!(seen["time_at_limit"].as_f64().unwrap() >= 0.4, "{seen}");
 
-        // Other limits: what the old ones had to do with is forgotten, what was asked for is not.
+        // A change of the limits resets statistics that depend on the old limits, but not the observed demand.
         supervisor.resize("b", r#"{"processes": 6}"#);
         supervisor.wait_number("b", "in_flight", 5);
         let seen = wait_seen(&supervisor, "b", "all five", |seen| seen["concurrency"]["p50"] == 5);
@@ -101,7 +101,7 @@ fn what_is_seen_is_what_was_there() {
             advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since its limits were changed")
         );
 
-        // Where tenants are apart, the numbers are each tenant's.
+        // With isolated tenants, the statistics are per tenant.
         jobs.extend(["a", "b", "c"].map(|tenant| hang(tenant, "own")));
         supervisor.wait_number("own", "in_flight", 3);
         let seen = wait_seen(&supervisor, "own", "one each", |seen| seen["concurrency"]["p50"] == 1);
@@ -110,7 +110,7 @@ fn what_is_seen_is_what_was_there() {
     });
 }
 
-/// More than one process can do, until there is something to say about it.
+/// Sends more jobs than one process can handle, and returns the outcomes.
 fn overload(supervisor: &Supervisor) -> Vec<String> {
     let client = Client::connect(supervisor.socket()).unwrap();
     let one = || -> Result<Reply, JobError> { client.job("small", "5").operation("sleep").send() };
@@ -122,7 +122,8 @@ fn overload(supervisor: &Supervisor) -> Vec<String> {
                     for _ in 0..60 {
                         let result = one();
                         if result.is_err() {
-                            // No client asks again at once; a while is all it takes to see the queue full again.
+                            // Real clients do not retry immediately. This pause is short enough to find the queue full
+                            // again.
                             std::thread::park_timeout(Duration::from_millis(2));
                         }
                         ends.push(outcome(&result));
@@ -157,7 +158,7 @@ fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
     let reason = processes["reason"].as_str().unwrap();
     assert!(reason.contains(&format!("queue_full {}", ends["rejected/queue_full"])), "{told}");
 
-    // What it says is what is typed.
+    // The printed command can be run as it is.
     let said = text(&advise(&supervisor, &["small"]));
     assert!(said.contains("what follows is provisional") && said.contains("\n[bulkhead.small]\n"), "{said}");
     let command =

@@ -1,22 +1,22 @@
-//! The shape of the code: crates depend on each other as `docs/architecture.md` says, and no files of a crate import
-//! each other in a circle. A parent and what lies below it count as one: the parent owns a type, the files below it
-//! are its parts.
+//! Checks on the structure of the code: crates depend on each other as `docs/architecture.md` says, and the files of a
+//! crate have no circular imports. Imports between a module and a submodule do not count, because the parent owns a
+//! type and the submodules are parts of the parent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A module, by the names on the way to it from the root of its crate.
+/// Path of a module from the root of its crate.
 type Module = Vec<String>;
 
-/// How many re-exports are followed from one name.
+/// Maximum number of re-exports to follow from one name.
 const REEXPORTS_MAX: usize = 8;
 
 fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
-/// The folders of the workspace's members.
+/// Returns the folders of the workspace's members.
 fn members() -> Vec<PathBuf> {
     let text = fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
     let list = text.split("members = [").nth(1).unwrap().split(']').next().unwrap();
@@ -25,7 +25,7 @@ fn members() -> Vec<PathBuf> {
     members
 }
 
-/// What a crate needs of the others when it is not tested.
+/// Returns the name of a crate, and its dependencies in the workspace, without those of tests.
 fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     let text = fs::read_to_string(member.join("Cargo.toml")).unwrap();
     let mut section = "";
@@ -66,7 +66,7 @@ fn crates_depend_on_each_other_as_the_documentation_says() {
     assert_eq!(found, told, "left: what Cargo.toml has; right: what the table has");
 }
 
-/// The source without comments, literals and tests.
+/// Removes comments, literals and tests from source text.
 fn bare(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
     let mut out = String::with_capacity(text.len());
@@ -88,7 +88,7 @@ fn bare(text: &str) -> String {
     out + rest
 }
 
-/// What follows a text in quotes, which may be a raw one.
+/// Returns the text after a string literal, which can be a raw string.
 fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     let hashes = before.len() - before.trim_end_matches('#').len();
     if before.trim_end_matches('#').ends_with('r') {
@@ -107,7 +107,7 @@ fn after_text<'t>(before: &str, from: &'t str) -> &'t str {
     ""
 }
 
-/// The modules of a crate with their sources, but for tests and further programs.
+/// Collects the modules and sources of a crate, except tests and additional binaries.
 fn modules(folder: &Path, root: &Path, into: &mut BTreeMap<Module, String>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -128,7 +128,7 @@ fn modules(folder: &Path, root: &Path, into: &mut BTreeMap<Module, String>) {
     }
 }
 
-/// The paths of a tree such as `a::{b, c::{self, d as e}}`.
+/// Expands a use tree such as `a::{b, c::{self, d as e}}` into paths.
 fn paths(tree: &str) -> Vec<Module> {
     let tree = tree.trim();
     let Some((before, within)) = tree.split_once('{') else {
@@ -155,7 +155,7 @@ fn paths(tree: &str) -> Vec<Module> {
     ends.map(|end| before.iter().cloned().chain(end).collect()).collect()
 }
 
-/// One crate's modules, what each names, and what each names for others.
+/// The modules and sources of a crate, and the names that each module imports or re-exports.
 struct Imports {
     modules: BTreeMap<Module, String>,
     reexports: BTreeMap<Module, BTreeMap<String, Module>>,
@@ -173,7 +173,7 @@ impl Imports {
         Self { modules: found, reexports }
     }
 
-    /// The module of this crate that a path leads to from another one.
+    /// Returns the module of this crate that a path in the module `from` refers to.
     fn target(&self, from: &Module, path: &[String], left: usize) -> Option<Module> {
         let (mut at, mut rest) = match path.first()?.as_str() {
             "crate" => (Vec::new(), &path[1..]),
@@ -203,7 +203,7 @@ impl Imports {
         Some(at)
     }
 
-    /// Which modules each imports from, but for those that it lies in, and that lie in it.
+    /// Returns the imports of each module, except from ancestors and descendants.
     fn edges(&self) -> BTreeMap<&Module, BTreeSet<Module>> {
         let mut edges = BTreeMap::new();
         for (module, text) in &self.modules {
@@ -217,7 +217,7 @@ impl Imports {
     }
 }
 
-/// The paths that a source imports, and those that it names where it uses them.
+/// Returns the paths that a source imports, and the paths that appear inline.
 fn uses(text: &str) -> (Vec<Module>, Vec<Module>) {
     let mut imported = Vec::new();
     let mut rest = String::new();
@@ -249,7 +249,7 @@ fn uses(text: &str) -> (Vec<Module>, Vec<Module>) {
     (imported, inline.flat_map(paths).collect())
 }
 
-/// Modules from which a way leads back to them.
+/// Lists the modules that import themselves through other modules.
 fn in_circles(edges: &BTreeMap<&Module, BTreeSet<Module>>) -> Vec<String> {
     let reached = |start: &Module| {
         let (mut seen, mut open) = (BTreeSet::new(), vec![start.clone()]);

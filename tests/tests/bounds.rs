@@ -1,10 +1,10 @@
-//! What confined workers are held to where the configuration says nothing.
+//! Default resource limits of confined workers.
 
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
 
-/// The limits in force of this name, soft and hard, as a worker or a program reads them.
+/// Returns the soft and the hard limit of this name, as seen by a worker or program.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
     let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");
@@ -43,7 +43,7 @@ fn files_and_processes_are_bounded_where_they_count_for_each_worker() {
     }
     let each = bulkheads("profile = \"default\", user = \"auto\"", "");
     is_bounded(&Setup { supervisor: WORKER_UIDS, bulkheads: &each, ..Setup::default() }.start(), true);
-    // That limit does not bind root.
+    // `RLIMIT_NPROC` does not bind root.
     let root = bulkheads("profile = \"default\", user = \"root\"", "");
     is_bounded(&Setup { bulkheads: &root, ..Setup::default() }.start(), false);
     if !has_layers(STRICT_LAYERS) {
@@ -74,7 +74,8 @@ fn what_the_file_says_of_a_bound_holds() {
     }
 }
 
-/// On disk and not a file system of its own, it is looked at.
+/// The temporary folder is an ordinary folder on disk without a size limit, so the supervisor checks the size
+/// periodically.
 #[test]
 fn a_worker_whose_temporary_folder_is_overfull_is_ended_for_it() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -92,7 +93,7 @@ fn a_worker_whose_temporary_folder_is_overfull_is_ended_for_it() {
                 matches!(&ended, bulkhead_tests::confined::Ended::Violation(text) if text.contains("sandbox.tmp")),
                 "{ended:?}"
             );
-            // The next one is well.
+            // The next worker serves jobs.
             place.ask(name, "pid");
             assert_ne!(place.worker(name), before);
             let events = place.supervisor.try_get(&format!("/v1/events?bulkhead={name}&follow=false"));

@@ -1,5 +1,5 @@
-//! The `bulkhead` command as its users have it: a process with arguments, standard streams and an exit
-//! code, against a real supervisor.
+//! The `bulkhead` command as users run it: a process with arguments, standard streams and an exit code, against a real
+//! supervisor.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -14,9 +14,9 @@ use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-// Running it.
+// Running the command.
 
-/// How a command ended, and what it said.
+/// Exit code and output of a command.
 struct Ran {
     code: Option<i32>,
     stdout: Vec<u8>,
@@ -28,7 +28,7 @@ impl Ran {
         std::str::from_utf8(&self.stdout).expect("text")
     }
 
-    /// Each line of standard output as a JSON object; there is nothing else.
+    /// Parses standard output, which must consist of one JSON object per line.
     fn objects(&self) -> Vec<Value> {
         let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
         self.text()
@@ -52,7 +52,7 @@ impl Ran {
     }
 }
 
-/// A command that runs; killed if a test gives up on it.
+/// A running command. A test that stops waiting kills the command.
 struct Running {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -63,7 +63,7 @@ struct Running {
 fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error is what there is.
+        // After a read error, the test uses the bytes that arrived before.
         let _ = from.read_to_end(&mut bytes);
         bytes
     })
@@ -79,9 +79,9 @@ fn spawn(command: &mut Command) -> Running {
 }
 
 impl Running {
-    /// Writes its standard input, ends that, and waits for its end.
+    /// Writes `input` to standard input, closes it, and waits for the command to exit.
     fn feed(mut self, input: &[u8]) -> Ran {
-        // It may not want it all.
+        // The command can exit before reading everything.
         let _ = self.stdin.take().expect("a pipe").write_all(input);
         self.end()
     }
@@ -105,31 +105,31 @@ impl Running {
     }
 }
 
-/// The command aimed at `supervisor`.
+/// Runs the command against `supervisor`.
 fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
     spawn(supervisor.command().args(arguments)).end()
 }
 
-/// The same with a standard input.
+/// Runs the command against `supervisor` with this standard input.
 fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
     spawn(supervisor.command().args(arguments)).feed(input)
 }
 
-/// The command aimed at nothing, whatever the environment says.
+/// Returns the command without the environment variables that name a supervisor.
 fn plain(arguments: &[&str]) -> Command {
     let mut command = Command::new(programs().join("bulkhead"));
     command.args(arguments).env_remove("BULKHEAD_SOCKET").env_remove("BULKHEAD_ADMIN");
     command
 }
 
-/// A job that is under way until it is told to stop.
+/// Starts a job that runs until the command is interrupted.
 fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
     let running = spawn(supervisor.command().args(arguments).arg("-n"));
     supervisor.wait_number(arguments[1], "in_flight", 1);
     running
 }
 
-/// The lines of a command that follows something.
+/// A command that follows a stream, and the received lines.
 struct Following {
     child: Child,
     lines: Receiver<String>,
@@ -151,7 +151,7 @@ fn follow(command: &mut Command) -> Following {
 }
 
 impl Following {
-    /// Waits for a line that holds this.
+    /// Waits for a line that contains `part`.
     fn line_with(&self, part: &str) -> String {
         loop {
             let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no line with {part}"));
@@ -161,7 +161,7 @@ impl Following {
         }
     }
 
-    /// Has it interrupted, and waits for its end.
+    /// Sends SIGINT and returns the exit code.
     fn interrupt(mut self) -> Option<i32> {
         kill_pid(self.child.id(), Signal::SIGINT);
         wait_for("the command ends", || self.child.try_wait().expect("our own child")).code()
@@ -170,7 +170,7 @@ impl Following {
 
 impl Drop for Following {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The command may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -180,7 +180,7 @@ impl Drop for Following {
 
 const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
-/// Checks that an object has what each outcome carries, each with its type.
+/// Checks that an object has all fields of the outcome, each of the right type.
 fn check_shape(object: &Value) {
     let outcome = object["outcome"].as_str().expect("outcome");
     assert!(OUTCOMES.contains(&outcome), "{object}");
@@ -203,7 +203,7 @@ fn check_shape(object: &Value) {
     assert!(!object.as_object().unwrap().values().any(is_nested), "the fields are flat: {object}");
 }
 
-/// Submits with `--json` and checks everything that the table of outcomes says of this end.
+/// Checks the result of `submit --json` against a row of the table of outcomes.
 #[track_caller]
 fn check_end(ran: Ran, code: i32, outcome: &str, reason: &str, executed: &str, retryable: bool) -> Value {
     let object = ran.expect(code).object();
@@ -258,7 +258,7 @@ fn each_end_of_a_job_has_its_object_and_its_exit_code() {
     check_end(submit(&["sick", "stop"], ""), 70, "crashed", "hung", "unknown", false);
 
     let late = |more: &[&str]| {
-        // One that has to wait for a worker might not begin in time.
+        // A job that has to wait for a worker could miss its deadline before it starts.
         supervisor.wait_number("b", "available", 1);
         submit(&[&["b", "hang", "--deadline", "2s"], more].concat(), "")
     };
@@ -287,7 +287,7 @@ fn a_full_a_slow_and_a_closed_bulkhead_say_try_again_later() {
     told.push(end(&["hasty"], 75, "rejected", "queue_timeout"));
     let late = end(&["queue", "--deadline", "50ms"], 124, "deadline_exceeded", "queued");
     assert!(late["queued_ms"].as_f64() >= Some(40.0), "{late}");
-    // A job that waits hears of the drain as well as one that comes later.
+    // The drain rejects queued and new jobs.
     let waiting = spawn(supervisor.command().args(["submit", "queue", "--json", "-n"]));
     supervisor.wait_number("queue", "queued", 1);
     bulkhead(&supervisor, &["drain", "queue"]).expect(0);
@@ -424,10 +424,11 @@ fn a_user_that_may_not_is_told_77() {
         bulkhead(&supervisor, &["status"]).expect(77);
         return;
     }
-    // Another user must be able to run the program and to reach the folder.
+    // The other user must be able to run the program and to enter the folder.
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
     let program = folder.join("bulkhead");
-    // Not by this process: others that it starts meanwhile would hold the copy open for writing.
+    // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
+    // process writes. Executing that file would fail with ETXTBSY.
     let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(&program).status().unwrap();
     assert!(copied.success());
     let stranger = |arguments: &[&str]| {
@@ -435,7 +436,7 @@ fn a_user_that_may_not_is_told_77() {
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
         spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
     };
-    // The file lets all users in, the supervisor does not.
+    // The file mode admits every user, but the supervisor rejects this one.
     let told = stranger(&["submit", "b", "--json"]);
     assert!(told.stderr.contains("65534"), "{}", told.stderr);
     check_end(told, 77, "rejected", "forbidden", "no", false);
@@ -533,7 +534,7 @@ fn bytes_go_in_and_come_out_unchanged() {
     assert_eq!(piped.stderr.lines().count(), 1);
     let read = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file]).expect(0);
     assert!(read.stdout == payload, "{} bytes came back", read.stdout.len());
-    // Without a file standard input is the payload, unless it is to be left alone.
+    // Without a file, standard input is the payload, unless `-n` is given.
     assert_eq!(fed(&supervisor, &["submit", "cat"], b"read").expect(0).stdout, b"read");
     assert!(fed(&supervisor, &["submit", "cat", "-n"], b"unread").expect(0).stdout.is_empty());
 
@@ -556,7 +557,7 @@ fn bytes_go_in_and_come_out_unchanged() {
     assert_eq!(told.text(), "op/acme\n");
 }
 
-/// A bulkhead whose n-th job does what the n-th line says.
+/// Starts a bulkhead whose n-th job runs the n-th line as a shell command.
 fn scripted(lines: &[&str]) -> Supervisor {
     let branches: String =
         lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();
@@ -615,7 +616,7 @@ fn many_jobs_at_once() {
 #[test]
 fn a_reader_that_has_enough_is_no_error() {
     let supervisor = scripted(&["exit 64", "yes | head -c 300000", "yes | head -c 300000"]);
-    // The reading end is closed before anything is written.
+    // Closes the reading end of the pipe before the command can write.
     let unread = |command: &mut Command| {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -623,7 +624,7 @@ fn a_reader_that_has_enough_is_no_error() {
         let stderr = read_all(child.stderr.take().unwrap());
         Running { child, stdin: None, stdout: None, stderr }.end()
     };
-    // What was known before the reader left still counts.
+    // The exit code reflects the jobs that ended before the write error.
     let ran = unread(supervisor.command().args(["submit", "b", "--repeat", "3"])).expect(1);
     assert!(ran.stderr.is_empty(), "{}", ran.stderr);
     let many: &[&[&str]] = &[
@@ -640,7 +641,7 @@ fn a_reader_that_has_enough_is_no_error() {
         assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
     }
 
-    // The same in a shell, with a reader that takes a little.
+    // A reader that takes only the first bytes, as `head` does.
     let big = Supervisor::start("[bulkhead.cat]\nexec = [\"cat\"]\n");
     let payload = big.folder.path().join("payload");
     std::fs::write(&payload, vec![b'x'; 3_000_000]).unwrap();
@@ -654,14 +655,14 @@ fn a_reader_that_has_enough_is_no_error() {
     let ran = Running { child, stdin: None, stdout: None, stderr }.end().expect(0);
     assert_eq!(ran.stderr.lines().count(), 1, "the summary alone: {}", ran.stderr);
 
-    // A result that cannot be written is lost, and that is an error.
+    // A result that cannot be written is lost, so the command fails.
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let output = big.command().args(submit).stdin(Stdio::null()).stdout(full).output().unwrap();
     assert_eq!(output.status.code(), Some(74));
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
 }
 
-/// The same command with a standard output that is closed, of which only a shell can do.
+/// Runs a command with standard output closed. `Command` cannot close a stream, so a shell does.
 fn without_stdout(command: &Command) -> Ran {
     let mut shell = Command::new("sh");
     shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
@@ -697,7 +698,7 @@ fn what_is_printed_to_a_closed_standard_output_is_no_success() {
         let said = "failed to write to standard output: it is closed";
         assert!(ran.stderr.contains(said), "{arguments:?}: {}", ran.stderr);
     }
-    // What prints nothing there does not need it.
+    // A command that writes nothing does not need standard output.
     without_stdout(supervisor.command().args(["submit", "b", "--output", &file])).expect(0);
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "a result\n");
 }
@@ -740,7 +741,7 @@ fn a_command_that_fails_says_so_to_programs_as_well() {
     assert_eq!(told["outcome"], "unreachable");
 }
 
-// Looking after a supervisor.
+// Operating a supervisor.
 
 fn words(line: &str) -> Vec<&str> {
     line.split_ascii_whitespace().collect()
@@ -852,7 +853,7 @@ fn logs_are_shown_and_followed_without_harm_to_a_terminal() {
         Supervisor::start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", \"{script}\"]\n{SHELL}"));
     assert!(bulkhead(&supervisor, &["logs", "x"]).expect(0).stdout.is_empty());
     let following = follow(supervisor.command().args(["logs", "x", "--follow"]));
-    // Whatever it is given is its result; only what it says beside goes to the logs.
+    // Standard output of the program is the result. Only standard error goes to the logs.
     wait_for("the follower has heard something", || {
         fed(&supervisor, &["submit", "x", "--payload-file", "-"], b"secret").expect(0);
         following.lines.try_recv().ok()
@@ -931,7 +932,7 @@ fn bench_says_how_fast_it_was() {
     bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]).expect(1);
 }
 
-// What the command says of itself.
+// Completions and man pages.
 
 const SUBCOMMANDS: [&str; 12] = [
     "submit",
@@ -1003,7 +1004,7 @@ fn where_the_result_goes_is_seen_before_the_job_runs() {
     assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
     let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
     assert!(ran.stdout.is_empty() && !Path::new("-").exists());
-    // What is found out only when the result is there is told apart from a handler's failure.
+    // A write error that appears only after the job has run has a different exit code than a failed handler.
     let mut full = supervisor.command();
     full.args(["submit", "b", "big", "--payload-file", "-", "--output", "/dev/full"]);
     let mut full = spawn(&mut full);

@@ -1,5 +1,4 @@
-//! The client library: against a real supervisor where the point is what it does to one, and against a
-//! supervisor that lies where the point is what a client survives.
+//! The client library, against a real supervisor, and against a fake supervisor that violates the protocol.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,13 +15,13 @@ use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for
 use tempfile::TempDir;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    // Conditions are waited for by blocking, so the client needs a thread of its own.
+    // Tests wait for conditions by blocking, so the client needs another thread.
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(PATIENCE, future).await.expect("nothing hangs") })
 }
 
-/// The error of a job that has no outcome: whether it ran, and the text.
+/// Returns whether the job ran, and the error message. Panics if the job succeeded or has an outcome.
 fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
     let error = result.expect_err("the job cannot have succeeded");
     assert!(error.outcome().is_none(), "{error}");
@@ -50,7 +49,7 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
         assert!(!error.is_retryable(), "{error}");
         assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
 
-        // No supervisor is there: a job with little time does not wait for the whole patience of the client.
+        // No supervisor is running. A job with a short deadline must not wait until the client gives up reconnecting.
         let began = Instant::now();
         let limit = Duration::from_millis(50);
         let hasty = client.job("b", "x").deadline(limit).send().await.unwrap_err();
@@ -72,7 +71,7 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
     });
 }
 
-/// Without a deadline, so that one that is forgotten would wait for ever.
+/// The jobs have no deadline, so a job that the client forgets would wait forever.
 #[test]
 fn all_that_wait_for_a_connection_on_many_threads_go_once_it_is_there() {
     const TASKS: usize = 200;
@@ -91,7 +90,7 @@ fn all_that_wait_for_a_connection_on_many_threads_go_once_it_is_there() {
                     loop {
                         match client.job("b", "x").send().await {
                             Ok(reply) => break reply.payload().to_vec(),
-                            // It was the one that found the connection closed, or was out of patience.
+                            // This job found the connection closed, or the client gave up reconnecting.
                             Err(error) => assert_ne!(error.executed(), Executed::Yes, "{error}"),
                         }
                     }
@@ -118,17 +117,18 @@ fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
         supervisor.child.kill().unwrap();
         supervisor.wait();
 
-        // The first of them has all the patience there is; if each had, these would take minutes.
+        // Only the first of these jobs waits until the client gives up reconnecting (5 s). Otherwise the loop would
+        // take minutes.
         let began = Instant::now();
         for job in 0..100 {
             let error = client.job("b", "x").send().await.unwrap_err();
             assert_eq!(error.executed(), Executed::No, "{error}");
-            // The first may be what finds the connection closed.
+            // The first job can fail because of the closed connection.
             assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
         }
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
 
-        // The attempt is made at once, not after the client's pause.
+        // The client tries to connect at once and does not wait for the backoff.
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
         wait_for("it listens", || UnixStream::connect(supervisor.socket()).ok());
@@ -145,7 +145,7 @@ fn a_job_outlives_the_client_that_sent_it() {
         drop(client);
         assert_eq!(handle.await.unwrap().payload(), b"done");
 
-        // Cancelling does not need it either.
+        // Cancelling a job does not need the client either.
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
@@ -165,12 +165,12 @@ fn a_job_that_is_no_longer_awaited_is_cancelled() {
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
         drop(handle);
-        // The handler yields only when it is told to, and its worker lives on.
+        // The handler returns only when it is cancelled, and its worker survives.
         supervisor.wait_number("b", "available", 1);
         assert_eq!(supervisor.number("b", "cancelled"), 1);
         assert_eq!(supervisor.number("b", "restarts"), 0);
 
-        // One that has ended cannot be cancelled any more, and its number goes to the next one.
+        // Dropping the handle of a finished job cancels nothing, not even the next job, which reuses the number.
         let handle = client.job("b", "x").start().await.unwrap();
         supervisor.wait_number("b", "done", 1);
         drop(handle);
@@ -242,12 +242,12 @@ fn progress_that_is_told_all_the_time_comes_ten_times_a_second_and_the_last_word
         seen.push((progress.fraction, progress.text));
     }
     handle.wait().unwrap();
-    // The first at once, and the last when the job is done.
+    // The first report arrives at once, and the last report when the job is done.
     let most = 2 + began.elapsed().as_millis() / 100;
     assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
     assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
 
-    // Nor is it kept back for as long as the job goes on.
+    // A report must not be held back until the job ends.
     let go = supervisor.file("go").display().to_string();
     let mut handle = client.job("b", go).operation("progress-and-wait").start().unwrap();
     let mut texts = std::iter::from_fn(|| handle.progress()).map(|progress| progress.text);
@@ -349,16 +349,16 @@ fn the_end_of_the_runtime_ends_its_jobs() {
     });
 }
 
-// A supervisor that lies.
+// A fake supervisor.
 
-/// A listener on a socket, and nothing else of a supervisor.
+/// A listening socket in place of a supervisor.
 struct Fake {
     listener: UnixListener,
     path: PathBuf,
     _folder: TempDir,
 }
 
-/// One connection, seen from the supervisor.
+/// The supervisor's end of a client connection.
 struct Peer(UnixStream);
 
 fn frame(kind: u8, flags: u8, number: u64, metadata: &[u8], payload: &[u8]) -> Vec<u8> {
@@ -373,7 +373,7 @@ fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     bytes
 }
 
-/// `main` prints an error that it returns by `Debug`.
+/// `main` prints a returned error with `Debug`.
 #[test]
 fn debug_of_errors_is_their_sentence() {
     let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();
@@ -424,12 +424,12 @@ impl Fake {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("jobs.sock");
         let listener = UnixListener::bind(&path).unwrap();
-        // So that a client that does not come fails the test.
+        // If no client connects, the test fails instead of blocking.
         listener.set_nonblocking(true).unwrap();
         Self { listener, path, _folder: folder }
     }
 
-    /// Accepts a client and takes its hello.
+    /// Accepts a client and reads the hello.
     fn accept(&self) -> Peer {
         let mut peer = Peer(wait_for("a client comes", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
@@ -450,11 +450,11 @@ impl Fake {
 
 impl Peer {
     fn send(&mut self, bytes: &[u8]) {
-        // The client may have had enough.
+        // The client may have closed the connection.
         let _ = self.0.write_all(bytes);
     }
 
-    /// The next frame: header, metadata, payload. `None` when the client is gone.
+    /// Returns the next frame as header, metadata and payload, or `None` if the client is gone.
     fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
         let mut header = [0; HEADER_BYTES];
         self.0.read_exact(&mut header).ok()?;
@@ -465,26 +465,26 @@ impl Peer {
         Some((header, rest, payload))
     }
 
-    /// The number of the next job.
+    /// Returns the number of the next job.
     fn job(&mut self) -> u64 {
         let (header, ..) = self.next().expect("a job");
         assert_eq!(header.kind, kind::SUBMIT);
         header.number
     }
 
-    /// Waits until the client is gone.
+    /// Waits until the client closes the connection.
     fn end(mut self) {
         while self.next().is_some() {}
         assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still there");
     }
 }
 
-/// Runs `script` as the supervisor of a client that does `work`.
+/// Runs `script` as the supervisor of a client that runs `work`.
 fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
     let fake = Fake::new();
     let path = fake.path.clone();
     std::thread::scope(|scope| {
-        // In the thread, so that a script that ends is no supervisor any more.
+        // The thread owns the listener, so the socket closes when the script ends.
         scope.spawn(move || script(&fake));
         run(work(path))
     })
@@ -543,7 +543,7 @@ fn lies_about_a_job_end_the_connection_with_a_clear_error() {
                 assert_eq!(peer.job(), 1 << 32, "the cases above are about this number");
                 peer.send(answer);
                 peer.0.shutdown(std::net::Shutdown::Write).unwrap();
-                // What the client does next is its second connection.
+                // The client makes a second connection for the next job.
                 drop(peer);
                 let mut peer = fake.welcome();
                 let number = peer.job();
@@ -586,7 +586,7 @@ fn what_a_client_does_not_know_does_no_harm() {
             }
             peer.send(&outcome(number, b"yours"));
             peer.send(&outcome(number, b"yours again"));
-            // An outcome of a kind, and a rejection for a reason, that are not known yet.
+            // An outcome with an unknown code, and a rejection with an unknown reason.
             for (code, reason) in [(99, 0), (2, 200)] {
                 let number = peer.job();
                 peer.send(&frame(kind::OUTCOME, 0, number, &outcome_metadata(code, reason), b""));
@@ -631,10 +631,10 @@ fn announced_bytes_cost_no_memory_before_they_come() {
         async |path| {
             let client = Client::connect(path).await.unwrap();
             let handle = client.job("b", "x").start().await.unwrap();
-            // Nothing tells from outside that the bytes have been read: give them the time.
+            // The test cannot see when the client has read the bytes, so it waits for 200 ms.
             assert!(tokio::time::timeout(Duration::from_millis(200), handle).await.is_err());
             let grown = resident_bytes(std::process::id()).saturating_sub(before);
-            // The other tests of this process need some, too.
+            // Other tests in this process need memory, too.
             assert!(grown < 512 << 20, "{} MiB more", grown >> 20);
         },
     );
@@ -648,7 +648,7 @@ fn jobs_wait_for_a_supervisor_that_does_not_read() {
         move |fake| {
             let mut peer = fake.welcome();
             told.recv().unwrap();
-            // The client drops those in the end whose deadline was short.
+            // Skips frames that are not jobs.
             while let Some((header, _, payload)) = peer.next() {
                 if header.kind == kind::SUBMIT {
                     peer.send(&outcome(header.number, &payload[..4]));
@@ -673,7 +673,7 @@ fn jobs_wait_for_a_supervisor_that_does_not_read() {
                 starts.recv().await.unwrap();
                 count += 1;
             }
-            // With the bound reached, a job's deadline passes before it is sent.
+            // The client's buffer is full, so the deadline passes before the job is sent.
             let limit = Duration::from_millis(100);
             let late = client.job("b", vec![0; 1 << 20]).deadline(limit).send().await.unwrap_err();
             let outcome = late.outcome().expect("an outcome of the client's own");
@@ -710,10 +710,10 @@ fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
             let sent = client.job("b", "small").start().await.unwrap();
             let mut others = Vec::new();
             for _ in 0..4 {
-                // More than the socket's buffer takes: none of them is whole on its way.
+                // More than the socket buffer can hold, so none of these jobs is sent completely.
                 others.push(client.job("b", vec![0; 3 << 20]).start().await);
             }
-            // And one for which there is no room.
+            // The client's buffer has no room for this job.
             let waiting = client.job("b", vec![0; 3 << 20]).send();
             let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
             let (executed, text) = lost(sent.await);
@@ -743,7 +743,8 @@ fn a_supervisor_that_welcomes_and_hangs_up_is_not_asked_without_pause() {
             drop(fake.welcome());
             count += 1;
         }
-        // Without pauses there would be thousands; with them the eighth comes after more than a second.
+        // Without backoff there would be thousands of connections. With backoff, the eighth comes after more than a
+        // second.
         assert!(count <= 8, "{count} connections in half a second");
     });
 }
@@ -758,7 +759,7 @@ fn a_connection_ends_with_the_last_who_needs_it() {
             told.recv().unwrap();
             peer.send(&outcome(number, b"late"));
             peer.end();
-            // A connection that breaks with no user left is not made anew.
+            // The client does not reconnect after the last user is gone.
             let mut peer = fake.welcome();
             peer.job();
             drop(peer);
@@ -798,7 +799,7 @@ fn a_job_waits_for_a_connection_that_is_being_made() {
                 tokio::task::yield_now().await;
                 go_on.send(()).unwrap();
             });
-            // If it was sent before the client knew of the loss, it was told so.
+            // The client may have sent the job before noticing the loss. The job then ends with an error.
             match reply {
                 Ok(reply) => assert_eq!(reply.payload(), b"waited"),
                 Err(error) => {
@@ -822,7 +823,7 @@ fn every_outcome_has_its_error() {
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        // A job that waits for the next worker would be late without having run.
+        // A job that has to wait for the next worker could miss its deadline without having run.
         wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let limit = Duration::from_secs(2);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();

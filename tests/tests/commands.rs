@@ -1,4 +1,4 @@
-//! A client that asks the supervisor all the time makes only itself wait: jobs go on, and so does a stop.
+//! Clients that flood the admin socket slow down only themselves. Jobs and shutdown continue.
 
 mod tenant_support;
 
@@ -11,12 +11,12 @@ use bulkhead_tests::{PATIENCE, Supervisor, outcome, wait_for};
 use nix::sys::signal::Signal;
 use tenant_support::{assert_balanced, isolated};
 
-/// As many tenants of one bulkhead as are remembered, roughly.
+/// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// A supervisor that remembers many tenants, none of whom was served.
+/// Starts a supervisor that remembers many tenants whose jobs were all rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);
@@ -31,7 +31,7 @@ fn crowded() -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// Asks for these pages again and again beside `meanwhile`; returns how often there was an answer.
+/// Requests these pages continuously while `meanwhile` runs. Returns the number of responses.
 fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
     let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -64,7 +64,7 @@ fn jobs_go_on_while_pages_about_thousands_of_tenants_are_asked_for_all_the_time(
             jobs += 1;
         }
     });
-    // A job takes two turns of the loop or three, and each of these makes a part of one page of the large ones.
+    // A job needs two or three iterations of the event loop, and each iteration builds one part of a large page.
     assert!(jobs == 100 && answers > 0);
     let snapshot = supervisor.snapshot("b");
     assert_balanced(&snapshot);
@@ -72,7 +72,7 @@ fn jobs_go_on_while_pages_about_thousands_of_tenants_are_asked_for_all_the_time(
     assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200);
 }
 
-/// What is forgotten while it is looked at counts once.
+/// A tenant that is forgotten while the snapshot is being built counts exactly once.
 #[test]
 fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
     let (supervisor, client) = crowded();
@@ -97,7 +97,7 @@ fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
 #[test]
 fn a_stop_is_not_lost_in_a_crowd_of_commands() {
     let (mut supervisor, _client) = crowded();
-    // So many ask that more commands wait than are taken; and none of them stays for the answer.
+    // The supervisor is stopped, so more commands pile up than one iteration takes. No client waits for the response.
     supervisor.signal(Signal::SIGSTOP);
     let admin = supervisor.folder.path().join("admin.sock");
     let ask = || {
@@ -106,7 +106,7 @@ fn a_stop_is_not_lost_in_a_crowd_of_commands() {
     };
     let asked = (0..100).filter_map(|_| ask()).count();
     assert!(asked > 0);
-    // The second one ends what would be waited for.
+    // The second signal ends the drain, which would wait for the running job.
     supervisor.signal(Signal::SIGTERM);
     supervisor.signal(Signal::SIGINT);
     supervisor.signal(Signal::SIGCONT);

@@ -1,5 +1,4 @@
-//! The hostile worker against each profile: what it tries, and what must come of it, stands in
-//! `bulkhead_tests::attempts`.
+//! The hostile worker under each profile. `bulkhead_tests::attempts` lists the attempts with the expected results.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -24,14 +23,15 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// What is given to each worker. The profiles below have the supervisor's own user, so that an id stands in for
-/// nothing.
+/// Sandbox keys of each worker. The profiles below use the supervisor's user, so that a separate user id cannot hide
+/// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
 const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
 const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
-/// A bulkhead for each setting, and one that is attacked. Each attempt has a process of its own.
+/// Returns the configuration of one bulkhead per setting and of a target bulkhead. Each attempt runs in a fresh
+/// process.
 fn bulkheads(runs: &str, profile: &str) -> String {
     let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
     let bulkhead = |name: &str, more: &str| {
@@ -46,7 +46,7 @@ fn bulkheads(runs: &str, profile: &str) -> String {
     plain + &bulkhead("limited", limits) + &bulkhead("sibling", "")
 }
 
-/// Tries everything; panics with all that did not end as `judge` wants it.
+/// Runs all attempts. Panics with a list of the attempts that `judge` rejects.
 fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>) {
     let client = place.client();
     let is_own = |attempt: &&Attempt| {
@@ -83,7 +83,7 @@ fn the_table_and_the_hostile_worker_name_the_same_attempts() {
     let listed: BTreeSet<&str> = listed.lines().collect();
     let written: BTreeSet<&str> =
         all().map(|attempt| attempt.name).chain(ELSEWHERE.iter().copied()).collect();
-    // Some calls are of one architecture.
+    // Some system calls exist only on one architecture.
     let gone: Vec<_> = written.difference(&listed).collect();
     assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
     assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
@@ -105,7 +105,7 @@ fn the_document_has_what_is_tested() {
     assert!(docs == current, "docs/confinement.md is not what is tested; run this test with UPDATE_DOCS=1");
 }
 
-/// Also shows that the attempts work: what is refused elsewhere is refused by the layer that is named.
+/// Also proves that the attempts work. A refusal under another profile therefore comes from the layer in the table.
 #[test]
 fn without_confinement_the_attempts_succeed() {
     if is_root() {
@@ -122,7 +122,7 @@ fn default_stops_what_the_table_says() {
     }
 }
 
-/// The same of a supervisor in an application: `judge` there is that of the table.
+/// Runs all attempts under an embedded supervisor. The program `application` judges the results by the same table.
 fn stops_as_much_in_an_application(profile: &str, word: &str) {
     let ground = Ground::prepare(&bulkheads(WORKER, profile));
     std::fs::write(ground.path().join("targets"), ground.targets.to_string()).unwrap();
@@ -148,7 +148,7 @@ fn in_an_application_strict_stops_what_the_table_says() {
     }
 }
 
-/// What a worker of root's gets if nothing is said of its user.
+/// Runs all attempts under a root supervisor whose configuration names no user, so each worker has a separate user id.
 fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let place = start(runs, profile, None);
     try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
@@ -172,7 +172,7 @@ fn strict_stops_as_much_by_an_id_of_its_own() {
     }
 }
 
-/// What a worker of a supervisor without privileges gets, whose user has ids in `/etc/subuid`.
+/// Runs all attempts under an unprivileged supervisor whose user has ids in `/etc/subuid`.
 fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Expected) {
     let Some(user) = User::with_ids() else { return };
     let bulkheads = bulkheads(WORKER, profile);
@@ -187,7 +187,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 #[test]
 fn default_stops_more_by_an_id_of_subuid() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
-        // Its temporary folder is in memory, as under `strict`.
+        // Here the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
             "fill-temporary-folder" => attempt.strict,
             _ => attempt.default,
@@ -203,7 +203,8 @@ fn strict_stops_as_much_by_an_id_of_subuid() {
     }
 }
 
-/// The same of a program: by the table, but for what is otherwise. With the link it has nothing to do.
+/// Judges an attempt of a program by the table, with the exceptions in `OF_PROGRAMS`. A program has no link to the
+/// supervisor, so attempts on the link find no target.
 fn as_written_of_program(
     attempt: &Attempt,
     ended: &Ended,
@@ -238,7 +239,8 @@ fn strict_stops_a_program_as_it_does_a_worker_but_for_what_is_sealed() {
     }
 }
 
-/// An unprivileged supervisor's workers can do no more; what is refused may be refused for other reasons.
+/// Judges an attempt under an unprivileged supervisor. A different layer can be the first to refuse, so any refusal is
+/// correct where the table expects a refusal.
 fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String> {
     let is_right = match (expected, ended) {
         (Expected::Refused(..), Ended::Refused(..)) | (Expected::Machine, _) => true,
@@ -255,7 +257,7 @@ fn default_stops_as_much_under_a_supervisor_without_privileges() {
     }
 }
 
-/// As in many containers: the same is stopped by other layers, but for a little.
+/// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
 fn default_stops_nearly_as_much_where_process_numbers_are_shared() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -279,7 +281,7 @@ fn strict_stops_as_much_under_a_supervisor_without_privileges() {
     }
 }
 
-/// What a worker passes along has no owner; the supervisor does not keep it.
+/// Checks that the supervisor does not keep descriptors that a worker sends.
 #[test]
 fn descriptors_that_a_worker_sends_do_not_pile_up() {
     for profile in [NONE, STRICT] {

@@ -1,5 +1,5 @@
-//! Workers that a template has forked (`start.mode = "fork"`), in a sandbox: what one of them tries against the others
-//! and against the template, and what each of them tries as any worker does.
+//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts against sibling workers
+//! and the template, and the attempts that apply to all workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +30,7 @@ fn start(bulkheads: &str) -> Place {
     Setup { bulkheads, ..Setup::default() }.start()
 }
 
-/// The profiles that this machine has.
+/// Returns the profiles that this machine supports.
 fn profiles() -> impl Iterator<Item = &'static str> {
     let all = [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
     all.into_iter().filter(|(_, layers)| is_root() && has_layers(layers)).map(|(profile, _)| profile)
@@ -46,12 +46,12 @@ fn parent(pid: u32) -> u32 {
     status_field(pid, "PPid").parse().unwrap()
 }
 
-/// A process's number in its namespace.
+/// Returns the pid of a process in the innermost pid namespace.
 fn inner(pid: u32) -> u32 {
     status_field(pid, "NSpid").split(' ').next_back().unwrap().parse().unwrap()
 }
 
-/// The template whose workers live beside it: a child of the same process.
+/// Returns the template of a worker, which has the same parent as the worker.
 fn template_of(worker: u32, workers: &[u32]) -> u32 {
     let beside = bulkhead_tests::children(parent(worker));
     let is_template = |pid: &u32| {
@@ -61,7 +61,7 @@ fn template_of(worker: u32, workers: &[u32]) -> u32 {
     beside.into_iter().find(is_template).unwrap()
 }
 
-/// Two workers that run, by the machine's numbers.
+/// Waits for two ready workers and returns the pids in the namespace of the test.
 fn pair(place: &Place) -> [u32; 2] {
     wait_for("two workers are ready", || {
         let state = place.supervisor.state("pair");
@@ -71,7 +71,7 @@ fn pair(place: &Place) -> [u32; 2] {
     })
 }
 
-/// What one of a pair can aim at in the other.
+/// Returns the targets for attempts between two workers.
 fn targets(place: &Place, client: &Client) -> Value {
     let workers = pair(place);
     let template = template_of(workers[0], &workers);
@@ -85,7 +85,7 @@ fn targets(place: &Place, client: &Client) -> Value {
         });
         let path = |reply: bulkhead_client::Reply| String::from_utf8(reply.payload().to_vec()).unwrap();
         files.extend([one, other].into_iter().flatten().map(|reply| (path(reply), ())));
-        // Without a sandbox they have one folder.
+        // Without a sandbox, the workers share a folder.
         (files.len() == 2 || files.keys().any(|path| path.ends_with("/outside/left"))).then_some(())
     });
     let files: Vec<&String> = files.keys().collect();
@@ -93,7 +93,7 @@ fn targets(place: &Place, client: &Client) -> Value {
 }
 
 fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
-    // Without a sandbox there is no folder but what all share.
+    // Without a sandbox, all workers share one temporary folder.
     let folder = if profile == NONE { "env = { TMPDIR = \"PLACE/outside\" }" } else { "" };
     let place = start(&bulkhead("pair", profile, &format!("processes = 2\n{folder}")));
     let client = place.client();
@@ -107,7 +107,7 @@ fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// Also shows that the attempts work.
+/// Also proves that the attempts work.
 #[test]
 fn without_a_sandbox_forked_workers_reach_each_other() {
     if is_root() {
@@ -119,7 +119,7 @@ fn without_a_sandbox_forked_workers_reach_each_other() {
 fn under_default_forked_workers_do_not_reach_each_other() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_between(DEFAULT, |attempt| attempt.default);
-        // Where no id of their own stands between them and the supervisor either.
+        // Without separate user ids, other layers have to keep the workers apart.
         try_between("profile = \"default\", user = \"shared\"", |attempt| attempt.default);
     }
 }
@@ -132,7 +132,7 @@ fn under_strict_forked_workers_do_not_reach_each_other() {
     }
 }
 
-/// The whole table, in workers that were forked.
+/// Runs the attempts of the whole table in forked workers.
 fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     let given = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
     let sandbox = format!("{profile}, user = \"shared\", {given}");
@@ -167,7 +167,7 @@ fn default_stops_a_forked_worker_as_it_does_any() {
 #[test]
 fn strict_stops_a_forked_worker_as_it_does_any() {
     if profiles().any(|profile| profile == STRICT) {
-        // All of a template have one `/tmp`, in which each sees its own folder alone.
+        // All workers of a template share `/tmp`. Landlock lets each worker access only one folder in `/tmp`.
         let of_all = Expected::Refused(&["EACCES"], "Landlock");
         try_all(
             STRICT,
@@ -196,7 +196,7 @@ fn forked_workers_are_told_as_confined_and_as_inheriting_it() {
                 assert_eq!(status_field(process, "Uid"), [told.as_str(); 4].join(" "));
                 assert_eq!(status_field(process, "NoNewPrivs"), "1");
             }
-            // Its own filter on top of what it has from its template.
+            // A worker inherits the filter of the template and adds a second filter.
             let filters = |pid| status_field(pid, "Seccomp_filters").parse::<u32>().unwrap();
             assert_eq!(filters(pid), filters(template) + 1, "{profile}");
             sessions.insert(nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid as i32))).unwrap());
@@ -255,7 +255,7 @@ fn a_violation_ends_one_forked_worker_and_is_told_of_it() {
             let ended = place.attempt(&client, "pair", attempt, &json!({}));
             assert!(matches!(&ended, Ended::Violation(text) if text.contains("bpf")), "{profile}: {ended:?}");
         }
-        // In a child, that alone ends.
+        // A violation in a child process ends only the child.
         let workers = pair(&place);
         let ended = place.attempt(&client, "pair", "load-bpf-in-a-child", &json!({}));
         assert!(matches!(&ended, Ended::Refused(how, _) if how == "SIGKILL"), "{profile}: {ended:?}");
@@ -265,7 +265,7 @@ fn a_violation_ends_one_forked_worker_and_is_told_of_it() {
     }
 }
 
-/// Nothing is said of its template's end to a worker that runs, and its id stays its own.
+/// The death of a template does not affect running workers, which keep the user id.
 #[test]
 fn forked_workers_outlive_their_template_in_its_nest() {
     for profile in profiles() {
@@ -288,7 +288,7 @@ fn forked_workers_outlive_their_template_in_its_nest() {
     }
 }
 
-/// Each is moved to a group of its own; that of the template has the first process as well.
+/// Each worker has a separate cgroup. The template's cgroup also contains the first process of the pid namespace.
 #[test]
 fn each_forked_worker_has_a_control_group_where_that_is_configured() {
     if !has_layers(&["cgroup leaf"]) {
@@ -330,7 +330,7 @@ fn each_forked_worker_has_a_control_group_where_that_is_configured() {
     }
 }
 
-/// The first process takes all in there along; other bulkheads notice nothing.
+/// The kernel kills all processes of a pid namespace when the first process dies. Other bulkheads are not affected.
 #[test]
 fn with_the_first_process_of_a_nest_all_in_there_ends_and_starts_again() {
     for profile in profiles() {
@@ -369,7 +369,8 @@ fn what_forked_workers_leave_behind_is_ended_and_their_siblings_live() {
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
 }
 
-/// Each look at it comes too late: it takes all standing still to end it.
+/// The leftover process forks and exits faster than the keeper can signal the process. To kill the process, the whole
+/// pid namespace has to be stopped first.
 #[test]
 fn what_runs_away_is_ended_and_siblings_live() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -383,13 +384,13 @@ fn what_runs_away_is_ended_and_siblings_live() {
     let [from, sibling] = if inner(before[0]) == from { before } else { [before[1], before[0]] };
     kill_pid(from, Signal::SIGKILL);
     let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
-    // The template and two workers.
+    // The template and two workers remain.
     wait_for("it is gone", || (bulkhead_tests::children(nest).len() == 3).then_some(()));
     assert!(after.contains(&sibling) && is_alive(sibling));
     ask(&client, "pair", "pid");
 }
 
-/// A template that does not answer is its own bulkhead's trouble.
+/// A template that does not answer affects only one bulkhead.
 #[test]
 fn a_template_that_hangs_holds_up_no_other_bulkhead() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -410,7 +411,7 @@ fn a_template_that_hangs_holds_up_no_other_bulkhead() {
         seen.insert(place.worker("other"));
     }
     assert!(seen.len() > 10);
-    // Nothing has come of it yet: it is given ten seconds.
+    // The fork has not failed yet, because a template has ten seconds to answer.
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
     place.supervisor.wait_events("worker_not_started", 1);
     assert_ne!(pair(&place), before);
@@ -465,7 +466,8 @@ fn nothing_of_a_nest_outlives_the_supervisor() {
     }
 }
 
-/// A supervisor without privileges, whose workers have its user, or ids of their own in a user namespace.
+/// Covers supervisors without privileges. Workers run as the supervisor's user, or with separate user ids in a user
+/// namespace.
 #[test]
 fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
     use bulkhead_tests::confined::NOBODY;
@@ -499,8 +501,7 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
     }
 }
 
-/// What a template does that forks without being asked, lies about what it has forked, or talks without end, is the
-/// trouble of its own bulkhead.
+/// A template that forks without an order, lies about forks, or sends messages without end harms only one bulkhead.
 #[test]
 fn a_hostile_template_harms_its_own_bulkhead_alone() {
     let hows = [
@@ -535,7 +536,7 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
             ask(&client, "other", "pid");
             (failed("worker_not_started") || failed("worker_exited")).then_some(())
         });
-        // No more than it may have, and what it had goes with it.
+        // After the bulkhead is removed from the configuration, no process of the bulkhead remains.
         place.supervisor.configure(
             "",
             &bulkhead("other", profile, "")
@@ -557,11 +558,11 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
     }
 }
 
-/// A fresh process for each job, with spares: at no moment are there more than slots and spares, those that are dying
-/// included, and nothing of the dead stays open. `BULKHEAD_FORKS` sets how many.
-/// Maximum number of replaced workers of one bulkhead that may take their time to exit.
+/// Maximum number of replaced workers of one bulkhead that can still be exiting.
 const EXITING_MAX: usize = 16;
 
+/// Each job gets a fresh process, with spares ready. The number of processes, including exiting ones, stays bounded,
+/// and dead workers leave no open descriptors. The environment variable `BULKHEAD_FORKS` sets the number of jobs.
 #[test]
 fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
     const SLOTS: usize = 2;
@@ -584,7 +585,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
                         let path = format!("/proc/{first}/task/{first}/children");
                         let children = std::fs::read_to_string(path).unwrap_or_default();
                         let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
-                        // What is in both lists was there between them, all of it at once.
+                        // All processes that are in two consecutive lists existed at the moment between the two reads.
                         most = most.max(now.intersection(&before).count());
                         before = now;
                     }
@@ -596,7 +597,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
                 served.into_iter().for_each(|served| served.join().unwrap());
                 is_over.store(true, Ordering::Relaxed);
                 let most = watched.join().unwrap();
-                // The template, and workers that have done their jobs and exit.
+                // The template, slots, spares, and workers that have finished their jobs and are exiting.
                 assert!(most <= 1 + SLOTS + SPARES + EXITING_MAX, "{profile}: {most} processes at once");
             });
         };
@@ -604,7 +605,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
         serve(40);
         let before = processes.map(bulkhead_tests::descriptors);
         serve(forks);
-        // The output of the dead is read to its end.
+        // The supervisor closes the pipes of dead workers only after it has read the output to the end.
         wait_for(&format!("{profile}: as many descriptors as before, {before:?}"), || {
             let after = processes.map(bulkhead_tests::descriptors);
             before.iter().zip(after).all(|(before, after)| after <= before + 8).then_some(())
@@ -612,7 +613,8 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
     }
 }
 
-/// The output of a worker that is gone is not awaited for ever from those who can still write to its pipes.
+/// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
+/// pipes.
 #[test]
 fn a_template_that_keeps_what_its_workers_had_keeps_nothing_open_in_the_supervisor() {
     for profile in profiles() {
@@ -634,7 +636,7 @@ fn a_template_that_keeps_what_its_workers_had_keeps_nothing_open_in_the_supervis
     }
 }
 
-/// Whether a process descends from this supervisor.
+/// Returns true if the process is a descendant of the supervisor.
 fn below(place: &Place, pid: u32) -> bool {
     let mut here = pid;
     while here > 1 {

@@ -1,4 +1,4 @@
-//! What is in force for each worker, told and real; what happens where a layer is missing; users and limits.
+//! Layers of confinement, as reported and as the kernel shows them; missing layers; users and resource limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const WORKER: &str = "command = [\"HOSTILE\"]";
 
-/// A bulkhead that runs this, in this sandbox.
+/// Returns the configuration of a bulkhead with this program and this sandbox.
 fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
     format!(
         "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nmax_queue = 10\ndeadline = \"60s\"\n\
@@ -31,13 +31,14 @@ fn only(place: &Place, name: &str) -> Confinement {
     })
 }
 
-/// What the kernel says of this process, whatever the snapshot does.
+/// Checks in `/proc` that a process has no privileges, independently of the snapshot.
 fn assert_powerless(pid: u32) {
     assert_powerless_but_for_bounds(pid);
     assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
 }
 
-/// The bounding set takes a capability to empty it, and means nothing without new privileges.
+/// Like [`assert_powerless`], without the bounding set. Emptying that set takes a capability, and without new
+/// privileges the set has no effect.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -86,7 +87,7 @@ fn what_the_snapshot_says_is_so() {
             };
             let expected = expected.iter().filter(|kind| name == "strict" || **kind != "net");
             assert_eq!(foreign, expected.map(|name| (*name).to_owned()).collect(), "{name}");
-            // With processes go System V objects and host names.
+            // The snapshot does not list IPC and UTS namespaces, which come with the pid namespace.
             let told_of: Vec<_> = told.namespaces.iter().map(String::as_str).collect();
             let expected: &[&str] = match (name, user) {
                 ("strict", _) => &["user", "pid", "mount", "network"],
@@ -102,8 +103,7 @@ fn what_the_snapshot_says_is_so() {
     }
 }
 
-/// The pid that the supervisor names is the worker's as the machine knows it, not that of the first process of its
-/// namespace.
+/// The reported pid is that of the worker, not that of the first process in the worker's pid namespace.
 #[test]
 fn the_pid_that_is_told_is_the_workers() {
     if !has_layers(STRICT_LAYERS) {
@@ -122,7 +122,7 @@ fn the_pid_that_is_told_is_the_workers() {
     }
 }
 
-/// In a container that has no `/proc` of its own to give, say.
+/// Some containers, for example, cannot mount a new `/proc`.
 #[test]
 fn where_process_numbers_cannot_be_had_default_runs_without_and_tells() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -136,8 +136,8 @@ fn where_process_numbers_cannot_be_had_default_runs_without_and_tells() {
     }
 }
 
-/// With these layers missing, a bulkhead that wants all of `profile` fails and names `layer`; one that may go
-/// without them runs, and tells.
+/// Checks two bulkheads on a machine without the layers in `missing`. One requires all of `profile`, and must fail and
+/// name `layer`. The other lists the layers in `best_effort`, and must run and report `layer` as missing.
 fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Option<u32>) {
     let lenient: String = missing.iter().map(|layer| format!(", \"{layer}\"")).collect();
     let sandbox = |more: &str| format!("profile = \"{profile}\", best_effort = [\"identity\"{more}]");
@@ -164,7 +164,7 @@ fn a_layer_that_is_missing_is_an_error_or_told() {
         return;
     }
     let of_both = [("landlock", &["landlock"][..]), ("seccomp", &["seccomp"])];
-    // The kernel takes neither rules nor filters from a process that may still gain privileges.
+    // The kernel accepts neither Landlock rules nor filters from a process that can still gain privileges.
     let of_both = of_both.into_iter().chain([("no_new_privs", &["no_new_privs", "landlock", "seccomp"][..])]);
     for (layer, missing) in of_both {
         assert_error_or_told("default", layer, missing, None);
@@ -193,7 +193,7 @@ fn missing_network_namespaces_are_an_error_or_told() {
     }
 }
 
-/// One that says nothing of scopes, and one that may go without them.
+/// Starts one bulkhead that requires Landlock scopes, and one where Landlock scopes are optional.
 fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     let bulkheads = bulkhead("required", WORKER, sandbox)
         + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
@@ -205,8 +205,8 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, without, user, supervisor, ..Setup::default() }.start()
 }
 
-/// What a profile promises is a property: where the rules cannot scope, an id of each worker's own keeps it from
-/// others, or process numbers of its own; where nothing does, no worker starts.
+/// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user ids or pid
+/// namespaces keep that promise. If neither is available, no worker starts.
 #[test]
 fn without_scopes_another_layer_keeps_signals_in_or_nothing_starts() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
@@ -233,7 +233,7 @@ fn without_scopes_another_layer_keeps_signals_in_or_nothing_starts() {
     }
 }
 
-/// By the way it fails, and by what `doctor` says.
+/// Checks that a worker under this filter fails to start, and that the message names `step`.
 fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
     let bulkheads = bulkhead("x", WORKER, sandbox);
     let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
@@ -241,7 +241,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
     assert!(why.contains(step), "{sandbox} under {filter:?} as {user:?}: {why}");
 }
 
-/// A filter above the supervisor can have a call succeed without being made.
+/// A filter that was installed before the supervisor started can let a system call return success without any effect.
 #[test]
 fn rules_that_are_not_in_force_though_the_kernel_said_so_are_noticed() {
     if !has_layers(STRICT_LAYERS) {
@@ -257,7 +257,7 @@ fn rules_that_are_not_in_force_though_the_kernel_said_so_are_noticed() {
     }
 }
 
-/// What `doctor` says under a filter, by layer.
+/// Runs `doctor` under a filter. Returns true for each layer that is available.
 fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
     let programs = bulkhead_tests::programs();
     let mut command = Command::new(programs.join("filtered"));
@@ -292,7 +292,7 @@ fn doctor_tries_what_it_reports() {
     }
 }
 
-/// Root makes the other namespaces without one of users, and needs none to give up its rights.
+/// Root can create the other namespaces without a user namespace, and needs none to drop privileges.
 #[test]
 fn root_does_without_a_user_namespace_and_that_is_told() {
     if !has_layers(STRICT_LAYERS) || !is_root() {
@@ -318,7 +318,7 @@ fn without_privileges_a_missing_user_namespace_takes_the_others_along() {
     }
 }
 
-/// The variable is for tests, and must never weaken anything that is required.
+/// `BULKHEAD_WITHOUT` hides a layer from the supervisor in tests. All other layers must stay in force.
 #[test]
 fn what_is_not_missing_is_in_force_beside_what_is() {
     if !has_layers(STRICT_LAYERS) {
@@ -336,7 +336,7 @@ fn what_is_not_missing_is_in_force_beside_what_is() {
     }
 }
 
-/// The signal that tells of input goes wherever a descriptor's owner says.
+/// The kernel sends the signal for input on a descriptor to any process that the owner of the descriptor names.
 #[test]
 fn a_worker_cannot_have_another_one_killed_by_the_kernel() {
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
@@ -349,11 +349,11 @@ fn a_worker_cannot_have_another_one_killed_by_the_kernel() {
         let targets = place.targets("sibling");
         place.attempt(&place.client(), "x", "kill-sibling-by-input", &targets);
         if sandbox.contains("none") {
-            // So the attempt works.
+            // The attempt works.
             place.supervisor.wait_number("sibling", "restarts", 1);
             continue;
         }
-        // The signal would have come before the answer.
+        // The signal would have arrived before the answer.
         place.ask("sibling", "pid");
         assert_eq!(targets["sibling"], place.worker("sibling"), "{sandbox}");
         assert_eq!(place.supervisor.number("sibling", "restarts"), 0, "{sandbox}");
@@ -391,7 +391,8 @@ fn each_worker_has_a_user_of_its_own() {
             assert_ne!(status_field(pid, "Gid").split(' ').next(), Some("0"), "{profile}");
         }
         assert!(outcome(&place.client().job("y", "").send()) == "ok");
-        // What the file's mode leaves to the supervisor's own user is out of reach, Landlock or not.
+        // The file belongs to the supervisor's user, so the worker cannot change the file's mode, with or without
+        // Landlock.
         let ended = place.attempt(&place.client(), "x", "chmod-neighbour", &place.targets("y"));
         assert!(matches!(ended, Ended::Refused(..)), "{profile}: {ended:?}");
     }
@@ -422,7 +423,7 @@ fn processes_are_limited_where_the_user_is_not_root() {
     }
 }
 
-/// The set-user-id bit of a program that root owns.
+/// The program belongs to root and has the set-user-id bit.
 #[test]
 fn a_program_gives_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
@@ -453,7 +454,7 @@ fn a_program_gives_no_privileges() {
 
 // Limits.
 
-/// Name in `/proc/PID/limits` → soft and hard.
+/// Parses `/proc/PID/limits` into soft and hard limits by name.
 fn limits(text: &str) -> BTreeMap<String, (String, String)> {
     let one = |line: &str| {
         let (name, rest) = line.split_at_checked(26)?;

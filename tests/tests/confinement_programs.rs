@@ -1,4 +1,4 @@
-//! What confinement leaves to honest programs and workers, and what the keys of `sandbox` change.
+//! Normal programs and workers under confinement, and the effects of the `sandbox` keys.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ fn start(bulkheads: &str) -> Place {
     Setup { bulkheads, ..Setup::default() }.start()
 }
 
-/// A bulkhead that runs this, in this sandbox.
+/// Returns the configuration of a bulkhead with this program and this sandbox.
 fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
     format!(
         "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nenv = {{ PATH = \"/usr/bin:/bin\" }}\nmax_queue = 10\n\
@@ -32,7 +32,7 @@ fn profiles() -> impl Iterator<Item = &'static str> {
     all.into_iter().filter(|(_, layers)| has_layers(layers)).map(|(profile, _)| profile)
 }
 
-/// Runs a program under `default`; it has to say this on its standard output.
+/// Runs a program under `default` and compares the standard output.
 fn assert_unharmed(arguments: &[&str], expected: &str) {
     if has_layers(DEFAULT_LAYERS) {
         assert_unharmed_under(DEFAULT, arguments, expected);
@@ -80,7 +80,7 @@ new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFile
     assert_unharmed(&["/usr/bin/node", "-e", script], "xx");
 }
 
-/// What C libraries, allocators and virtual machines ask `/proc` for.
+/// C libraries, allocators and virtual machines read these files in `/proc`.
 #[test]
 fn programs_learn_of_the_machine_what_they_need() {
     let files = "cpuinfo filesystems loadavg meminfo mounts self/cgroup self/maps self/stat stat sys/vm/overcommit_memory \
@@ -103,7 +103,7 @@ fn a_shell_runs_unharmed() {
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
 }
 
-/// The tour's configuration, in this profile.
+/// Runs the configuration of the tour under `default`.
 #[test]
 fn the_examples_run_unharmed() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -129,7 +129,7 @@ fn the_examples_run_unharmed() {
     assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
 }
 
-/// The next worker of a program that this one may change is given no more than this one was.
+/// A worker that can write to the folder of its program must not widen the access of the next worker.
 #[test]
 fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
     for profile in profiles() {
@@ -142,7 +142,7 @@ fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
         let script = format!("#!/bin/sh\ncat {}/key 2>/dev/null; echo done\n", secret.display());
         std::fs::write(&program, script).unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        // As such a worker could have left it.
+        // A worker with this access could have left the link.
         std::os::unix::fs::symlink(&secret, folder.path().join("own/share")).unwrap();
         let sandbox = format!("{profile}, user = \"shared\", write = [{:?}]", folder.path().join("own"));
         let place = start(&bulkhead("x", &format!("exec = [{program:?}]"), &sandbox));
@@ -150,9 +150,9 @@ fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
     }
 }
 
-// The ways in which a violation is told.
+// Reports of violations.
 
-/// A C library that makes a forbidden call, and runs a program.
+/// Source of a C library that makes a forbidden system call and runs programs.
 const LIBRARY: &str = r#"
 #include <bulkhead.h>
 #include <errno.h>
@@ -187,7 +187,7 @@ int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
 }
 "#;
 
-/// Compiled into the folder of a place, which is where its configuration looks for it.
+/// Compiles the library into `folder` and returns the path.
 fn compile(folder: &Path) -> PathBuf {
     let (input, output) = (folder.join("library.c"), folder.join("library.so"));
     std::fs::write(&input, LIBRARY).unwrap();
@@ -224,7 +224,7 @@ fn a_violation_names_the_call_whatever_runs() {
         let client = place.client();
         for (name, operation) in [("command", "load-bpf"), ("program", "load-bpf"), ("library", "violate")] {
             assert_named(&place, name, &place.attempt(&client, name, operation, &json!({})));
-            // It is there again.
+            // The bulkhead serves jobs again.
             let next = wait_for("a worker takes jobs", || client.job(name, "{}").send().ok());
             drop(next);
         }
@@ -270,7 +270,7 @@ fn a_program_that_violates_ends_without_its_neighbours() {
     }
 }
 
-/// The news of the violation, the host's answer and its end come at the same time.
+/// The report of the violation, the host's answer and the host's exit arrive at the same time.
 #[test]
 fn a_violation_is_told_as_one_when_the_worker_leaves_right_after() {
     const JOBS: usize = 60;
@@ -310,7 +310,7 @@ fn a_strict_worker_is_sealed_when_it_is_ready_and_not_before() {
     assert_eq!((place.ask("library", "early"), place.ask("library", "late")), ("7".into(), "1".into()));
 }
 
-// The keys.
+// Configuration keys.
 
 #[test]
 fn the_network_is_there_when_it_is_given_and_the_supervisor_is_not() {
@@ -361,7 +361,7 @@ fn single_calls_can_be_allowed_and_denied() {
     }
 }
 
-/// Nothing would ever start.
+/// No worker could ever start with such a filter.
 #[test]
 fn a_worker_that_may_not_execute_is_refused_with_the_name_of_the_call() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -388,7 +388,7 @@ fn without_a_temporary_folder_there_is_none() {
     }
 }
 
-/// Where they lie in a folder that a worker is given, as its working folder is.
+/// The files are in a folder that the worker can read, here the working folder.
 #[test]
 fn the_supervisors_own_files_are_given_to_no_worker() {
     for profile in profiles() {
@@ -407,7 +407,7 @@ fn the_supervisors_own_files_are_given_to_no_worker() {
             assert!(is_empty || !matches!(ended, Ended::Succeeded(..)), "{profile}: {ended:?}");
         };
         is_kept_from_it();
-        // As editors and deployments do.
+        // Editors and deployments replace a file by a rename.
         let new = place.path().join("new.toml");
         std::fs::write(&new, "# secrets of the next version\n").unwrap();
         std::fs::rename(&new, place.path().join("workers.toml")).unwrap();
@@ -415,7 +415,8 @@ fn the_supervisors_own_files_are_given_to_no_worker() {
     }
 }
 
-/// Rules and mounts are about files, so that each name of a file gives it.
+/// A rule for a folder covers every name of a file in the folder, so a hard link would give access to the
+/// configuration.
 #[test]
 fn a_hard_link_to_the_configuration_is_withheld_as_well() {
     for profile in profiles() {
@@ -440,7 +441,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
     }
 }
 
-/// Creates files in `/dev/shm`, as `shm_open` and `sem_open` do.
+/// `shm_open` and `sem_open` create files in `/dev/shm`.
 #[test]
 fn shared_memory_by_name_is_the_workers_own() {
     for profile in profiles() {
@@ -458,7 +459,7 @@ fn shared_memory_by_name_is_the_workers_own() {
     }
 }
 
-/// The worker's temporary folder, in which each program has a part, is mounted at `/dev/shm` as well.
+/// The temporary folder of the worker, which contains the folders of the programs, is also mounted at `/dev/shm`.
 #[test]
 fn programs_find_nothing_of_each_other_in_dev_shm() {
     for profile in profiles() {
@@ -511,7 +512,8 @@ fn the_temporary_folder_is_the_workers_own_and_goes_with_it() {
     }
 }
 
-/// A strict worker's root has only the folders on the way to its program, and those that the path goes through.
+/// The root of a `strict` worker contains only the folders on the path to its program, including folders that the path
+/// leaves again by `..`.
 #[test]
 fn a_program_whose_path_goes_up_again_starts_under_every_profile() {
     let program = programs().join("deps/../misbehave");

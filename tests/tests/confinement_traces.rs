@@ -1,4 +1,4 @@
-//! What is left of confined workers when they are gone: nothing.
+//! Confined workers leave nothing behind: no processes, descriptors, mounts, namespaces, cgroups or files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ use bulkhead_tests::{descriptors, is_alive, kill_pid, outcome, processes_with, w
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-/// How many workers are started and killed.
+/// Number of workers to start and kill.
 const STARTS: usize = 1000;
 
-/// How long so many may take.
+/// Time limit for all of these starts.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
@@ -30,7 +30,7 @@ fn bulkhead(sandbox: &str, processes: u32) -> String {
     )
 }
 
-/// Everything that could be left, counted or listed.
+/// Counts and lists of everything that a worker could leave behind.
 #[derive(Debug, PartialEq, Eq)]
 struct Traces {
     descriptors_of_supervisor: usize,
@@ -67,7 +67,7 @@ impl Traces {
     }
 }
 
-/// Every process below this one, with its state.
+/// Returns pid and state of each descendant of a process.
 fn descendants(of: u32) -> Vec<(u32, char)> {
     let stat = |pid: u32| -> Option<(u32, char)> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -88,13 +88,13 @@ fn descendants(of: u32) -> Vec<(u32, char)> {
     all.iter().filter(|(pid, _)| is_below(**pid)).map(|(pid, (_, state))| (*pid, *state)).collect()
 }
 
-/// How many files and folders there are in here.
+/// Counts the files and folders in a folder, recursively.
 fn walk(folder: PathBuf) -> usize {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.map(|entry| 1 + if entry.path().is_dir() { walk(entry.path()) } else { 0 }).sum()
 }
 
-/// The cgroup of a process, as a folder.
+/// Returns the cgroup of a process, as a path below the cgroup mount.
 fn cgroup(pid: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
@@ -105,7 +105,7 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Ends one worker after the other: most by a crash, the others by a signal.
+/// Ends workers one after another, most by a crash and the others by SIGKILL. Returns the cgroups of the workers.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);
     let cgroups = Mutex::new(BTreeSet::new());
@@ -138,7 +138,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let bulkheads = bulkhead(sandbox, PROCESSES);
     let mut place = Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start();
     let settled = || place.supervisor.wait_number("x", "limit", PROCESSES.into());
-    // Whatever is made once is made now.
+    // Before the first count, everything that is created only once has to exist.
     settled();
     place.ask("x", "leave-a-file");
     let _ = place.client().job("x", "").operation("crash").send();
@@ -150,7 +150,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // A connection of the test's own may still have been open before.
+        // The first count can include a connection of the test, so a smaller number is correct, too.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
@@ -162,7 +162,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     }
     let restarts = place.supervisor.number("x", "restarts");
     assert!(restarts as usize > STARTS / 2, "{restarts}");
-    // Those that live have theirs.
+    // Workers that are still alive have cgroups, which the shutdown has to remove.
     let living: BTreeSet<String> = place.supervisor.worker_pids("x").into_iter().filter_map(cgroup).collect();
     place.supervisor.signal(Signal::SIGTERM);
     place.supervisor.wait();
@@ -193,7 +193,7 @@ fn a_thousand_default_workers_leave_nothing() {
     }
 }
 
-/// A marker in the command line of whatever a place runs.
+/// Returns a path that is in the command line of each worker of `place`.
 fn marker(place: &Place) -> String {
     place.path().join("bin/hostile").to_str().unwrap().to_owned()
 }
@@ -256,7 +256,8 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
     assert_ne!(place.supervisor.keeper(), keeper);
 }
 
-/// No process is left to sweep: what a worker has put out of its session and its group is ended by the kernel.
+/// After both deaths, only the kernel can kill the descendants of a worker, including processes in other sessions and
+/// process groups.
 #[test]
 fn nothing_outlives_a_supervisor_and_a_keeper_that_die_in_the_same_instant() {
     if !has_layers(STRICT_LAYERS) {
@@ -272,7 +273,7 @@ fn nothing_outlives_a_supervisor_and_a_keeper_that_die_in_the_same_instant() {
                 Some(processes_with(&marker(&place))).filter(|all| all.len() >= 6)
             });
             let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
-            // Neither runs between the two deaths.
+            // The processes are stopped first, so that neither can act between the two deaths.
             for signal in [Signal::SIGSTOP, Signal::SIGKILL] {
                 kill_pid(keeper, signal);
                 kill_pid(supervisor, signal);
@@ -296,7 +297,7 @@ fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
             let precious = place.path().join("outside/precious");
             std::fs::write(&precious, "x").unwrap();
             let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
-            // A folder so deep counts as too much, as soon as it is looked at.
+            // The supervisor's size check treats a folder of this depth as too large.
             let is_seen = |why: &String| why.contains("in its temporary folder");
             let folder = match &ended {
                 Ended::Succeeded(folder) => folder,
@@ -304,7 +305,7 @@ fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
                 _ => panic!("{sandbox}: {ended:?}"),
             };
             kill_pid(place.worker("x"), Signal::SIGKILL);
-            // Another one starts in good time, whatever there is to remove.
+            // The next worker does not wait for the removal of the folder.
             wait_for("another worker is there", || place.client().job("x", "").send().ok());
             let temporary = || walk(place.path().join("tmp"));
             wait_for(&format!("{folder} is gone, {sandbox}"), || (temporary() == before).then_some(()));

@@ -1,4 +1,4 @@
-//! Every way a worker can go wrong, and what becomes of its jobs, its bulkhead and its neighbours.
+//! Failures of workers, and the effects on jobs, bulkheads and neighbours.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart = { spares = 2 }\n";
 
-/// From templates, under each profile.
+/// Names and sandboxes of bulkheads with forked workers, one for each profile.
 const FORKED: [(&str, &str); 3] = [
     ("forked-none", "profile = \"none\""),
     ("forked-default", "profile = \"default\""),
@@ -30,7 +30,8 @@ fn forked() -> String {
     FORKED.iter().map(one).collect()
 }
 
-/// Sends one bad job, says how it ended, and checks that the bulkhead and its neighbour still serve.
+/// Sends one bad job to each kind of bulkhead, and checks that the bulkhead and its neighbour still serve jobs. Returns
+/// the outcome. Except for `die-answering`, the outcome must be the same everywhere.
 fn after(operation: &str, payload: &str) -> String {
     let plain = after_in("b", operation, payload);
     let spared = after_in("spared", operation, payload);
@@ -49,7 +50,8 @@ fn after(operation: &str, payload: &str) -> String {
     plain
 }
 
-/// The same with the supervisor in an application: with threads of its own, and on the application's.
+/// Repeats the job with an embedded supervisor, first on separate threads and then on the application's thread. Returns
+/// both outcomes.
 fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let mut application = std::process::Command::new(bulkhead_tests::programs().join("application"));
@@ -128,13 +130,14 @@ fn a_stopped_worker_is_hung() {
         assert_eq!(outcome(&client.job("b", "").operation("stop").send().await), "crashed/hung");
         assert!(client.job("b", "x").send().await.is_ok());
     });
-    // And an idle one.
+    // An idle worker that is stopped counts as hung, too.
     let pid = supervisor.worker_pids("b")[0];
     bulkhead_tests::kill_pid(pid, nix::sys::signal::Signal::SIGSTOP);
     wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
 }
 
-/// A worker can write its heartbeats where they wake nothing; one that ends with that is hung.
+/// A worker can write heartbeats into its journal, which does not wake the supervisor. When these heartbeats stop, the
+/// worker counts as hung.
 #[test]
 fn heartbeats_in_the_journal_count() {
     let supervisor = Supervisor::start(
@@ -143,7 +146,7 @@ fn heartbeats_in_the_journal_count() {
     );
     supervisor.wait_number("b", "available", 1);
     let pid = supervisor.worker_pids("b")[0];
-    // For three times as long as it may be silent.
+    // The heartbeats continue for three times the permitted silence.
     wait_for("many beats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
     assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
     supervisor.touch("still");
@@ -249,7 +252,8 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let mut hanging = client.job("b", "").operation("hang").start().await.unwrap();
-        // From here on it has begun: a job that a dead worker never read would wait with the others.
+        // The progress report proves that the job has started. A job that a dead worker never read would go back to the
+        // queue.
         assert!(hanging.progress().await.is_some());
         let waiting: Vec<_> = (0..5)
             .map(|_| {
@@ -280,7 +284,7 @@ fn a_worker_that_breaks_the_protocol_is_ended() {
         });
         supervisor.wait_number("b", "limit", 1);
     }
-    // One that announces 4 GiB and sends little of it has its permit until it is killed.
+    // A worker that announces 4 GiB and sends only a little keeps the permit until the worker is killed.
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"huge\"]\nmax_queue = 10\ndeadline = \"60s\"\n",
     );
@@ -367,7 +371,7 @@ fn a_thousand_crashes_leave_nothing_behind() {
     let after = round(900);
     assert!(after.0 <= before.0 + 4, "descriptors of the supervisor: {before:?} {after:?}");
     assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
-    // One looks at temporary folders from time to time.
+    // The supervisor can have one more thread, which checks temporary folders from time to time.
     assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");
 }

@@ -1,4 +1,4 @@
-//! Crash reports: what is told of each way to die, where it is kept, and whether it happens again.
+//! Crash reports: contents for each cause of death, storage, and replay.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -15,7 +15,7 @@ fn crashes(supervisor: &Supervisor) -> Vec<Value> {
     supervisor.get("/v1/crashes")["crashes"].as_array().expect("an array").clone()
 }
 
-/// Waits for so many reports, and returns all of them in full.
+/// Waits for this number of reports, and returns the full reports.
 fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
     let listed = wait_for(&format!("{count} crash reports"), || {
         Some(crashes(supervisor)).filter(|listed| listed.len() >= count)
@@ -28,13 +28,13 @@ fn id(report: &Value) -> String {
     report["id"].as_str().expect("an id").to_owned()
 }
 
-/// Sends one job, and says how it ended.
+/// Sends one job and returns the outcome.
 fn send(supervisor: &Supervisor, operation: &str, payload: impl Into<Vec<u8>>) -> String {
     let client = Client::connect(supervisor.socket()).unwrap();
     outcome(&client.job("b", payload.into()).operation(operation).tenant("acme").send())
 }
 
-/// The report of the only crash there is.
+/// Starts a supervisor and crashes a worker with one job. Returns the only report.
 fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) {
     let supervisor = Supervisor::start(bulkhead);
     let ended = send(&supervisor, operation, payload);
@@ -66,12 +66,12 @@ fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// `[supervisor]` keys for a folder.
+/// Returns `[supervisor]` keys that keep reports in a folder.
 fn kept_in(folder: &Path, keep: usize) -> String {
     format!("crash_dir = {folder:?}\ncrash_keep = {keep}\n")
 }
 
-// What is told.
+// Contents.
 
 #[test]
 fn a_worker_that_dies_of_a_signal_leaves_all_that_is_known() {
@@ -94,7 +94,7 @@ fn a_worker_that_dies_of_a_signal_leaves_all_that_is_known() {
     assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
 }
 
-/// The data plane names the report before that is kept.
+/// The data plane assigns the id of the report before the report is stored.
 #[test]
 fn crashed_outcome_names_its_report() {
     let exec =
@@ -222,7 +222,7 @@ fn what_is_no_crash_makes_no_report() {
     assert_eq!(outcome(&client.job("late", "").operation("hang").send()), "deadline_exceeded/running");
     assert_eq!(send(&supervisor, "fail", ""), "failed/bad_input");
     assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
-    // The one that was killed, and the one that was replaced.
+    // One worker was killed at the deadline, and one was replaced by the restart.
     supervisor.wait_events("worker_exited", 2);
     assert_eq!(crashes(&supervisor), Vec::<Value>::new());
     let listed = command(&supervisor, &["crashes"]);
@@ -358,7 +358,7 @@ fn of_several_jobs_each_is_tried_until_it_happens_again() {
     assert_eq!(stdout(&second), "third");
 }
 
-// Again.
+// Replays.
 
 #[test]
 fn what_happens_only_once_or_otherwise_is_told_apart() {
@@ -392,7 +392,7 @@ fn a_replay_counts_nowhere_and_leaves_nothing_behind() {
     let books = || {
         let mut books = supervisor.snapshot("b");
         for worker in books["workers"].as_array_mut().unwrap() {
-            // What goes on without jobs.
+            // These values change without jobs.
             for field in ["uptime_ms", "rss_bytes", "cpu_ms"] {
                 worker[field] = Value::Null;
             }
@@ -425,11 +425,11 @@ fn a_replay_works_whatever_has_become_of_the_bulkhead() {
     let all = wait_for("all is told", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
     let report = supervisor.get(&format!("/v1/crashes/{}", id(&all[0])));
     assert_eq!(report["stage"], "working");
-    // A replay's worker does not start either.
+    // The worker of the replay does not start either.
     let told = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(told.status.code(), Some(75), "{told:?}");
     assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));
-    // Now one can start, and the bulkhead has not been told.
+    // A worker could start now, but the bulkhead has not been reset.
     supervisor.touch("go");
     assert_eq!(replay(&supervisor, &report)["verdict"], "same");
     assert_eq!(supervisor.snapshot("b")["state"], "failed");
@@ -469,7 +469,7 @@ fn replays_are_few_at_once_and_end_with_the_supervisor() {
         }
     });
     std::fs::remove_file(supervisor.file("end")).unwrap();
-    // Again one that does not end: the supervisor does.
+    // This replay does not end, so the shutdown has to end it.
     let client = supervisor.command().args(["replay", &id(&report)]).spawn().unwrap();
     wait_for("it runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
     let workers = children(supervisor.keeper());
@@ -480,7 +480,7 @@ fn replays_are_few_at_once_and_end_with_the_supervisor() {
     assert!(workers.iter().all(|&pid| !is_alive(pid)));
 }
 
-// Where they are kept.
+// Storage.
 
 #[test]
 fn reports_outlive_the_supervisor() {
@@ -592,7 +592,7 @@ fn what_is_no_report_is_told_once_and_harms_nothing() {
     assert_eq!(log.matches("are no crash reports").count(), 1, "{log}");
     assert!(log.contains("5 files") && !log.contains('\u{1b}'), "{log}");
     assert!(crash_dir.join("mine.txt").exists());
-    // One that goes bad meanwhile.
+    // A report file can also become unreadable while the supervisor runs.
     put(&format!("{}.json", id(&reports(&second, 1)[0])), "rubbish");
     let path = format!("/v1/crashes/{}", id(&crashes(&second)[0]));
     let (status, body) = second.try_get(&path).unwrap();

@@ -1,4 +1,4 @@
-//! The dashboard, in a real browser, with a real supervisor and real workers.
+//! The dashboard in a real browser, with a real supervisor and real workers.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -34,13 +34,13 @@ max_queue = 20
 env = { PATH = "/usr/bin:/bin" }
 "#;
 
-/// Names that would do something if they were taken for markup, or for what steers a terminal.
+/// A name that would do harm if it were taken for markup or for terminal control characters.
 const HOSTILE: &str = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\u{202e}\u{1b}[31m";
-/// How they are shown.
+/// Expected text of `HOSTILE` on the page.
 const HARMLESS: &str =
     "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\\u202e\\u001b[31m";
 
-/// A supervisor whose dashboard can be had, and where.
+/// A supervisor that serves the dashboard, and the address of the dashboard.
 struct Site {
     supervisor: Supervisor,
     place: Place,
@@ -58,12 +58,12 @@ impl Site {
         let place = Place::tcp(&supervisor);
         let Place::Tcp(address) = &place else { panic!() };
         let address = address.to_string();
-        // The next one is to be found at the same place.
+        // The next supervisor must listen on the same address.
         supervisor.configure(&keys(&address), bulkheads);
         Self { supervisor, place, address }
     }
 
-    /// The address with the token in it: the browser does not ask for it.
+    /// Returns the URL of the dashboard. The URL contains the token, so the browser does not ask for it.
     fn url(&self) -> String {
         format!("http://me:{TOKEN}@{}/", self.address)
     }
@@ -91,12 +91,12 @@ fn keys(address: &str) -> String {
     format!("http = \"{address}\"\nhttp_token_file = \"token\"")
 }
 
-/// A site and a browser that shows it; `None` where there is no browser.
+/// Starts a supervisor and a browser that shows the dashboard. Returns `None` if there is no browser.
 fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
-    // What it did before was not the page.
+    // Discards the requests that the browser made before loading the page.
     browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
@@ -105,8 +105,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Nothing went wrong in the page, and no other server was asked for anything. While the supervisor is away, requests
-/// fail: that is not the page's fault.
+/// Checks that the page logged no errors and sent requests to the supervisor only. Requests that fail while the
+/// supervisor is away do not count as errors.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser
         .log("browser")
@@ -122,7 +122,7 @@ fn check(site: &Site, browser: &Browser) {
             continue;
         }
         let params = &message["message"]["params"];
-        // The pages that a browser begins with (chrome:, chrome-untrusted:), which may still be coming.
+        // The browser may still be loading start pages (chrome:, chrome-untrusted:).
         if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
             continue;
         }
@@ -149,7 +149,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
         "document.querySelector('{} .gauge .value').textContent === '0 / 4'",
         card("thumbnail")
     ));
-    // Only where there is one, says the configuration.
+    // A card shows a breaker only if the configuration has one.
     browser.wait(&format!(
         "document.querySelector('{} .breaker').textContent === 'breaker closed'",
         card("sql")
@@ -166,7 +166,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
     browser.click("#crashes summary");
     browser.wait("document.querySelector('#crashes .report')?.textContent.includes('which did it')");
 
-    // What is running is told.
+    // The card counts running jobs.
     let client = Client::connect(site.supervisor.socket()).unwrap();
     let job = client.job("thumbnail", "").operation("yield").start().unwrap();
     browser.wait(&format!(
@@ -187,7 +187,7 @@ fn the_worst_card_comes_first() {
     let client = Client::connect(site.supervisor.socket()).unwrap();
     let service = format!("{} .service", card("thumbnail"));
     assert_eq!(browser.text(&service), "service ok");
-    // Some wait until then, some run.
+    // At the deadline, some of these jobs are still queued and some are running.
     let job = client.job("sql", "").operation("yield").deadline(Duration::from_secs(1));
     let jobs: Vec<_> = (0..11).map(|_| job.clone().start().unwrap()).collect();
     for job in jobs {
@@ -197,8 +197,8 @@ fn the_worst_card_comes_first() {
         "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
     );
     assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
-    // The page may show the moment before the last of them; and where the first has ended before the last came, that
-    // one may have run, too.
+    // The count varies because the page can show an earlier moment. Also, the last job can run instead of waiting, if
+    // the first job ends before the last one arrives.
     browser.wait(&format!(
         "/deadline_exceeded\\/queued: \\d+ of 11/.test(document.querySelector('{} .why')?.textContent)",
         card("sql")
@@ -216,7 +216,7 @@ fn what_changes_something_is_confirmed_first() {
 
     browser.wait("document.querySelector('#details .advice').textContent.startsWith('Watched for')");
 
-    // It can be left.
+    // Dialogs can be cancelled.
     browser.click("[data-action=resize]");
     browser.fill("#dialog [name=max_in_flight]", "9");
     browser.click("#dialog .actions button[type=button]");
@@ -243,7 +243,7 @@ fn what_changes_something_is_confirmed_first() {
         card("thumbnail")
     ));
 
-    // What the supervisor refuses stays to be mended.
+    // If the supervisor rejects the change, the dialog stays open for a correction.
     browser.click("[data-action=resize]");
     browser.fill("#dialog [name=processes]", "100000");
     browser.click("#dialog .primary");
@@ -274,7 +274,7 @@ fn what_changes_something_is_confirmed_first() {
     browser.press(&["\u{e00c}"]);
     browser.wait("document.querySelector('#details').hidden");
 
-    // The configuration: what would change comes first.
+    // A reload shows the changes before applying any.
     let keys = keys(&site.address);
     site.supervisor.configure(&keys, &BULKHEADS.replace("max_queue = 10", "max_queue = 11"));
     browser.click("#reload");
@@ -288,7 +288,8 @@ fn what_changes_something_is_confirmed_first() {
     browser.wait("document.querySelector('#dialog').textContent.includes('unknown key')");
     assert_eq!(browser.value("document.querySelector('#dialog .primary')"), Value::Null);
     let errors = browser.log("browser");
-    // The browser itself remarks on answers that are errors, which are what was asked for here.
+    // The browser logs each error response. This test provokes such responses, so these entries are not errors of the
+    // page.
     let own: Vec<_> = errors.iter().filter(|e| e["level"] == "SEVERE" && e["source"] != "network").collect();
     assert!(own.is_empty(), "{own:#?}");
     check(&site, &browser);
@@ -311,7 +312,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
     browser.wait(
         "[...document.querySelectorAll('#feed .fields')].some((e) => e.textContent.includes('started anew'))",
     );
-    // Its events have numbers that were there before.
+    // The new supervisor uses event numbers again that the page has already seen.
     site.crash("sql");
     browser.wait("[...document.querySelectorAll('#feed .who')].some((e) => e.textContent === 'sql' && e.parentElement.textContent.includes('job crashed'))");
     let negative = browser
@@ -328,7 +329,7 @@ fn hostile_text_is_shown_and_does_nothing() {
         let job = client.job(bulkhead, format!("{HOSTILE}\n").into_bytes());
         let _ = job.operation(operation).tenant(HOSTILE).send();
     };
-    // The program says it to its standard error, and dies.
+    // The program writes the payload to standard error and dies.
     hostile("script", HOSTILE);
     hostile("thumbnail", HOSTILE);
     hostile("thumbnail", "abort");
@@ -353,7 +354,7 @@ fn hostile_text_is_shown_and_does_nothing() {
     shows("#details pre");
     let made = "document.querySelectorAll('main img, main script, aside img, aside script, pre *').length";
     assert_eq!(browser.value(made), 0);
-    // Even if the page had a mistake, the browser would not run it.
+    // Even if the page had a bug, the browser would refuse to run injected code.
     let tried = browser.run(
         "try { document.body.innerHTML += '<img src=x onerror=window.hacked=1>'; return 'done' } catch (e) { return e.name }",
     );
@@ -408,18 +409,18 @@ fn a_storm_leaves_the_page_its_bounds() {
     });
     threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
     browser.wait("Number(document.querySelector('#feed-count').textContent.replace(/[^0-9]/g, '')) > 500 && document.querySelector('#feed').children.length === 500");
-    // What the storm made fail has come to the front.
+    // The failures of the storm moved this card to the front.
     browser.wait("document.querySelector('.card h3').textContent === 'script'");
     browser.press(&["j"]);
     assert_eq!(browser.value("document.activeElement.textContent"), "script");
-    // Only what is asked for.
+    // The filter hides the events of other bulkheads.
     browser.run("const s = document.querySelector('#feed-bulkhead'); s.value = 'sql'; s.dispatchEvent(new Event('change'))");
     browser.wait("[...document.querySelectorAll('#feed .who')].every((e) => e.textContent === 'sql')");
     assert_ne!(browser.value("document.querySelector('#feed').children.length"), 0);
     check(&site, &browser);
 }
 
-/// On a phone nothing is wider than the page.
+/// Checks that nothing on the page is wider than a phone.
 fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
     site.crash("thumbnail");
     browser.wait("document.querySelector('#crashes summary')");
@@ -440,7 +441,7 @@ fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
     assert_eq!(browser.value("document.querySelector('#dialog').getBoundingClientRect().right <= 360"), true);
 }
 
-// The pictures of the documentation.
+// Screenshots for the documentation.
 
 const SHOWN: &str = r#"
 [defaults]
@@ -475,17 +476,18 @@ max_in_flight = 2
 max_queue = 10
 "#;
 
-/// Sends jobs until it is over; `level`, in percent, is how many of the lanes do.
+/// Threads that send jobs until `end` is called. `level` is the percentage of threads that are active.
 struct Load {
     level: Arc<AtomicU32>,
     lanes: Vec<JoinHandle<()>>,
 }
 
-/// Stands for the end in `level`.
+/// Value of `level` that ends the threads.
 const OVER: u32 = u32::MAX;
 
 impl Load {
-    /// So many lanes of jobs of an operation; each is given this payload and waits so long after its job.
+    /// Starts `count` threads that send jobs with this operation and payload, and sleep for `pause` milliseconds after
+    /// each job.
     fn begin(
         site: &Site,
         bulkhead: &'static str,
@@ -570,7 +572,7 @@ fn pictures_for_the_documentation() {
     browser.press(&["\u{e00c}"]);
     browser.run("document.activeElement.blur()");
 
-    // A storm, in the dark.
+    // A storm of crashes, in the dark theme.
     browser.prefer("dark");
     let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
     let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);

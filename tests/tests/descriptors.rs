@@ -1,5 +1,5 @@
-//! Descriptors that clients and workers send along: they are refused, or closed where nothing waits for it.
-//! The socket that is sent takes ten minutes to close, which is longer than any test is patient.
+//! Descriptors that clients and workers send: the kernel refuses them, or the supervisor closes them without blocking.
+//! The socket in these tests takes ten minutes to close, which is longer than any test waits.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -17,7 +17,7 @@ use bulkhead_tests::{PATIENCE, Supervisor, descriptors, outcome, programs, refus
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Attacks in a row, so that more closes hang than there could be threads for.
+/// Number of attacks in a row, which exceeds the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -37,7 +37,7 @@ fn hello() -> Vec<u8> {
     [&header.encode()[..], &metadata].concat()
 }
 
-/// A socket that takes long to close, and the listener for which it has something unsent.
+/// Returns a socket that blocks in `close` because of unsent data, and the listener that the data is for.
 fn lingering() -> (TcpStream, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -54,14 +54,14 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
     sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
 }
 
-/// Sends such a socket, and leaves it with the supervisor alone if that takes it.
+/// Sends a lingering socket. If the kernel delivers the socket, the supervisor then holds the only descriptor.
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     match send(to, bytes, &[socket.as_fd()]) {
         Ok(sent) => assert!(is_older && sent == bytes.len(), "the kernel lets descriptors through"),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
     }
-    // It lingers in the supervisor, not here.
+    // The supervisor did not receive the socket, so closing it here must not block.
     if !is_older {
         rustix::net::sockopt::set_socket_linger(&socket, None).unwrap();
     }
@@ -82,7 +82,7 @@ fn is_well(supervisor: &Supervisor, client: &Client) {
 
 const BULKHEADS: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// On this kernel, if it is a newer one, and on an older one.
+/// Runs a test on this kernel, if the kernel can refuse descriptors, and on a simulated older kernel.
 fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
     if refuses_descriptors() {
         test(&Supervisor::start(bulkheads), false);
@@ -99,7 +99,8 @@ fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
         let before = descriptors(supervisor.pid());
         let mut listeners = Vec::new();
         for _ in 0..ROUNDS {
-            // With its first words; and as its last ones, so that the supervisor may never read them.
+            // Sends one socket with the hello of an open connection, and one with the last bytes before a close. The
+            // supervisor might never read the latter.
             let mut first = dial(&path);
             listeners.push(pass(&first, &hello(), is_older));
             let last = dial(&path);

@@ -1,4 +1,5 @@
-//! A supervisor in an application: `tests/src/bin/application.rs` is the application, a process of its own for each test.
+//! Embedded supervisors. The application is `tests/src/bin/application.rs`, which runs as a separate process for each
+//! test.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -13,7 +14,7 @@ fn application(folder: &TempDir, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs it to its end, which is a good one.
+/// Runs a scenario to the end, and checks for success.
 fn runs(scenario: &str) {
     let folder = tempfile::tempdir().unwrap();
     let ended = application(&folder, &[scenario]).stdin(Stdio::null()).output().unwrap();
@@ -122,7 +123,8 @@ fn a_process_that_is_forked_off_ends_nothing() {
     runs("forks");
 }
 
-/// Also where a process that the application has forked holds all its descriptors open, so that none comes to its end.
+/// Also covers an application whose forked child inherits all descriptors, so that no pipe or socket reports an end of
+/// file.
 #[test]
 fn an_application_that_is_killed_leaves_nothing() {
     for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {

@@ -1,4 +1,4 @@
-//! Events stay readable, and are kept for those who come later, while one bulkhead is in trouble.
+//! A storm of events from one bulkhead must not make other events unreadable or unavailable to later readers.
 
 use std::time::Instant;
 
@@ -8,11 +8,11 @@ use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
-/// Programs that die as fast as they can be started.
+/// Number of programs that crash right after the start.
 const CRASHES: u64 = 800;
 const CALLERS: u64 = 8;
 
-/// What `observe/events.rs` lets through at once, and a second.
+/// Limits for frequent events in `observe/events.rs`: burst and rate per second.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 
@@ -43,18 +43,19 @@ fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
         let suppressed = told.iter().chain(&rest).filter_map(|event| event["suppressed"].as_u64());
         (told.len() as u64 + suppressed.sum::<u64>() == CRASHES).then_some(told.len() as u64)
     });
-    // At least a second has begun for each that has passed.
+    // Rounds up, because each second that has begun allows more events.
     let seconds = began.elapsed().as_secs() + 2;
     assert!(told <= BURST + PER_SECOND * seconds, "{told} in {seconds} s");
     let changed = supervisor.events("limits_changed");
     assert_eq!((changed.len(), &changed[0]["bulkhead"]), (1, &"quiet".into()), "{changed:?}");
 }
 
-/// More events than may wait for the control plane (`supervisor/plane/src/notices.rs`).
+/// Number of events, which exceeds the capacity of the channel to the control plane
+/// (`supervisor/plane/src/notices.rs`).
 const STORM: usize = 17_000;
 const AT_ONCE: usize = 250;
 
-/// A thread of another process that is stopped while this lives.
+/// A thread of another process that is stopped until this value is dropped.
 struct Stopped(Pid);
 
 impl Stopped {
@@ -80,7 +81,7 @@ impl Drop for Stopped {
     }
 }
 
-/// The control plane takes nothing while the events come: descriptors of a new worker's output wait for it.
+/// The control plane is stopped while the events arrive. The descriptors of a new worker's output have to wait for it.
 #[test]
 fn a_storm_of_events_closes_no_output_of_new_workers() {
     let hostile = programs().join("hostile");
@@ -91,7 +92,7 @@ fn a_storm_of_events_closes_no_output_of_new_workers() {
     let client = Client::connect(supervisor.socket()).unwrap();
     let control = Stopped::thread_of(supervisor.pid(), "control");
     for _ in 0..STORM / AT_ONCE {
-        // Each is an event: a child of the worker makes a call that is fatal.
+        // Each job produces one event, because a child process of the worker makes a forbidden system call.
         let jobs: Vec<_> = (0..AT_ONCE)
             .map(|_| client.job("storm", "{}").operation("load-bpf-in-a-child").start().unwrap())
             .collect();

@@ -1,5 +1,5 @@
-//! Programs of `exec` that one worker runs, at once or one after the other: what they must not be able to do to
-//! each other, and what is left of one for the next.
+//! Programs of `exec` that share a worker, at the same time or one after another. Covers attempts against each other,
+//! and leftover files and processes.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,8 +19,9 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// The operation `hold` leaves its number and a temporary file, and waits until it is told to end; every other
-/// one is an attempt.
+/// Script that runs as each program. `hold` writes its pid and the path of a temporary file, and then waits for the
+/// file `go`. `leave` and `fill` create files in the temporary folder, and `look` lists them. Any other operation is an
+/// attempt.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
           echo $$ ${TMPDIR:-/tmp}/secret > told.new; mv told.new told; \
@@ -40,8 +41,8 @@ fn start(profile: &str, more: &str, user: Option<u32>) -> Place {
     Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start()
 }
 
-/// Every attempt of one program against another that runs at the same time. The other one's job ends as if
-/// nothing had been.
+/// Runs each attempt of one program against another program that runs at the same time. The job of the other program
+/// must succeed.
 fn attack(
     profile: &str,
     user: Option<u32>,
@@ -68,7 +69,7 @@ fn attack(
     std::fs::write(place.path().join("write/go"), "").unwrap();
     assert_eq!(victim.wait().unwrap().payload(), b"payload of A");
     if profile != NONE {
-        // The folder that the last attempt shut is open for the next program.
+        // The last attempt made the folder inaccessible. The host restores access for the next program.
         assert!(text(client.job("x", "").operation("look").send()).starts_with('/'));
     }
     if profile == NONE {
@@ -82,7 +83,7 @@ fn exactly(_: &Ended) -> bool {
     false
 }
 
-/// An unprivileged supervisor's programs can do no more; what is refused may be refused for other reasons.
+/// Accepts any refusal. Under an unprivileged supervisor, a different layer can be the first to refuse.
 fn refused(ended: &Ended) -> bool {
     matches!(ended, Ended::Refused(..))
 }
@@ -107,7 +108,7 @@ fn programs_of_one_worker_do_not_reach_each_other_under_strict() {
     }
 }
 
-/// Also shows that the attempts work.
+/// Also proves that the attempts work.
 #[test]
 fn without_a_sandbox_they_do() {
     if is_root() {
@@ -135,7 +136,7 @@ fn nothing_is_left_of_one_program_for_the_next() {
                 assert!(!seen.contains(&PathBuf::from(&told)), "{told} was there before");
                 let folder = on_disk(&told);
                 if operation == "fill" {
-                    // What takes long is removed beside the next jobs, which cannot reach it.
+                    // The host removes a large folder during the next jobs, which cannot access it.
                     wait_for("the folder is removed", || (!folder.exists()).then_some(()));
                 } else {
                     assert!(!folder.exists(), "{operation}, {profile}: {} is left", folder.display());
@@ -195,7 +196,7 @@ fn an_executable_without_a_shebang_is_not_run_by_a_shell() {
     assert!(error.contains("#!") && error.contains("program"), "{error}");
 }
 
-// The end of a program, and its output.
+// Exit and output of a program.
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
@@ -209,7 +210,7 @@ fn start_shell(profile: &str, more: &str) -> Place {
     Setup { bulkheads: &bulkheads, ..Setup::default() }.start()
 }
 
-/// Runs a test under every profile that this machine has the layers for.
+/// Runs a test under each profile that this machine supports.
 fn under_each_profile(more: &str, test: impl Fn(&Place)) {
     for (profile, _) in PROFILES.iter().filter(|(_, layers)| layers.is_empty() || has_layers(layers)) {
         test(&start_shell(profile, more));
@@ -220,7 +221,7 @@ fn code_of(error: &JobError) -> &str {
     error.outcome().and_then(|outcome| outcome.verdict.reason()).unwrap_or_default()
 }
 
-/// An argument of `sleep` that no other test has.
+/// Returns an argument for `sleep` that no other test uses.
 fn own_pause() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1000);
     format!("{}{}", NEXT.fetch_add(1, Ordering::Relaxed), std::process::id())
@@ -230,7 +231,7 @@ fn own_pause() -> String {
 fn output_of_a_filter_that_outlives_its_program_is_whole() {
     under_each_profile("output_grace = \"100s\"", |place| {
         let client = place.client();
-        // More than the pipes hold: the input is still fed when the program has exited.
+        // The payload exceeds the capacity of the pipes, so the host still writes after the program has exited.
         let payload = "some words\n".repeat(100_000);
         for filter in ["tr a-z A-Z", "setsid tr a-z A-Z", "sh -c 'tr a-z A-Z & exit 0'"] {
             let operation = format!("exec 3<&0; {} <&3 & exit 0", filter.replace("A-Z &", "A-Z <&3 &"));
@@ -280,7 +281,7 @@ fn a_program_that_fails_has_its_output_as_payload() {
         client.job("x", "").operation("(sleep 0.1; echo late) & echo early; exit 3").send().unwrap_err();
     assert_eq!((code_of(&error), error.payload()), ("exit_3", &b"early\nlate\n"[..]));
     assert_eq!(error.outcome().unwrap().status, Some(3));
-    // The first 64 KiB reach the client.
+    // Only the first 64 KiB reach the client.
     let operation = "yes | head -c 100000; exit 4";
     let error = client.job("x", "").operation(operation).send().unwrap_err();
     assert_eq!((code_of(&error), error.payload().len()), ("exit_4", 64 * 1024));
@@ -307,7 +308,7 @@ fn a_program_that_fails_has_its_output_as_payload() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace is an hour, so a job that waited for it would end at its deadline.
+/// The grace period is an hour. A job that waited for the end of that period would miss the deadline.
 #[test]
 fn some_ends_are_not_waited_for() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {
@@ -331,7 +332,7 @@ fn some_ends_are_not_waited_for() {
 
 #[test]
 fn orphans_in_their_grace_survive_the_end_of_another_program() {
-    // The orphan says that it is there when its program is a zombie.
+    // The orphan creates `held` once its program is a zombie.
     let hold = "exec 3<&0; SETSID sh -c 'until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done; \
                 cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3' & exit 0";
     under_each_profile("output_grace = \"100s\"\nmax_in_flight = 2", |place| {
@@ -378,7 +379,7 @@ fn exit_statuses_mean_what_the_file_says() {
     assert_eq!((found.payload(), found.outcome().status), (&b"a needle\n"[..], Some(0)));
     let error = client.job("x", "").operation("exit 3").send().unwrap_err();
     assert!(error.is_retryable() && code_of(&error) == "exit_3", "{error}");
-    // 64 and 75 have no meaning of their own any more.
+    // With `exit_status`, the statuses 64 and 75 have no special meaning.
     for status in [64, 75] {
         let error = client.job("x", "").operation(format!("exit {status}")).send().unwrap_err();
         let outcome = error.outcome().unwrap();
@@ -433,7 +434,7 @@ fn a_file_that_is_written_after_the_exit_is_whole() {
     let place = start_shell(NONE, "files = { output = \"out\" }\noutput_grace = \"50ms\"");
     let pause = own_pause();
     let send = |operation: String| place.client().job("x", "").operation(operation).send();
-    // A process without the file only ends.
+    // A remaining process that does not hold the file open does not delay the result.
     assert_eq!(text(send(format!("sleep {pause} > /dev/null & echo done > out"))), "done\n");
     let error =
         send(format!("(echo some; exec sleep {pause}) > out & while [ ! -s out ]; do :; done")).unwrap_err();

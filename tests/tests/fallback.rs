@@ -1,5 +1,5 @@
-//! Where a job goes that one bulkhead cannot take: to the next of its fallback, with the time it has left,
-//! by that one's own rules, and counted where it came in.
+//! Fallbacks: a job goes to the next bulkhead if the first cannot take it. The job keeps its deadline, obeys the rules
+//! of the next bulkhead, and is counted at the first.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -9,12 +9,12 @@ use bulkhead_tests::{Auditor, SAME_NUMBERS, Supervisor, outcome, run, tally, wai
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// A bulkhead `entry` with these keys, which has `safe` as its fallback, and `safe` with those.
+/// Starts a bulkhead `entry` with the fallback `safe`, and the bulkhead `safe`, each with additional keys.
 fn start(entry: &str, safe: &str) -> Supervisor {
     start_more(&format!("fallback = [\"safe\"]\n{entry}"), &format!("[bulkhead.safe]\n{WORKER}\n{safe}\n"))
 }
 
-/// The same with further bulkheads of its own choice.
+/// Starts a bulkhead `entry` with these keys, and further bulkheads.
 fn start_more(entry: &str, more: &str) -> Supervisor {
     Supervisor::start(&format!(
         "{SAME_NUMBERS}[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
@@ -35,12 +35,12 @@ fn spawn(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// A job of `entry` that takes these steps.
+/// Returns a job for `entry` with these steps.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("entry", "").operation(format!("steps:{steps}"))
 }
 
-/// How it ended, and who says so.
+/// Returns the outcome of a job, and the bulkhead that reports the outcome.
 fn end(result: &Result<Reply, JobError>) -> (String, String) {
     let told = match result {
         Ok(reply) => reply.outcome(),
@@ -60,7 +60,7 @@ fn counted(supervisor: &Supervisor, bulkhead: &str) -> [u64; 5] {
     [number("submitted"), number("done"), number("crashed"), rejected, number("elsewhere")]
 }
 
-// When.
+// Conditions.
 
 #[test]
 fn an_open_breaker_sends_jobs_to_the_fallback() {
@@ -76,7 +76,7 @@ fn an_open_breaker_sends_jobs_to_the_fallback() {
         assert_eq!((told.bulkhead.as_str(), told.attempts, told.worker_pid), ("safe", 1, Some(safe[0])));
         assert_eq!(told.deadline, Duration::from_secs(60));
     });
-    // Counted once, where it came in.
+    // Counted once, at the entry.
     assert_eq!(counted(&supervisor, "entry"), [1, 1, 0, 0, 0]);
     assert_eq!(counted(&supervisor, "safe"), [0, 0, 0, 0, 0]);
     let told = supervisor.wait_events("fallback_used", 1);
@@ -86,7 +86,7 @@ fn an_open_breaker_sends_jobs_to_the_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // A breaker that closes ends it.
+    // Once the breaker is closed, jobs stay at the entry.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -161,7 +161,7 @@ fn a_bulkhead_without_a_worker_sends_jobs_to_the_fallback_also_those_that_wait()
         let small = spawn(client.job("entry", "small").operation("echo"));
         supervisor.wait_number("entry", "queued", 4);
         supervisor.touch("end");
-        // It ran, and may not run twice.
+        // This job has run and is not idempotent.
         assert_eq!(end(&last.await.unwrap()), ended("crashed/signal", "entry"));
         for job in waiting {
             let reply = job.await.unwrap().unwrap();
@@ -217,7 +217,7 @@ fn only_a_job_that_may_run_twice_goes_on_after_a_crash() {
             let (told, passed) = (reply.outcome(), began.elapsed());
             assert_eq!((told.bulkhead.as_str(), told.attempts), ("safe", 2), "{size} bytes");
             assert_eq!(told.worker_pid, Some(supervisor.worker_pids("safe")[0]));
-            // Both attempts, and no more than the whole.
+            // The sum of both attempts, within the total time.
             assert!(told.ran >= Duration::from_millis(80), "{told:?}");
             assert!(told.ran + told.queued <= passed, "{told:?} in {passed:?}");
             assert!(reply.payload() == payload, "{size} bytes came back changed");
@@ -301,7 +301,7 @@ fn a_job_that_waited_too_long_for_its_turn_stays() {
     assert_eq!(supervisor.events("fallback_used").len(), 0);
 }
 
-// Where.
+// Targets.
 
 #[test]
 fn each_is_tried_in_order_and_the_first_reason_is_the_answer() {
@@ -328,7 +328,7 @@ fn each_is_tried_in_order_and_the_first_reason_is_the_answer() {
         assert_eq!((told.attempts, told.worker_pid), (0, None));
         assert_eq!(error.executed(), Executed::No);
         assert!(error.is_retryable() && error.retry_after().is_some(), "{told:?}");
-        // The first that can take it does.
+        // The job goes to the first available fallback.
         assert_eq!(supervisor.post("/v1/bulkheads/drained/resume").0, 200);
         assert_eq!(end(&job().await), ended("ok", "drained"));
     });
@@ -435,7 +435,7 @@ fn large_payloads_pass_unchanged() {
     auditor.finish();
 }
 
-// By whose rules.
+// Rules of the fallback.
 
 #[test]
 fn a_fallback_keeps_its_own_limit_for_guests_and_its_own_jobs_together() {
@@ -476,7 +476,7 @@ fn a_full_fallback_is_no_fallback() {
         supervisor.wait_number("safe", "in_flight", 1);
         let waiting = spawn(steps(&client, "echo"));
         supervisor.wait_number("safe", "queued", 1);
-        // While they are there they are in the books of the entry.
+        // Jobs in the fallback are counted at the entry.
         assert_eq!(counted(&supervisor, "entry"), [2, 0, 0, 0, 2]);
         let entry = supervisor.snapshot("entry");
         assert_eq!((&entry["in_flight"], &entry["queued"]), (&0.into(), &0.into()), "{entry}");
@@ -524,7 +524,7 @@ fn tenants_and_priorities_go_along() {
         let one = spawn(steps(&client, "wait end").tenant("one"));
         supervisor.wait_number("safe", "in_flight", 1);
         assert_eq!(supervisor.snapshot("safe")["tenants"][0]["name"], "one");
-        // The tenant has its share there, so the first reason stands.
+        // The tenant has used up the share in the fallback, so the client gets the first reason.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
         assert_eq!(end(&over), ended("rejected/circuit_open", "entry"));
         let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
@@ -577,7 +577,7 @@ fn the_rate_is_charged_once_and_where_a_job_comes_in() {
             assert_eq!(end(&steps(&client, "echo").send().await), ended("ok", "safe"));
         }
         assert_eq!(end(&steps(&client, "echo").send().await), ended("rejected/rate_limited", "entry"));
-        // Guests have cost the fallback nothing.
+        // Jobs from the entry did not count against the rate limit of the fallback.
         assert_eq!(end(&client.job("safe", "").send().await), ended("ok", "safe"));
         assert_eq!(end(&client.job("safe", "").send().await), ended("rejected/rate_limited", "safe"));
         supervisor.touch("end");
@@ -585,7 +585,8 @@ fn the_rate_is_charged_once_and_where_a_job_comes_in() {
     });
 }
 
-// while draining) a caller has no rate at all: everything it sends runs in the fallback.
+/// The rate limit of the entry must also hold while the breaker is open. Otherwise a caller could run any number of
+/// jobs in the fallback.
 #[test]
 fn an_open_breaker_is_no_way_round_the_rate() {
     let supervisor = start("rate_limit = { per_second = 0.001, burst = 3 }", "max_in_flight = 8");
@@ -601,7 +602,7 @@ fn an_open_breaker_is_no_way_round_the_rate() {
     });
 }
 
-// How long.
+// Deadlines.
 
 #[test]
 fn time_spent_in_the_first_queue_is_not_given_again() {
@@ -637,7 +638,7 @@ fn the_deadline_is_the_entrys_and_not_the_fallbacks() {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // More than the entry allows is cut, wherever the job goes.
+        // The entry limits the deadline, wherever the job runs.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });
@@ -665,7 +666,7 @@ fn a_guest_whose_deadline_passes_in_the_fallbacks_queue_has_not_run() {
     auditor.finish();
 }
 
-// Who no longer wants it.
+// Cancellation and shutdown.
 
 #[test]
 fn a_guest_is_cancelled_where_it_is() {
@@ -761,7 +762,7 @@ fn a_stop_lets_guests_finish_and_tells_those_that_wait() {
     assert_eq!(supervisor.file_bytes("ran"), 0);
 }
 
-// All at once.
+// All conditions at once.
 
 #[test]
 fn while_bulkheads_come_and_go_every_job_has_one_outcome() {

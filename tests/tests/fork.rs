@@ -1,4 +1,4 @@
-//! Workers that are forked from a template which is initialised once (`start.mode = "fork"`).
+//! Workers that are forked from a template, which is initialised once (`start.mode = "fork"`).
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,8 @@ fn bulkhead(keys: &str) -> String {
 
 const FORK: &str = "start = { mode = \"fork\" }";
 
-/// Which process initialised the worker that took the job, which that worker is, and what it drew.
+/// Returns the pid of the process that ran the initialisation, the pid of the worker, and a random number from the
+/// worker.
 fn who(client: &Client) -> [u32; 3] {
     let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
     let text = String::from_utf8(reply.payload().to_vec()).unwrap();
@@ -59,7 +60,7 @@ fn a_fresh_process_for_each_job_is_a_fork() {
     assert_eq!(templates.len(), 1);
 }
 
-/// What it says last it says just before it ends: each of many says it.
+/// A template sends the last message just before exiting. The message of each template must arrive.
 #[test]
 fn a_template_with_threads_is_refused_and_they_are_named() {
     let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
@@ -144,7 +145,7 @@ fn a_template_is_replaced_after_twenty_deaths_by_signal() {
     assert_eq!(templates.len(), 2, "{templates:?}");
 }
 
-/// It cannot be asked any more, and is ended; its place is taken by another.
+/// A template that hangs cannot fork any more, so the keeper kills the template and starts another.
 #[test]
 fn a_template_that_hangs_is_replaced() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
@@ -160,7 +161,8 @@ fn a_template_that_hangs_is_replaced() {
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
 }
 
-/// It waits for that, and not for ever.
+/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits a limited
+/// time for the fork.
 #[test]
 fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -196,8 +198,8 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so that every kill order names a process that is gone. Not under `none`,
-/// where nothing bounds the number of processes, and the dead ones can take all numbers of the machine.
+/// Each process forks a successor and exits, so that every kill order names a process that is gone. Does not run under
+/// `none`: no limit applies to the number of processes there, and dead ones can use up all pids of the machine.
 #[test]
 fn chains_of_processes_cost_no_other_workers_job() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
@@ -211,7 +213,7 @@ fn chains_of_processes_cost_no_other_workers_job() {
         wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
         let client = Client::connect(supervisor.socket()).unwrap();
         std::thread::scope(|scope| {
-            // Longer than the time after which the keeper gives up on processes left behind.
+            // Longer than the time after which the keeper gives up on leftover processes.
             let sleep = || client.job("b", "4000").operation("sleep").send();
             let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
             wait_for("three jobs run", || {
@@ -247,7 +249,7 @@ fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
         let (before, template) = (ask("attributes"), who(&client)[0]);
         for round in 0..3 {
             ask("alter-template");
-            // The next worker may have been forked before.
+            // The next worker can have been forked before the change.
             ask("attributes");
             assert_eq!(ask("attributes"), before, "{profile}, round {round}");
         }
@@ -283,7 +285,7 @@ fn after_the_keeper_died_there_is_another_template() {
     assert!(other != template && next != worker);
 }
 
-/// What a worker leaves behind goes, while others are being forked.
+/// Leftover processes are killed while other workers are being forked.
 #[test]
 fn what_forked_workers_leave_behind_is_ended() {
     let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
