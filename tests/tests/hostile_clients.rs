@@ -1,5 +1,5 @@
-//! Hostile clients and workers: the supervisor rejects malformed input, bounds what a peer can make it hold,
-//! and keeps serving everyone else.
+//! Hostile clients and workers: the supervisor rejects malformed input, bounds the resources that a peer can
+//! occupy, and keeps serving everyone else.
 
 use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -24,7 +24,7 @@ use rustix::net::SendFlags;
 
 const MIB: u64 = 1 << 20;
 
-/// Encodes a frame header. Its fields need not match any frame.
+/// Encodes a frame header. The fields need not match any frame.
 fn header(length: u32, kind: u8, metadata_length: u16, number: u64) -> [u8; HEADER_BYTES] {
     Header { length, kind, flags: 0, metadata_length, number }.encode()
 }
@@ -125,8 +125,7 @@ fn rejection(outcome: Outcome) -> (RejectReason, String) {
     }
 }
 
-/// Reads the supervisor's refusal, which must be the last frame of the connection. Skips all frames before
-/// it.
+/// Reads the supervisor's refusal, which must be the last frame of the connection. Skips all earlier frames.
 fn refusal(socket: &UnixStream) -> (u8, String) {
     loop {
         let (header, metadata, _) = next(socket).expect("it is told why");
@@ -206,7 +205,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
                 look();
             }
         });
-        // Catches a failure of the attack, so that the two threads above end.
+        // Catches a panic of the attack, so that the two threads above are stopped.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attack));
         is_over.store(true, Ordering::Relaxed);
         honest.join().unwrap();
@@ -373,7 +372,7 @@ fn half_a_payload(attack: &Attack) {
 fn two_hundred_hostile_clients_harm_no_other() {
     /// Number of attackers of each kind.
     const EACH: usize = 13;
-    /// Attacks that wait for an answer, which always comes.
+    /// Attacks that end by themselves.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -520,7 +519,7 @@ fn what_a_client_says_wrongly_is_answered_and_the_connection_goes_on() {
 fn the_number_of_a_job_under_way_cannot_be_used_again() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // Each second job would otherwise have a different end.
+    // Several second jobs. Without the reused number, each would end differently.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -612,7 +611,7 @@ fn half_received_payloads_count_for_what_they_hold() {
         push(socket, &announcement(1, 4 << 20));
         push(socket, &[1; 70_000]);
     }
-    // The supervisor answers a new client only after it has read everything that was sent before.
+    // The supervisor answers a new client only after reading everything that was sent before.
     let wait_read = || (0..10).for_each(|_| drop(open(&path)));
     wait_read();
     for socket in &sockets {
@@ -847,7 +846,7 @@ fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
                 }
             });
         }
-        // Catches a failure, so that the threads end.
+        // Catches a panic, so that the threads are stopped.
         let told = std::panic::catch_unwind(|| supervisor.wait_events("clients_delayed", 1).remove(0));
         is_over.store(true, Ordering::Relaxed);
         told.unwrap()
@@ -1144,8 +1143,7 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
         kill_pid(holder, Signal::SIGKILL);
         assert_eq!(ended(&held.join().unwrap()), "crashed/signal");
     });
-    // The noted number no longer belongs to a job. Answers must fail from any worker, including the killed
-    // worker's replacement.
+    // The noted number no longer belongs to a job. Answers for it are dropped, whichever worker sends them.
     for _ in 0..4 {
         assert_eq!(result(&client, "answer-for-another", "").unwrap().payload(), b"done");
     }
@@ -1196,7 +1194,7 @@ fn a_worker_that_says_too_much_is_bounded() {
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A line that stands for dropped lines has their number instead of text.
+        // A line that stands for dropped lines has a number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
     assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
@@ -1222,7 +1220,7 @@ fn a_worker_that_says_too_much_is_bounded() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still busy with the rejected result, so another job would only wait behind it.
+/// The worker is still busy with the rejected result, so another job would only wait.
 #[test]
 fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
     let notes = tempfile::tempdir().unwrap();
@@ -1255,13 +1253,13 @@ fn half_a_frame_from_a_worker_holds_no_other_up() {
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
     let supervisor = Supervisor::start(&by_hand(notes.path(), keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // If the worker has a job, the job's deadline ends the worker.
+    // While the stalled worker has a job, the job's deadline ends the worker.
     assert_eq!(ended(&result(&client, "half-an-answer", "")), "deadline_exceeded/running");
     let patient = |operation: &str| {
         client.job("victim", "x").operation(operation).deadline(Duration::from_secs(60)).send()
     };
     assert_eq!(patient("echo").unwrap().payload(), b"x");
-    // If the worker has no job, missed heartbeats end the worker.
+    // While the stalled worker has no job, missed heartbeats end the worker.
     let last = patient("answer-and-a-half").unwrap();
     assert_eq!(last.payload(), b"whole");
     let pid = last.outcome().worker_pid.unwrap();
@@ -1290,7 +1288,7 @@ fn a_worker_that_closes_its_link_with_its_last_words_is_replaced() {
 
 #[test]
 fn a_client_cannot_end_its_neighbours_by_cancelling() {
-    /// More replies for unknown jobs than a worker may send before it is killed (100,000).
+    /// More replies for unknown jobs than the supervisor accepts from a worker (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();
@@ -1319,7 +1317,7 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
                 taken += u64::from(rest[0] == bulkhead_shared::client_protocol::outcome_code::CANCELLED);
             }
         }
-        // The worker handles jobs in order, so it has answered all earlier jobs by then.
+        // The worker handles jobs in order, so all earlier jobs have been answered by then.
         let released = result(&client, "release", "");
         assert_eq!(ended(&released), "ok");
         let neighbour = neighbour.join().unwrap();
@@ -1358,8 +1356,8 @@ fn a_client_that_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_a_slow_
                 is_refused(&socket, "not finished in time");
             }),
         ];
-        // Each frame of this client is complete soon, but at every moment a frame has begun. The client
-        // continues for a while after the stalled clients were disconnected.
+        // This client completes each frame quickly, but always has an incomplete frame on the connection. The
+        // client continues for a while after the stalled clients were disconnected.
         let slow = open(&path);
         let mut bytes = submit(0, "sleep", b"5");
         let half = bytes.len() / 2;

@@ -434,7 +434,8 @@ fn a_client_that_disconnects_takes_its_program_along() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // A killed client leaves only a closed socket. The library sends no other farewell when it is dropped.
+    // A killed client only leaves a closed socket. Dropping a client of the library sends nothing else
+    // either.
     drop(job);
     drop(other);
     wait_gone(&ours);
@@ -679,7 +680,7 @@ fn a_library_sees_the_deadline_and_the_cancellation() {
     let limit = Duration::from_secs(2);
     let late = client.job("x", "").operation("wait").deadline(limit).send();
     assert_eq!(outcome(&late), "deadline_exceeded/running");
-    // The permit is free long before `grace` ends, because the library checks for cancellation.
+    // The permit is free long before the `grace` of 30 s ends, because the library checks for cancellation.
     supervisor.wait_number("x", "available", 1);
 
     let mut job = client.job("x", "").operation("wait").start().unwrap();
@@ -799,8 +800,8 @@ fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// Library that damages its worker: forked processes return from its functions, and it closes or replaces
-/// descriptors.
+/// Library that damages its worker. Forked processes return from library functions, and handlers close or
+/// replace descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>
@@ -905,7 +906,7 @@ fn a_worker_ends_when_its_link_is_lost() {
     for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
         let job = client.job("x", "").operation(operation).start().unwrap();
         supervisor.wait_number("x", "restarts", nth as u64 + 1);
-        // The lost link must end the worker, not the job's deadline of one minute.
+        // The worker ends because its link is lost, long before the job's deadline of one minute.
         assert_ne!(outcome(&job.wait()), "deadline_exceeded/running");
         assert_eq!(text(client.job("x", "").operation("init").send()), "exited with 1");
     }

@@ -56,7 +56,7 @@ fn a_result_comes_back_as_it_is_with_its_outcome_in_headers() {
             assert!(answer.header(name).parse::<f64>().is_ok(), "{name}");
         }
 
-        // Sends the payload again in chunks. Their number and size must not matter.
+        // Sends the payload again in chunks. The number and size of chunks must not matter.
         let mut socket = place.connect();
         socket.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
         for chunk in payload.chunks(100_000) {

@@ -160,7 +160,7 @@ fn every_route_answers_as_the_document_says() {
             };
             let answer = with(&[], &joined(&fitting(&parameter["schema"])), body);
             compare(&document, said, &answer, &format!("{asked}?{name}"));
-            // No type except `string` accepts this value.
+            // This value is valid only for strings.
             if parameter["schema"]["type"] != "string" {
                 let answer = with(&[], &joined("%C3%A4"), body);
                 assert_eq!(answer.status, 400, "{asked}?{name}: {}", answer.text());

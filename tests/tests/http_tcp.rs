@@ -194,7 +194,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     let same = format!("Origin: http://{address}");
     assert_eq!(place.ask("POST", "/v1/bulkheads/b/reset", &[&host, &same, BEARER], b"").status, 200);
 
-    // A form cannot send the required content type, so it is refused even with the token.
+    // A form cannot send the required content type, so changes by a form are refused even with the token.
     let change = br#"{"max_queue": 5}"#;
     for kind in [
         "text/plain",
@@ -247,7 +247,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
         .problem(403);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
 
-    // CORS allows no other site anything.
+    // CORS gives no rights to any other site.
     let ask = [
         "Origin: http://evil.example",
         "Access-Control-Request-Method: POST",
@@ -281,7 +281,7 @@ fn connections_that_say_nothing_do_not_keep_out_those_who_ask_whether_all_is_wel
         assert_eq!(place.ask("GET", page, &[], b"").status, 200, "{page}");
         silent.extend((0..100).map(|_| begin(b"")));
     }
-    // The pages were not served because the clients that had begun a request were disconnected.
+    // Room was made without disconnecting the clients that had begun a request.
     let open = begun.iter().filter(|socket| is_open(socket)).count();
     assert!(open > 384 / 2, "{open} of {} are still open", begun.len());
     // Only the oldest silent connections were closed, and no more than necessary.
@@ -360,7 +360,7 @@ fn the_network_may_send_what_it_likes() {
             held.push(socket);
         }
     }
-    // A payload without a token is rejected before the client has sent it completely.
+    // A payload without a token is rejected long before the last byte.
     let mut socket = place.connect();
     socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(1 << 30));
     let piece = vec![0; 1 << 20];

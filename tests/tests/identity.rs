@@ -18,7 +18,7 @@ use serde_json::json;
 /// User ids of workers if the configuration names none (the range of systemd's dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
-/// Returns the profiles that this machine supports, by the name in the configuration.
+/// Returns the names of the profiles that this machine supports.
 fn profiles() -> impl Iterator<Item = &'static str> {
     let all = [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)];
     all.into_iter().filter(|(_, layers)| is_root() && has_layers(layers)).map(|(profile, _)| profile)
@@ -477,8 +477,8 @@ fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() 
     }
 }
 
-/// Containers often cannot mount. Programs that need no path then run by descriptor, and the error for others
-/// names the folder that they cannot reach.
+/// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
+/// error for others names the unreachable folder.
 #[test]
 fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folder_is_named() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

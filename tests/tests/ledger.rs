@@ -1,6 +1,6 @@
-//! Jobs under kills, stops, reloads and floods, recorded by clients and workers. For longer runs: `cargo run
-//! --release -p bulkhead-tests --bin ledger -- SECONDS SEED`, followed by `embedded` or `embedded-local` for
-//! a supervisor in the clients' process.
+//! Jobs under kills, stops, reloads and floods, recorded by clients and workers. For longer runs:
+//! `cargo run --release -p bulkhead-tests --bin ledger -- SECONDS SEED`, followed by `embedded` or
+//! `embedded-local` for a supervisor in the clients' process.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Prefetched jobs (`lookahead`): the death of a worker loses no prefetched job and begins none twice, jobs
-//! behind a slow one go to other workers, and clients notice no other difference.
+//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job and begins none twice, and
+//! jobs behind a slow one go to other workers. Clients notice no other difference.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ async fn warm_up(client: &Client) {
     }
 }
 
-/// A worker that dies loses only the jobs that it was running, and no job begins twice.
+/// A worker that dies loses only the running jobs, and no job begins twice.
 #[test]
 fn a_death_costs_the_job_that_ran_and_no_other() {
     for max_in_flight in [1, 3] {
@@ -72,8 +72,8 @@ fn a_death_costs_the_job_that_ran_and_no_other() {
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
                 assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
                 if max_in_flight == 1 {
-                    // All earlier jobs already have their outcomes, so only the job that killed the worker is
-                    // lost.
+                    // Each job has its outcome before the next job begins, so a death loses only the job that
+                    // caused the death.
                     assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
                 }
                 ends.push(end);
@@ -267,7 +267,7 @@ fn a_worker_that_answers_out_of_turn_is_ended() {
             ends.push(outcome(&job.await.unwrap()));
         }
         // A job that the worker falsely answered has run and must not go to another worker. The worker can
-        // answer further jobs before it is killed.
+        // answer further jobs before being killed.
         let (crashed, done): (Vec<_>, Vec<_>) = ends.iter().partition(|end| *end == "crashed/protocol");
         assert!(!crashed.is_empty() && done.iter().all(|end| *end == "ok"), "{ends:?}");
     });
@@ -389,8 +389,8 @@ fn what_a_blocked_worker_has_not_begun_ends_queued() {
     }
 }
 
-/// A worker that is stopped while idle gets one job, which another worker then runs, and no more jobs until it
-/// continues.
+/// A worker that is stopped while idle gets one job, which another worker then runs. The stopped worker gets
+/// no more jobs until SIGCONT.
 #[test]
 fn a_stopped_worker_is_spared_until_it_goes_on() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
@@ -413,7 +413,7 @@ fn a_stopped_worker_is_spared_until_it_goes_on() {
     });
 }
 
-/// Outcomes of jobs cancelled at any moment tell the truth about whether they ran.
+/// The outcome of a job that is cancelled at any moment says correctly whether the job ran.
 #[test]
 fn who_cancels_hears_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

@@ -54,7 +54,7 @@ impl Caller {
         caller
     }
 
-    /// Sends a frame that announces `later` more bytes of payload than it contains.
+    /// Sends a frame that announces `later` more bytes of payload than the frame contains.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();
@@ -153,7 +153,7 @@ fn end(child: Child) -> String {
     format!("{}/{}", object["outcome"].as_str().unwrap(), object["reason"].as_str().unwrap_or("-"))
 }
 
-/// Checks that each submitted job has one outcome or is still held.
+/// Checks that each submitted job has an outcome or is still held.
 fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
     let snapshot = supervisor.snapshot(bulkhead);
     let number = |name: &str| snapshot[name].as_u64().unwrap();
@@ -175,7 +175,7 @@ fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
     for caller in &mut hostile {
         caller.submit(&PLAIN, b"x", MIB - 1);
     }
-    // The supervisor has read all announcements before it answers the honest job. Each hostile client then
+    // The supervisor has read all announcements before answering the honest job. Each hostile client then
     // sends one more byte.
     honest.submit(&PLAIN, b"", 0);
     assert_eq!(name(&honest.outcome().1), "ok");
@@ -288,7 +288,7 @@ fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])), "ok/-");
     }
-    // At least one hoarder was told the reason and disconnected.
+    // At least one hoarder received the reason and was disconnected.
     let closed = hoarders.iter_mut().filter_map(|caller| {
         caller.socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         let (number, outcome) = caller.next().map(|(header, metadata)| {

@@ -143,7 +143,7 @@ fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() 
     });
 }
 
-/// A payload file without a size is read at once, and an endless one is refused.
+/// A payload file that reports no size is read at once, and an endless one is refused.
 #[test]
 fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
     let supervisor = one("");
@@ -185,7 +185,7 @@ fn a_retry_elsewhere_has_the_right_bytes() {
             died += reply.outcome().attempts - 1;
         }
         assert!(died > 0, "no worker died with the file");
-        // Kills the workers while they have jobs.
+        // Kills workers with running jobs.
         for round in 0..5 {
             until_in_file(&client, "").await;
             let jobs: Vec<_> = (0..8)
@@ -319,7 +319,7 @@ fn a_worker_that_is_replaced_leaves_no_file() {
     });
 }
 
-/// While the worker answers the next job, it still runs handlers of jobs that have ended for their clients.
+/// A worker still runs handlers of jobs that have ended for their clients while answering the next job.
 #[test]
 fn a_late_worker_writes_into_no_other_jobs_result() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
@@ -539,7 +539,7 @@ fn a_client_names_only_what_it_has() {
     assert_eq!(raw.told(), Told::Refused(50));
 }
 
-/// A client must not use a lease that it has returned, even if the lease was recalled before.
+/// A client must not use a lease after returning it, even if the lease was recalled before.
 #[test]
 fn a_client_does_not_use_what_it_has_returned() {
     let supervisor = one("");
@@ -624,7 +624,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // The lease is in use, so that only the reload can end it, and not idleness.
+        // The lease is in use, so that only the reload can end the lease, and not idleness.
         raw.submit(1, "", "steps:count ran;wait end", Named { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -684,7 +684,7 @@ fn a_result_that_is_read_too_late_is_no_result() {
         until_in_file(&client, "").await;
         client
     });
-    // Stops the worker, so that it answers only while the client's runtime is not running.
+    // Stops the worker, so that the job is answered only while the client's runtime is not running.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
@@ -731,7 +731,7 @@ fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
         file_bytes(&supervisor);
         assert!(ask(&raw, round) <= 8, "it is lent more and more");
     }
-    // Other clients still get leases, and this client gets leases again after it has read.
+    // Other clients still get leases, and so does this client after reading.
     Raw::connect(&supervisor).lease("");
     wait_for("all was read", || {
         raw.told();
@@ -766,7 +766,7 @@ fn a_worker_is_lent_a_part_of_what_it_may_hold() {
     });
 }
 
-/// The connection breaks while the supervisor reads its frames and has leases to offer.
+/// The connection breaks while the supervisor reads frames of the client and has leases to offer.
 #[test]
 fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
     let supervisor = one("");
@@ -797,7 +797,7 @@ fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// A running job's file does not count as waiting data, and crash reports do not contain its payload.
+/// A running job's file does not count as waiting data, and crash reports do not contain the payload.
 #[test]
 fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     let supervisor = one("max_queue = 4");
@@ -893,7 +893,8 @@ fn leases_that_were_given_back_count_until_their_jobs_are_over() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// A client whose thread is busy elsewhere has not read that its lease ended.
+/// A client that has not read the end of its lease, because its thread was busy, sends payloads over the
+/// socket.
 #[test]
 fn a_client_that_has_not_listened_for_long_uses_the_socket() {
     let supervisor = one("");

@@ -120,7 +120,7 @@ impl Scraper {
     }
 }
 
-/// Waits until the metrics and the snapshot agree. They can change for a while, because workers end late
+/// Waits until the metrics and the snapshot agree. Both can change for a while, because workers end late
 /// jobs, restart, or rest.
 fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     let mut told = Vec::new();
@@ -296,7 +296,7 @@ fn what_cannot_be_counted_is_left_out_until_it_can() {
     assert_eq!(of_all.samples("bulkhead_rejected_total", &[("priority", "best-effort")]).count(), 0);
     assert_eq!(of_all.samples("bulkhead_execution_seconds_bucket", &[]).count(), 22);
     assert_eq!(of_all.sum("bulkhead_execution_seconds_count", &[]), 1);
-    // Operators can open a breaker that is not configured, so its zero must exist before the first rejection.
+    // Operators can open a breaker that is not configured, so the zero must exist before the first rejection.
     supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
     assert_eq!((rejected("circuit_open"), there("bulkhead_breaker_state", &[])), (2, 2));
     supervisor.resize("b", r#"{"breaker": "auto"}"#);

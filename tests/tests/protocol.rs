@@ -1,5 +1,5 @@
-//! Tests of `docs/protocol.md`. They pin the bytes of every kind of frame, and run jobs with a client and a
-//! worker that were written from the page alone, without code of the workspace.
+//! Tests of `docs/protocol.md`. They pin the bytes of every kind of frame. The client and the worker of the
+//! other tests were written from the page alone, without code of the workspace.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -948,7 +948,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
         assert!(outcome.queued_us < 60_000_000 && outcome.ran_us < 60_000_000);
     }
 
-    // Concurrent jobs are told apart by their numbers, of which all 64 bits count.
+    // Concurrent jobs are distinguished by number. All 64 bits count.
     let numbers = [7, u64::MAX, 0, 1 << 63];
     for number in numbers {
         let payload = number.to_le_bytes();
@@ -1019,7 +1019,7 @@ fn a_client_by_hand_hears_every_kind_of_end() {
     let unknown = client.job("nobody", "", b"");
     assert_eq!((unknown.kind(), unknown.executed, unknown.retryable), ((REJECTED, 3), 0, 0), "{unknown:?}");
     assert!(unknown.message.contains("nobody"), "{unknown:?}");
-    // An oversized payload is rejected before its bytes arrive, and the bytes are discarded.
+    // An oversized payload is rejected before the bytes arrive, and the bytes are discarded.
     let large = frame(SUBMIT, 0, 10, submit("b", "echo").end(), &vec![1; (1 << 20) + 1]);
     let (begin, rest) = large.split_at(100);
     client.bytes(begin);

@@ -8,8 +8,8 @@ use bulkhead_tests::{Auditor, Supervisor, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// Starts a supervisor with a bulkhead `b`. Restarts are quick and unlimited, because they are not tested
-/// here.
+/// Starts a supervisor with a bulkhead `b`. Restarts are quick and unlimited, because these tests do not
+/// cover restarts.
 fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
@@ -152,8 +152,8 @@ fn a_handler_that_fails_is_not_tried_again() {
     assert_eq!(supervisor.number("b", "retries"), 0);
 }
 
-// A job that has begun and is not idempotent must not go to another worker, even if a replacement took its
-// worker's slot.
+// A job that has begun and is not idempotent must not go to another worker, even after a replacement has
+// taken the slot.
 #[test]
 fn a_job_that_has_begun_is_not_begun_again_because_its_worker_was_to_be_replaced() {
     let supervisor = start("");
@@ -558,7 +558,7 @@ fn innocent_neighbours_of_a_culprit_end_well_and_none_dies_twice() {
         }
         assert_eq!(end(&culprit.await.unwrap()), ended("crashed/signal", 2));
     });
-    // All jobs die once together, and the culprit dies once more alone.
+    // One death with all jobs in the worker, and one death with the culprit alone.
     supervisor.wait_number("b", "restarts", 2);
     auditor.finish();
 }
@@ -719,8 +719,8 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
     auditor.finish();
 }
 
-// The event names the operation and the tenant, so that operators need no digests to know what is
-// quarantined.
+// The event names the operation and the tenant, because operators cannot identify a payload by its digest
+// alone.
 #[test]
 fn the_event_of_a_quarantine_says_which_operation_it_was() {
     let supervisor = start("poison = { crashes = 1 }");

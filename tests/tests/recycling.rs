@@ -117,7 +117,7 @@ fn one_job_each() {
     }
 }
 
-/// The limit also holds for a worker whose `max_in_flight` is raised while it runs.
+/// The limit also holds for a worker whose `max_in_flight` is raised meanwhile.
 #[test]
 fn no_worker_begins_more_than_so_many_jobs() {
     let supervisor = supervisor("jobs = 5");

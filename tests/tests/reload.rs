@@ -281,7 +281,7 @@ fn a_program_that_does_not_start_leaves_the_old_workers_at_work() {
         assert_eq!(answer(&client, "b", "echo").await, "");
     });
     assert!(before.iter().all(|&pid| is_alive(pid)));
-    // The supervisor retries the replacement until it starts.
+    // The supervisor retries the failed replacement.
     supervisor.wait_events("replacement_failed", 2);
     reload(&supervisor, &format!("{B}processes = 2\nenv = {{ A = \"b\" }}\n"));
     wait_replaced(&supervisor, "b", &before);
@@ -364,7 +364,7 @@ fn a_bulkhead_whose_tenants_part_is_begun_anew() {
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, vec!["ok"; 2]);
         supervisor.wait_events("bulkhead_removed", 1);
-        // The reload back removes a bulkhead with active tenants.
+        // Reloading the first file removes a bulkhead with active tenants.
         reload(&supervisor, B);
         assert_eq!(answer(&client, "b", "echo").await, "");
         supervisor.wait_events("bulkhead_removed", 2);

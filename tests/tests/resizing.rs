@@ -253,7 +253,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
-        // If no worker is ready yet, the job waits for one.
+        // If no worker is ready yet, the job waits.
         assert_eq!(outcome(&client.job("b", "").send().await), "ok");
         wait_workers(&supervisor, 1);
         assert_eq!(supervisor.number("b", "limit"), 1);
@@ -322,7 +322,8 @@ fn fewer_processes_finish_what_they_have() {
     auditor.finish();
 }
 
-// Jobs in leaving processes count, so that no job begins while more run than the new limit allows.
+// Jobs in leaving processes count towards the limit, so no job begins while more jobs run than the new limit
+// allows.
 #[test]
 fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
     let supervisor = start("processes = 3\nmax_queue = 10");
@@ -351,7 +352,7 @@ fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
     });
 }
 
-// The job in the killed worker has begun and is not idempotent, so it ends as a crash. See
+// The job in the killed worker has begun and is not idempotent, so the outcome is a crash. See
 // `a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize`.
 #[test]
 fn a_process_that_is_too_many_is_not_started_again_whatever_becomes_of_it() {
@@ -525,7 +526,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 
-// A job that has begun must not go to another worker, even if its worker missed the resize.
+// A job that has begun must not go to another worker, even if the worker missed the resize.
 #[test]
 fn a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize() {
     let supervisor = start("max_queue = 5");
@@ -535,7 +536,7 @@ fn a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize() 
         let job = spawn(steps(&client, "freeze-first 1 ran"));
         wait_ran(&supervisor, 1);
         supervisor.resize("b", r#"{"max_in_flight": 2}"#);
-        // The resize was sent at the end of the previous iteration.
+        // Reading the snapshot takes another iteration, so the resize has been sent by now.
         assert_eq!(supervisor.number("b", "limit"), 2);
         kill_pid(worker, Signal::SIGKILL);
         let result = job.await.unwrap();

@@ -63,8 +63,8 @@ fn the_wait_for_a_permit_does_not_count() {
     blocker.wait().unwrap();
 }
 
-/// A limit requested by a client ends only the client's job. The bulkhead's limit ends the worker with all of
-/// its jobs.
+/// A limit requested by a client ends only the client's job. The bulkhead's limit ends the worker with all
+/// jobs in it.
 #[test]
 fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

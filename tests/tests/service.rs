@@ -1,5 +1,5 @@
-//! The service of a bulkhead, as opposed to the state of its workers: `status`, `top`, snapshots and metrics
-//! of bulkheads whose workers are ready and whose jobs do not end `ok`.
+//! Service of bulkheads whose workers are ready and whose jobs do not end `ok`, in `status`, `top`, snapshots
+//! and metrics.
 
 use bulkhead_client::JobError;
 use bulkhead_client::blocking::Client;

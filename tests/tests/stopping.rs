@@ -1,5 +1,5 @@
-//! SIGTERM to a worker, from an operator or for the whole control group: the worker exits in order, and no
-//! job that it has or that is on its way is lost.
+//! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way
+//! and loses no accepted job, including jobs that have not reached it yet.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

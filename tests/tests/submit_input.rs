@@ -64,7 +64,7 @@ fn a_loop_keeps_its_input() {
     assert_eq!(result(told.wait_with_output().unwrap()), "");
 }
 
-/// The command neither reads a payload from a terminal nor waits for one.
+/// The command neither reads a payload from a terminal nor waits for input.
 #[test]
 fn a_terminal_is_no_payload() {
     let supervisor = supervisor();

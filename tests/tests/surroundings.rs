@@ -46,7 +46,7 @@ fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_
 /// FUSE file system without a server. Every access hangs.
 struct Hanging {
     path: std::path::PathBuf,
-    /// Dropped first, so that accesses no longer hang.
+    /// Dropped first, because closing this file makes hanging accesses fail.
     _served: std::fs::File,
     _folder: tempfile::TempDir,
 }
@@ -58,8 +58,7 @@ impl Drop for Hanging {
 }
 
 impl Hanging {
-    /// Mounts the file system for this thread and its children. Returns `None` if the machine does not allow
-    /// it.
+    /// Mounts the file system for this thread and its children. Returns `None` if this is not possible.
     fn mount() -> Option<Self> {
         use nix::mount::{MsFlags, mount};
         use std::os::fd::AsRawFd;
@@ -158,8 +157,8 @@ fn workers_do_not_inherit_what_was_blocked_or_ignored() {
     works(&supervisor);
 }
 
-/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if it
-/// inherited an ignored SIGCHLD.
+/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
+/// SIGCHLD was ignored at the start.
 #[test]
 fn that_the_end_of_children_was_ignored_takes_no_layer() {
     let folder = tempfile::tempdir().unwrap();

@@ -182,7 +182,7 @@ fn keepers_that_die_do_not_fail_bulkheads_that_are_idle() {
     for killed in 1..=8 {
         supervisor.wait_number("b", "limit", 1);
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
-        // Waits for the event, because before it the supervisor's numbers can be outdated.
+        // Waits for the event, because the supervisor's numbers can be outdated until then.
         supervisor.wait_events("worker_exited", killed);
     }
     supervisor.wait_number("b", "limit", 1);
@@ -221,8 +221,7 @@ fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
     }
 }
 
-/// A worker whose link closed because it died has the true cause of death, even if the keeper reports it
-/// late.
+/// A closed link does not hide the cause of a worker's death, even if the keeper reports the death late.
 #[test]
 fn a_death_that_is_reported_late_has_its_true_cause() {
     let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));

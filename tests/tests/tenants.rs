@@ -71,7 +71,7 @@ fn two_tenants_never_share_a_process() {
                 assert_eq!(worker["tenant"], *owner, "{worker}");
             }
         }
-        // Jobs without a tenant form another tenant.
+        // Jobs that name no tenant count as one more tenant.
         assert_eq!(part(&supervisor, "")["done"], 20);
         assert_eq!(part(&supervisor, "a%20")["done"], 20);
         assert_balanced(&snapshot);
@@ -214,7 +214,7 @@ fn idle_workers_go_and_the_next_job_has_new_ones() {
             assert_ne!(now, before);
             wait_for_rest(&supervisor);
             assert!(!is_alive(now));
-            // The tenant is remembered, and its state is good.
+            // The tenant is remembered in state `ready`.
             let resting = part(&supervisor, "acme");
             assert_eq!((&resting["done"], &resting["limit"]), (&round.into(), &0.into()), "{resting}");
             assert_eq!((&resting["state"], &resting["crashed"]), (&"ready".into(), &0.into()), "{resting}");

@@ -1,5 +1,5 @@
-//! Tenants that come and go under changes: recycling, deaths of keepers, a stop, limits that drop to zero and
-//! return, events, and programs that know nothing of tenants.
+//! Tenants that come and go under changes: recycled workers, dying keepers, a stop, changed limits, and
+//! programs that know nothing of tenants.
 
 mod tenant_support;
 

@@ -1,4 +1,4 @@
-//! More tenants than may have workers at once: the order in which they yield, and that no job is lost.
+//! More tenants than may have workers at once: the order in which tenants yield, and that no job is lost.
 
 mod tenant_support;
 
@@ -64,13 +64,13 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
         for tenant in ["a", "b", "c", "a"] {
             ok(&client, tenant).await;
         }
-        // The newcomer waits without a queue until `b` has yielded, and is then served.
+        // Even without a queue, the newcomer's job waits until `b` has yielded.
         let (a, b, c) = (pids(&supervisor, "a"), pids(&supervisor, "b"), pids(&supervisor, "c"));
         ok(&client, "d").await;
         assert!(!is_alive(b[0]), "b was idle for longest");
         assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
         assert!(pids(&supervisor, "b").is_empty());
-        // A tenant with a job does not yield, however old its job is.
+        // A tenant with a job does not yield, however old the job is.
         let busy = hang(&client, "c");
         wait_part(&supervisor, "c", "in_flight", 1);
         ok(&client, "e").await;
@@ -115,7 +115,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
 fn two_hundred_tenants_take_turns_and_none_is_lost() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
-    // The order is equal in every run. The prime step mixes the tenants.
+    // Every run has the same order. The prime step mixes the tenants.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
@@ -200,7 +200,7 @@ fn a_job_that_waits_for_another_tenants_workers_to_go_keeps_its_deadline() {
     run(async {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
-        // The worker is stopped, so it ignores the order to exit and is killed in the end.
+        // The stopped worker ignores the order to exit and is killed in the end.
         stop(pids(&supervisor, "a")[0]);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");

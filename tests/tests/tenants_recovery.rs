@@ -160,7 +160,7 @@ fn a_breaker_closes_again_though_starts_take_longer_than_a_rest_waits() {
         while outcome(&send(&client, "a", "").await) != "ok" {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
-            // A tenant that rested while its worker starts would never get a probe for its breaker.
+            // If a tenant could rest while its worker starts, the breaker's probe would never run.
             assert!(began.elapsed() < Duration::from_secs(10), "{refusals} refusals, and no probe");
         }
     });
@@ -187,7 +187,8 @@ fn a_fallback_that_keeps_tenants_apart_does_so_for_guests() {
                 assert_eq!(reply.outcome().bulkhead, "b", "round {round}");
                 served.push((tenant, reply.outcome().worker_pid.unwrap()));
             }
-            // The fallback does not charge the job again, and the tenants' workers still come and go.
+            // The fallback's rate limit does not count jobs of guests, and the tenants' workers still come
+            // and go.
             wait_for("the tenants rest", || supervisor.worker_pids("b").is_empty().then_some(()));
         }
         for (tenant, pid) in &served {

@@ -9,8 +9,8 @@ fn the_end_of_a_thread_is_the_end_of_the_supervisor_and_of_its_workers() {
         eprintln!("skipped: a release build does not panic on request");
         return;
     }
-    // Covers a task on the control thread, and a whole thread that takes its tasks along. The log names only
-    // one of them.
+    // Covers a task of the thread `control`, and the thread `onlookers` with all of its tasks. The log names
+    // exactly one task or thread.
     for thread in ["CONTROL", "ONLOOKERS"] {
         let signs = tempfile::tempdir().unwrap();
         let sign = signs.path().join("panic");

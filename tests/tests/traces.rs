@@ -136,7 +136,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
     let header = |text: &str| format!("traceparent: {text}");
     let by_http = place.job("b", "trace", &[&header(SAMPLED), "Bulkhead-Priority: critical"], b"12345");
 
-    // An unsampled trace is passed on unchanged. An invalid one is not passed on.
+    // An unsampled trace is passed on unchanged, and an invalid trace is dropped.
     let other = client.job("b", "").operation("trace");
     assert_eq!(other.traceparent(UNSAMPLED).send().unwrap().payload(), UNSAMPLED.as_bytes());
     assert_eq!(plain.traceparent("00-nonsense-01").send().unwrap().payload(), b"none");
@@ -148,7 +148,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
     assert_eq!(by_http.header("traceparent"), by_http.text(), "the answer names it too");
     assert_ne!(by_socket_span, by_http_span);
 
-    // Sends a third sampled job after all others, to show that the jobs before it have no spans.
+    // Sends a third sampled job last. If the unsampled jobs had spans, more than three would arrive.
     sampled(&client, "b", "echo").send().unwrap();
     let spans = collector.wait_spans(3);
     assert_eq!(spans.len(), 3, "{spans:?}");
@@ -370,7 +370,7 @@ fn a_collector_that_comes_back_is_sent_what_was_kept() {
 
 #[test]
 fn the_last_spans_are_sent_before_the_end() {
-    // The supervisor sends spans for one more second, which can be too short on a very busy machine.
+    // The supervisor sends spans for another second, which can be too short on a very busy machine.
     assert!((0..5).any(|_| sent_at_the_end() == 100));
 }
 

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// A supervisor that is the child of a program ends with the program, whatever ends it.
+/// A supervisor that is the child of a program ends with the program, however the program ends.
 #[test]
 fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
@@ -161,7 +161,7 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let began = Instant::now();
         let mut supervisor = command.spawn().unwrap();
         if number < 4 {
-            // Measures how long the supervisor takes until it has its keeper.
+            // Measures how long the supervisor takes to start the keeper.
             wait_for("its socket", || folder.path().join("jobs.sock").exists().then_some(()));
             longest = longest.max(began.elapsed());
             kill_pid(supervisor.id(), Signal::SIGKILL);

@@ -7,7 +7,7 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough to be kept for another worker, and too large to be read by accident together with its
+/// Payload small enough to be kept for another worker, and too large to be read by accident together with the
 /// header.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
@@ -55,7 +55,7 @@ fn leave(worker: &mut Worker, rule: &str) {
             let length = usize::from(u16::from_le_bytes([bytes[6], bytes[7]]));
             worker.socket.read_exact(&mut bytes[..length]).unwrap();
         }
-        // Names a job whose header the worker has only peeked at.
+        // Reports progress of a job whose bytes the worker has only peeked at.
         "peeks" => {
             let header: Vec<u8> = peek(&worker.socket, 16);
             let number = u64::from_le_bytes(header[8..].try_into().unwrap());
