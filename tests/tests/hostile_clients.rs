@@ -1,5 +1,5 @@
-//! Clients and workers that mean harm: what they send is refused, what they hold back is bounded, and no others
-//! notice.
+//! Hostile clients and workers: the supervisor rejects malformed input, bounds the resources that a peer can
+//! occupy, and keeps serving everyone else.
 
 use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -24,7 +24,7 @@ use rustix::net::SendFlags;
 
 const MIB: u64 = 1 << 20;
 
-/// Bytes of a header of which nothing has to be true.
+/// Encodes a frame header. The fields need not match any frame.
 fn header(length: u32, kind: u8, metadata_length: u16, number: u64) -> [u8; HEADER_BYTES] {
     Header { length, kind, flags: 0, metadata_length, number }.encode()
 }
@@ -66,7 +66,7 @@ fn submit(number: u64, operation: &str, payload: &[u8]) -> Vec<u8> {
     frame(kind::SUBMIT, number, &Submit { operation, ..PLAIN }, payload)
 }
 
-/// The first bytes of a SUBMIT of which so many bytes of payload are announced.
+/// Encodes the beginning of a SUBMIT frame whose header announces `payload_bytes` of payload.
 fn announcement(number: u64, payload_bytes: u32) -> Vec<u8> {
     let mut bytes = frame(kind::SUBMIT, number, &PLAIN, b"");
     let metadata_bytes = (bytes.len() - HEADER_BYTES) as u32;
@@ -74,14 +74,14 @@ fn announcement(number: u64, payload_bytes: u32) -> Vec<u8> {
     bytes
 }
 
-/// Connects and says nothing.
+/// Connects without sending anything.
 fn dial(path: &Path) -> UnixStream {
     let socket = UnixStream::connect(path).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     socket
 }
 
-/// Connects and is welcomed.
+/// Connects and completes the handshake.
 fn open(path: &Path) -> UnixStream {
     let mut socket = dial(path);
     socket.write_all(&hello(role::CLIENT)).unwrap();
@@ -89,12 +89,12 @@ fn open(path: &Path) -> UnixStream {
     socket
 }
 
-/// Writes what the supervisor may not want any more.
+/// Writes to a socket that the supervisor can already have closed.
 fn push(mut socket: &UnixStream, bytes: &[u8]) {
     let _ = socket.write_all(bytes);
 }
 
-/// The next frame: header, metadata, payload. `None`: the connection has ended.
+/// Reads the next frame (header, metadata, payload). Returns `None` if the connection has ended.
 fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
     let ended = |error: std::io::Error| {
         assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "nothing came in {PATIENCE:?}");
@@ -108,7 +108,7 @@ fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
     Some((header, metadata, payload))
 }
 
-/// The next outcome: its number, what it says, and the result. Progress before it is passed over.
+/// Reads the next outcome (job number, outcome, result). Skips progress frames.
 fn outcome(socket: &UnixStream) -> (u64, Outcome, Vec<u8>) {
     let mut frames = std::iter::from_fn(|| next(socket));
     let (header, metadata, payload) =
@@ -125,7 +125,7 @@ fn rejection(outcome: Outcome) -> (RejectReason, String) {
     }
 }
 
-/// What a client was told when it was cut off. Whatever comes before is passed over.
+/// Reads the supervisor's refusal, which must be the last frame of the connection. Skips all earlier frames.
 fn refusal(socket: &UnixStream) -> (u8, String) {
     loop {
         let (header, metadata, _) = next(socket).expect("it is told why");
@@ -159,7 +159,7 @@ fn is_healthy(supervisor: &Supervisor) {
     wait_for("/healthz answers", || (supervisor.try_get("/healthz")?.0 == 200).then_some(()));
 }
 
-/// One job of an honest client, of whatever size, comes back as it went.
+/// Sends one job of an honest client and checks the echoed payload. The size depends on `round`.
 fn honest_job(client: &Client, round: usize) {
     let size = [0, 1, 1000, 70_000, 300_000][round % 5];
     let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251 + round) as u8).collect();
@@ -168,7 +168,7 @@ fn honest_job(client: &Client, round: usize) {
     assert!(reply.payload() == payload, "{size} bytes came back as {}", reply.payload().len());
 }
 
-/// What a supervisor holds.
+/// Memory and descriptors that a supervisor holds.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: u64,
@@ -181,7 +181,8 @@ impl Held {
     }
 }
 
-/// Runs an attack beside an honest client whose jobs all succeed. Returns the most that the supervisor held.
+/// Runs an attack while an honest client sends jobs, all of which must succeed. Returns the peak of memory
+/// and descriptors.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
     let is_over = AtomicBool::new(false);
@@ -204,7 +205,7 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
                 look();
             }
         });
-        // So that the others end, too, when the attack fails.
+        // Catches a panic of the attack, so that the two threads above are stopped.
         let attacked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attack));
         is_over.store(true, Ordering::Relaxed);
         honest.join().unwrap();
@@ -213,22 +214,22 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
             std::panic::resume_unwind(panic);
         }
     });
-    // A new client, too.
+    // A new client is served too.
     honest_job(&Client::connect(supervisor.socket()).unwrap(), 3);
     assert!(rounds.load(Ordering::Relaxed) > 0);
     Held { bytes: bytes.into_inner(), descriptors: most_descriptors.into_inner() }
 }
 
-// Two hundred at once.
+// Two hundred hostile clients at once.
 
 struct Attack {
     path: PathBuf,
-    /// Set when all that wait for an answer have it.
+    /// Set when all attackers that wait for an answer have received it.
     is_over: AtomicBool,
 }
 
 impl Attack {
-    /// Keeps a connection as it is until all others are done.
+    /// Keeps a connection open until all other attacks have ended.
     fn hold(&self, socket: UnixStream) {
         wait_for("the attack is over", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
@@ -289,7 +290,7 @@ fn never_reads(attack: &Attack) {
     socket.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
     let mut sent = 0;
     for number in 0.. {
-        // Most are answered at once: there is no such bulkhead.
+        // Most jobs are rejected at once because their bulkhead does not exist.
         let bulkhead = if number % 100 == 0 { "victim" } else { "nobody" };
         let bytes = frame(kind::SUBMIT, number, &Submit { bulkhead, ..PLAIN }, b"");
         if socket.write_all(&bytes).is_err() {
@@ -333,7 +334,7 @@ fn cancels_what_is_not_there(attack: &Attack) {
 
 fn uses_a_number_twice(attack: &Attack) {
     let socket = open(&attack.path);
-    // Unless the first one was refused at once, which leaves its number free.
+    // If the first job was rejected at once, its number is free and the second job gets an outcome too.
     push(&socket, &submit(1, "yield", b""));
     push(&socket, &submit(1, "yield", b""));
     let (header, ..) = next(&socket).unwrap();
@@ -369,9 +370,9 @@ fn half_a_payload(attack: &Attack) {
 
 #[test]
 fn two_hundred_hostile_clients_harm_no_other() {
-    /// How many of each there are.
+    /// Number of attackers of each kind.
     const EACH: usize = 13;
-    /// Those that get an answer of some kind, and wait for it.
+    /// Attacks that end by themselves.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -386,7 +387,7 @@ fn two_hundred_hostile_clients_harm_no_other() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Those that take what there is and keep it.
+    /// Attacks that occupy resources and keep them.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -466,7 +467,7 @@ fn what_a_client_says_wrongly_is_answered_and_the_connection_goes_on() {
         }
     }
 
-    // What is no text, and lengths that lie.
+    // Invalid UTF-8, and lengths that do not match the frame.
     let valid = submit(77, "echo", b"");
     let spoilt = |at: usize, with: &[u8]| {
         let mut bytes = valid.clone();
@@ -490,7 +491,7 @@ fn what_a_client_says_wrongly_is_answered_and_the_connection_goes_on() {
         assert!(!sentence.contains(char::is_control), "{sentence:?}");
     }
 
-    // What is strange and not wrong.
+    // Unusual but valid values.
     let longest = "x".repeat(256);
     push(&socket, &frame(kind::SUBMIT, 1, &Submit { operation: &longest, tenant: &longest, ..PLAIN }, b""));
     let (_, unknown, _) = outcome(&socket);
@@ -518,7 +519,7 @@ fn what_a_client_says_wrongly_is_answered_and_the_connection_goes_on() {
 fn the_number_of_a_job_under_way_cannot_be_used_again() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // Whatever else would have become of the second one.
+    // Several second jobs. Without the reused number, each would end differently.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -560,7 +561,7 @@ fn too_many_clients_are_told_so() {
     );
     let before = Held::by(&supervisor);
     let path = supervisor.socket();
-    // One place is for the client that is honest after the attack.
+    // Leaves one place for the client that connects after the attack, and one for the honest client.
     let places: Vec<UnixStream> = (0..MOST - 2).map(|_| open(&path)).collect();
     let refused = AtomicUsize::new(0);
     let most = beside_an_honest_client(&supervisor, || {
@@ -610,7 +611,7 @@ fn half_received_payloads_count_for_what_they_hold() {
         push(socket, &announcement(1, 4 << 20));
         push(socket, &[1; 70_000]);
     }
-    // A client that connects later is answered later: by then all of that has been read.
+    // The supervisor answers a new client only after reading everything that was sent before.
     let wait_read = || (0..10).for_each(|_| drop(open(&path)));
     wait_read();
     for socket in &sockets {
@@ -637,10 +638,11 @@ fn unread_results_are_bounded() {
     let before = Held::by(&supervisor);
     let most = beside_an_honest_client(&supervisor, || {
         let sockets: Vec<UnixStream> = (0..10).map(|_| open(&path)).collect();
-        // All of a client's in one piece: what it sends while it reads nothing is not read either.
+        // Sends all jobs of a client in one write, because the supervisor reads nothing more from a client
+        // with unread results.
         let jobs: Vec<u8> = (0..20).flat_map(|number| submit(number, "big", b"1000000")).collect();
         sockets.iter().for_each(|socket| push(socket, &jobs));
-        // They would be 200 MB.
+        // The results have a total size of 200 MB.
         wait_for("every job has ended", || {
             let snapshot = supervisor.snapshot("victim");
             let ended = ["done", "cancelled"].iter().filter_map(|name| snapshot[name].as_u64()).sum::<u64>();
@@ -690,14 +692,14 @@ fn descriptors_for_workers_and_operators_are_left_when_clients_take_all() {
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
-    // Clients that left before they were accepted may still take a place for a moment.
+    // Clients that left before the supervisor accepted them can still occupy places for a moment.
     let late = wait_for("there is room again", || Client::connect(supervisor.socket()).ok());
     honest_job(&late, 4);
 }
 
-// Moments.
+// Events that reach the supervisor at the same moment.
 
-/// Stops the supervisor, so that everything that is done before [`goes_on`] reaches it at once.
+/// Stops the supervisor, so that everything sent before [`goes_on`] reaches it at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
     wait_stopped(supervisor);
@@ -724,7 +726,7 @@ fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
     let client = Client::connect(supervisor.socket()).unwrap();
     let other = client.job("honest", "").operation("hang").start().unwrap();
     supervisor.wait_number("honest", "in_flight", 1);
-    // Before anything else, between frames, and within one.
+    // Sends the out-of-band byte before the first frame, between frames, and within a frame.
     for sent in [&b""[..], &hello(role::CLIENT), &hello(role::CLIENT)[..7]] {
         let socket = dial(&supervisor.socket());
         push(&socket, sent);
@@ -740,7 +742,7 @@ fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
     drop(other);
 }
 
-/// Also what comes before the supervisor knows that the worker's process runs.
+/// Covers out-of-band bytes that arrive before the supervisor knows that the worker process runs.
 #[test]
 fn bytes_out_of_band_at_the_start_end_the_worker() {
     const STARTS: usize = 12;
@@ -755,13 +757,14 @@ fn bytes_out_of_band_at_the_start_end_the_worker() {
     let folder = tempfile::tempdir().unwrap();
     let supervisor = Supervisor::launch(folder, "", &bulkheads);
     wait_for("it answers", || supervisor.try_get("/healthz"));
-    // One after the other: had one of them not been noticed, there would be no further start.
+    // Workers start one after another. If the supervisor missed one violation, no further worker would start.
     for event in supervisor.wait_events("worker_killed", STARTS) {
         assert!(event["reason"].as_str().unwrap().contains("out of band"), "{event}");
     }
 }
 
-/// Both users and connections take turns: what many connections have sent does not go before what one has.
+/// The supervisor reads from users and connections in a fair order, so that the backlog of many connections
+/// does not delay the job of another.
 #[test]
 fn a_job_does_not_wait_for_all_that_others_have_sent() {
     const FLOODS: usize = 200;
@@ -776,7 +779,7 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
     let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     assert!(flood.len() < 128 << 10, "all of it fits into one read: {}", flood.len());
     floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
-    // The worker stops the supervisor as soon as it has the job.
+    // The worker stops the supervisor as soon as the job arrives.
     let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
     push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
     goes_on(&supervisor);
@@ -788,8 +791,8 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
     assert!(answered < most, "{answered} bytes of answers for others came first; fair are {most}");
 }
 
-/// A crowd whose frames are all refused, and one that comes and goes, have a share of a processor's time: a data plane
-/// that is always busy would be waited for by workers and clients like any busy loop.
+/// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data
+/// plane's time. A data plane that is always busy would delay workers and other clients.
 #[test]
 fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
     let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
@@ -798,7 +801,7 @@ fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
     let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
     sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-    // What was not taken of a burst.
+    // Position in the flood up to which each socket accepted the bytes.
     let mut rests = vec![0; sockets.len()];
     let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
     let mut floods = || {
@@ -819,7 +822,7 @@ fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
         let (took, used) = (began.elapsed(), processor_time(&supervisor) - before);
         assert!(used < took / 2, "{used:?} of {took:?}");
     }
-    // One that sends a job again is served.
+    // A flooding client that sends a valid job is served.
     let socket = &sockets[0];
     socket.set_nonblocking(false).unwrap();
     push(socket, &flood[rests[0]..]);
@@ -843,7 +846,7 @@ fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
                 }
             });
         }
-        // Also where this fails, so that the threads end.
+        // Catches a panic, so that the threads are stopped.
         let told = std::panic::catch_unwind(|| supervisor.wait_events("clients_delayed", 1).remove(0));
         is_over.store(true, Ordering::Relaxed);
         told.unwrap()
@@ -853,7 +856,7 @@ fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
     is_healthy(&supervisor);
 }
 
-/// What the supervisor's first thread, which is the data plane, has used of the processors.
+/// Returns the processor time used by the supervisor's first thread, which is the data plane.
 fn processor_time(supervisor: &Supervisor) -> Duration {
     let pid = supervisor.pid();
     let told = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat")).unwrap();
@@ -885,10 +888,10 @@ fn a_client_that_leaves_with_its_last_words_is_gone() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// Workers: this very program, started by the supervisor.
+// Workers: the supervisor runs this test program with `the_worker` as the only test.
 
-/// A bulkhead `victim` whose worker is [`the_worker`], with further keys, beside an honest one. The worker
-/// finds its notes in this folder.
+/// Returns the configuration of a bulkhead `victim` with the worker [`the_worker`] and further `keys`, and of
+/// a bulkhead `honest`. The worker keeps its notes in `folder`.
 fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
@@ -900,7 +903,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// No heartbeat is missed before a test is over.
+/// Deadline and heartbeat interval that no test reaches.
 const PATIENT: &str = "deadline = \"60s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
@@ -925,9 +928,9 @@ fn the_worker() {
 struct Worker {
     socket: UnixStream,
     notes: PathBuf,
-    /// A job that is not answered.
+    /// Job that stays unanswered until "release".
     held: Option<u64>,
-    /// It does not even send heartbeats.
+    /// True if the worker no longer sends heartbeats.
     is_silent: bool,
     out: Vec<u8>,
 }
@@ -1037,7 +1040,7 @@ impl Worker {
                 }
             }
             "too-large" => self.answer(job, &vec![1; count() as usize]),
-            // The rest comes when it is time.
+            // Sends the second half when the test has written the note "go".
             "too-large-slowly" => {
                 let whole = frame(kind::RESULT, job, &Empty, &vec![1; count() as usize]);
                 let (first, rest) = whole.split_at(whole.len() / 2);
@@ -1063,7 +1066,7 @@ impl Worker {
             "out-of-band" => {
                 rustix::net::send(&self.socket, b"!", SendFlags::OOB).unwrap();
             }
-            // Each by itself, as a library would that knows no better.
+            // Writes each frame separately, as a simple library would.
             "chatter" => {
                 for step in 0..count() {
                     let progress = Progress { fraction: 0.5, text: &step.to_string() };
@@ -1102,7 +1105,7 @@ impl Worker {
                 self.say(&half[..500]);
                 self.is_silent = true;
             }
-            // Once it is told to, so that both reach the supervisor at once.
+            // Waits for the test, so that the answer and the hang-up reach the supervisor at once.
             "answer-and-close" => {
                 wait_for("it is time", || self.note("go").exists().then_some(()));
                 self.answer(job, b"goodbye");
@@ -1140,7 +1143,7 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
         kill_pid(holder, Signal::SIGKILL);
         assert_eq!(ended(&held.join().unwrap()), "crashed/signal");
     });
-    // Now the number is that of no job any more, be it in the same place or in the one that replaces it.
+    // The noted number no longer belongs to a job. Answers for it are dropped, whichever worker sends them.
     for _ in 0..4 {
         assert_eq!(result(&client, "answer-for-another", "").unwrap().payload(), b"done");
     }
@@ -1168,7 +1171,7 @@ fn a_worker_that_says_too_much_is_bounded() {
         assert_eq!(result(&client, "flood-words", "100").unwrap().payload(), b"done");
         assert_eq!(result(&client, "flood-errors", "").unwrap().payload(), b"done");
 
-        // To a client that does not read, progress is not kept for ever.
+        // The supervisor bounds the progress that it keeps for a client that does not read.
         let done = supervisor.number("victim", "done");
         let socket = open(&supervisor.socket());
         push(&socket, &submit(1, "flood-progress", b"2000"));
@@ -1191,7 +1194,7 @@ fn a_worker_that_says_too_much_is_bounded() {
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A line in place of those that were dropped has their number.
+        // A line that stands for dropped lines has a number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
     assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
@@ -1200,11 +1203,11 @@ fn a_worker_that_says_too_much_is_bounded() {
     assert_eq!(control, None, "a terminal that shows the log is told what to do");
     assert!(most.bytes < before.bytes + 64 * MIB, "before {before:?}, most {most:?}");
 
-    // To say more than anybody wants to hear takes longer, and is no crime.
+    // Many small progress frames take longer, but are allowed.
     assert_eq!(result(&client, "chatter", "3000").unwrap().payload(), b"done");
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 
-    // To say nothing else is.
+    // An endless flood of heartbeats is a protocol violation.
     let flooded = result(&client, "flood-heartbeats", "").unwrap_err();
     let verdict = &flooded.outcome().unwrap().verdict;
     assert_eq!((verdict.name(), verdict.reason()), ("crashed", Some("protocol")), "{flooded}");
@@ -1212,24 +1215,24 @@ fn a_worker_that_says_too_much_is_bounded() {
     let exits = supervisor.events("worker_killed");
     assert!(exits.iter().any(|event| event.to_string().contains("300000")), "{exits:?}");
 
-    // Replies without end for jobs that it does not have are more than an accident.
+    // An endless flood of replies for unknown jobs is a protocol violation.
     assert_eq!(ended(&result(&client, "flood-answers", "")), "crashed/protocol");
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// Its worker is busy with it: another job would wait behind it for nothing.
+/// The worker is still busy with the rejected result, so another job would only wait.
 #[test]
 fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // Its client need not wait for the rest, which does not come before it is time.
+    // The client gets the failure before the rest of the result, which the worker sends after the note "go".
     let large = result(&client, "too-large-slowly", "3000000");
     assert_eq!(ended(&large), "failed/result_too_large");
     let next = std::thread::spawn(move || ended(&result(&client, "echo", "next")));
     supervisor.wait_number("victim", "queued", 1);
-    // Whatever was read of the result by now: its permit is taken.
+    // The permit stays in use, however much of the result has been read.
     for _ in 0..20 {
         let snapshot = supervisor.snapshot("victim");
         assert_eq!((&snapshot["workers"][0]["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
@@ -1250,13 +1253,13 @@ fn half_a_frame_from_a_worker_holds_no_other_up() {
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
     let supervisor = Supervisor::start(&by_hand(notes.path(), keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    // While it has a job, the job's deadline ends it.
+    // While the stalled worker has a job, the job's deadline ends the worker.
     assert_eq!(ended(&result(&client, "half-an-answer", "")), "deadline_exceeded/running");
     let patient = |operation: &str| {
         client.job("victim", "x").operation(operation).deadline(Duration::from_secs(60)).send()
     };
     assert_eq!(patient("echo").unwrap().payload(), b"x");
-    // While it has none, its silence does.
+    // While the stalled worker has no job, missed heartbeats end the worker.
     let last = patient("answer-and-a-half").unwrap();
     assert_eq!(last.payload(), b"whole");
     let pid = last.outcome().worker_pid.unwrap();
@@ -1285,7 +1288,7 @@ fn a_worker_that_closes_its_link_with_its_last_words_is_replaced() {
 
 #[test]
 fn a_client_cannot_end_its_neighbours_by_cancelling() {
-    /// More than a worker may answer without being asked.
+    /// More replies for unknown jobs than the supervisor accepts from a worker (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
     let notes = tempfile::tempdir().unwrap();
@@ -1310,11 +1313,11 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
                 answers.read_exact(&mut head).unwrap();
                 let mut rest = vec![0; Header::decode(&head).length as usize];
                 answers.read_exact(&mut rest).unwrap();
-                // What was cancelled, not what was refused since the worker is behind.
+                // Counts only cancelled jobs. Others are rejected because the worker lags behind.
                 taken += u64::from(rest[0] == bulkhead_shared::client_protocol::outcome_code::CANCELLED);
             }
         }
-        // It answers what it is given in order.
+        // The worker handles jobs in order, so all earlier jobs have been answered by then.
         let released = result(&client, "release", "");
         assert_eq!(ended(&released), "ok");
         let neighbour = neighbour.join().unwrap();
@@ -1324,7 +1327,7 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// What takes half a minute.
+// A test that takes half a minute.
 
 #[test]
 #[ignore = "waits for the limits of 30 s"]
@@ -1353,8 +1356,8 @@ fn a_client_that_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_a_slow_
                 is_refused(&socket, "not finished in time");
             }),
         ];
-        // Each of its frames is whole soon, but there is no moment without one that has begun. It goes on
-        // for a little longer than those who did end nothing.
+        // This client completes each frame quickly, but always has an incomplete frame on the connection. The
+        // client continues for a while after the stalled clients were disconnected.
         let slow = open(&path);
         let mut bytes = submit(0, "sleep", b"5");
         let half = bytes.len() / 2;

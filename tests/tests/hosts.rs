@@ -1,5 +1,5 @@
-//! The hosts: unmodified programs behind `exec`, and C libraries behind `library`, as the contract and
-//! `bulkhead.h` promise them.
+//! The two hosts: `exec` runs unmodified programs, and `library` loads C libraries. The tests check the
+//! promises of the `exec` contract and of `bulkhead.h`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,8 @@ use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, resident_bytes, tally, wait_for};
 use nix::sys::signal::Signal;
 
-/// Keys that every bulkhead here has: programs find their tools, and no deadline passes by itself.
+/// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job reaches by
+/// accident.
 const COMMON: &str = "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"60s\"\ngrace = \"20ms\"\n";
 
 fn start(bulkheads: &str) -> (Supervisor, Client) {
@@ -21,7 +22,7 @@ fn start(bulkheads: &str) -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// A bulkhead `x` that runs this script, with further keys.
+/// Starts a supervisor with a bulkhead `x` that runs `script`, with further `keys`.
 fn shell(script: &str, keys: &str) -> (Supervisor, Client) {
     start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", {script:?}]\n{keys}\n"))
 }
@@ -50,21 +51,21 @@ fn text(result: Result<Reply, JobError>) -> String {
     String::from_utf8(result.unwrap().payload().to_vec()).unwrap()
 }
 
-/// A tenant that no other job on this machine has. Everything that descends from a program has it in its
-/// environment, whatever it did to get away.
+/// Returns a tenant name that is unique on this machine. All descendants of a program have the name in their
+/// environment, even if they leave the session.
 fn tenant(what: &str) -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{what}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// The names of the processes that were started for this tenant and live.
+/// Returns the names of all live processes that were started for `tenant`.
 fn processes_of(tenant: &str) -> Vec<String> {
     let wanted = format!("BULKHEAD_TENANT={tenant}");
     let entries = std::fs::read_dir("/proc").unwrap();
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let is_one = |pid: &u32| {
-        // A zombie has no environment any more, and neither has a process that is just ending.
+        // A zombie or exiting process has no environment.
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         environment.split(|&byte| byte == 0).any(|variable| variable == wanted.as_bytes())
     };
@@ -73,8 +74,8 @@ fn processes_of(tenant: &str) -> Vec<String> {
 
 const NOBODY: [&str; 0] = [];
 
-/// A script that leaves processes which do their best to get away and hold the standard output, and goes
-/// on with `then`.
+/// Returns a script that first starts processes which leave the session, ignore signals and keep stdout open,
+/// and then runs `then`.
 fn tree(then: &str) -> String {
     format!(
         "trap '' TERM HUP INT; \
@@ -97,7 +98,7 @@ fn wait_gone(tenant: &str) {
     wait_for("the tree is gone", || processes_of(tenant).is_empty().then_some(()));
 }
 
-// `exec`: what goes in and what comes out.
+// `exec`: input and output.
 
 #[test]
 fn a_program_gets_the_payload_and_gives_the_result() {
@@ -124,7 +125,7 @@ fn a_program_that_does_not_read_its_input_is_no_failure() {
     assert_eq!(text(submit("some")), "abc");
 }
 
-/// What a program printed as lines of `NAME=value`.
+/// Parses lines of the form `NAME=value`.
 fn variables(text: &str) -> BTreeMap<String, String> {
     text.lines().filter_map(|line| line.split_once('=')).map(|(k, v)| (k.into(), v.into())).collect()
 }
@@ -204,7 +205,7 @@ fn the_folder_is_cwd() {
 fn a_flood_of_output_keeps_its_head_and_its_end() {
     let (supervisor, client) = shell("seq -f 'line %.0f.' 20000 >&2", "");
     assert_eq!(text(client.job("x", "").send()), "");
-    // Nothing is written afterwards that could bring the news along.
+    // The loss must be logged although the program writes nothing afterwards.
     wait_for("head, loss and end are in the log", || {
         let log = supervisor.log();
         let parts = ["line 1.", "lines of output were dropped", "line 20000."];
@@ -220,7 +221,7 @@ fn a_program_inherits_neither_descriptors_nor_signal_settings() {
         "[bulkhead.files]\nexec = [\"ls\", \"/proc/self/fd\"]\n\
          [bulkhead.status]\nexec = [\"cat\", \"/proc/self/status\"]\n",
     );
-    // The fourth is that of the folder which is listed.
+    // Descriptor 3 is the listed folder, opened by `ls`.
     assert_eq!(text(client.job("files", "").send()), "0\n1\n2\n3\n");
     let status = text(client.job("status", "").send());
     for field in ["SigBlk", "SigIgn"] {
@@ -243,7 +244,7 @@ fn rlimits_are_each_programs_own() {
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
-// `exec`: how it ends.
+// `exec`: exit codes and signals.
 
 #[test]
 fn an_exit_status_says_what_failed_and_whose_fault_it_is() {
@@ -258,7 +259,8 @@ fn an_exit_status_says_what_failed_and_whose_fault_it_is() {
         (66, false, Fault::Dependency),
         (75, true, Fault::Dependency),
         (127, false, Fault::Dependency),
-        // A shell's way to say that a child of it was killed is an exit all the same.
+        // A shell exits with 128 + N if signal N killed its child. The job still counts as failed, not as
+        // crashed.
         (139, false, Fault::Dependency),
         (255, false, Fault::Dependency),
     ];
@@ -300,7 +302,7 @@ fn death_by_a_signal_is_a_crash_of_the_program_and_not_of_the_worker() {
         assert_eq!(*status, Some(number), "{message}");
         assert!(message.contains(&format!("SIG{signal}")) && message.contains("dying"), "{message}");
     }
-    // More of them than a worker may have deaths (`restart.max` is 5).
+    // The number of crashes exceeds `restart.max` (5), the limit for deaths of workers.
     assert_eq!(supervisor.number("x", "crashed"), signals.len() as u64);
     assert_eq!(supervisor.number("x", "restarts"), 0);
     assert_eq!(supervisor.worker_pids("x"), worker);
@@ -334,7 +336,7 @@ fn a_result_over_max_result_fails_however_it_comes() {
     for operation in ["102401", "9000000", "endless"] {
         assert_eq!(outcome(&submit(operation)), "failed/result_too_large", "{operation}");
     }
-    // A child that goes on writing fails the job at once, or when the grace is over.
+    // A child that keeps writing fails the job when the result is too large or when `output_grace` ends.
     let inherited = outcome(&submit("inherited"));
     let ends = ["failed/output_incomplete", "failed/result_too_large"];
     assert!(ends.contains(&inherited.as_str()), "{inherited}");
@@ -342,7 +344,7 @@ fn a_result_over_max_result_fails_however_it_comes() {
     assert_eq!(supervisor.number("x", "restarts"), 0);
 }
 
-// `exec`: what is left behind.
+// `exec`: processes that a program leaves behind.
 
 #[test]
 fn what_still_holds_the_output_when_a_program_has_ended_is_killed() {
@@ -350,7 +352,7 @@ fn what_still_holds_the_output_when_a_program_has_ended_is_killed() {
     for status in ["0", "4"] {
         let tenant = tenant("HOLDER");
         let result = client.job("x", "").tenant(&tenant).operation(status).send();
-        // Gone before the outcome is told: no waiting here.
+        // Does not wait, because all processes must be gone before the outcome is sent.
         assert_eq!(processes_of(&tenant), NOBODY, "something is left of exit {status}");
         match result {
             Ok(_) => panic!("the result may have been cut short"),
@@ -368,7 +370,7 @@ fn what_still_holds_the_output_when_a_program_has_ended_is_killed() {
 
 #[test]
 fn a_child_that_floods_the_pipes_does_not_hold_a_program_that_has_ended() {
-    // As much as a child can write: it never leaves the pipe empty for long.
+    // `yes` writes as fast as possible, so the pipes are never empty for long.
     let script = "yes >&2 & yes >&2 & exit 6";
     let (supervisor, client) = shell(script, "deadline = \"20s\"\n");
     let tenant = tenant("FLOOD");
@@ -414,7 +416,7 @@ fn at_the_deadline_the_whole_tree_is_killed_and_nothing_else() {
     supervisor.wait_number("x", "available", 1);
     assert!(stands(&theirs), "a neighbour's processes were killed");
 
-    // The neighbour's client goes away: the same for its tree.
+    // If the neighbour's client drops the job, the neighbour's processes are killed too.
     drop(neighbour);
     wait_gone(&theirs);
     supervisor.wait_number("x", "available", 2);
@@ -432,7 +434,8 @@ fn a_client_that_disconnects_takes_its_program_along() {
     let other = Client::connect(supervisor.socket()).unwrap();
     let job = other.job("x", "").tenant(&ours).start().unwrap();
     wait_standing(&ours);
-    // What a killed client leaves is a closed socket; the library says goodbye in no other way.
+    // A killed client only leaves a closed socket. Dropping a client of the library sends nothing else
+    // either.
     drop(job);
     drop(other);
     wait_gone(&ours);
@@ -478,7 +481,7 @@ fn a_worker_that_is_killed_takes_its_programs_trees_along_before_anybody_is_told
         kill_pid(worker, Signal::SIGKILL);
         for (job, tenant) in jobs.into_iter().zip(&tenants) {
             let result = job.wait();
-            // No waiting here: the outcome comes only when everything is gone.
+            // Does not wait, because the outcome must come after all processes are gone.
             assert_eq!(processes_of(tenant), NOBODY, "round {round}");
             assert_eq!(outcome(&result), "crashed/signal", "round {round}");
         }
@@ -511,7 +514,7 @@ fn many_programs_that_end_in_all_ways_leave_no_process_and_no_descriptor() {
     assert!(zombies_of(worker).is_empty());
 }
 
-/// Children of a process that have ended and not been waited for.
+/// Returns the zombie children of `parent`.
 fn zombies_of(parent: u32) -> Vec<u32> {
     let is_zombie_of = |pid: &u32| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -524,7 +527,7 @@ fn zombies_of(parent: u32) -> Vec<u32> {
 
 // `library`.
 
-/// What the tests ask of a library, by operation.
+/// Library for the tests. The operation of a job selects the behaviour.
 const LIBRARY: &str = r#"
 #include <bulkhead.h>
 #include <stdatomic.h>
@@ -616,7 +619,7 @@ int other_entry(const bulkhead_job *job, const bulkhead_host *host)
 }
 "#;
 
-/// Compiles a C source into a library; the folder goes with the value.
+/// Compiles C source code into a shared library. Dropping the returned `TempDir` deletes the library.
 fn compile(source: &str, flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("library.c"), folder.path().join("library.so"));
@@ -642,7 +645,7 @@ fn library(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
 fn a_library_gets_the_whole_job_and_gives_its_result_in_parts() {
     let (_folder, supervisor, client) = library("");
     for _ in 0..3 {
-        // Initialised once, however many jobs.
+        // The count of `bulkhead_init` calls in the result stays 1 for all jobs.
         let reply = client.job("x", "payload").operation("parts").tenant("acme").send();
         assert_eq!(text(reply), "parts|acme|7|1|payload|end");
     }
@@ -677,7 +680,7 @@ fn a_library_sees_the_deadline_and_the_cancellation() {
     let limit = Duration::from_secs(2);
     let late = client.job("x", "").operation("wait").deadline(limit).send();
     assert_eq!(outcome(&late), "deadline_exceeded/running");
-    // Long before `grace` ends; a library that did not look would hold its permit until then.
+    // The permit is free long before the `grace` of 30 s ends, because the library checks for cancellation.
     supervisor.wait_number("x", "available", 1);
 
     let mut job = client.job("x", "").operation("wait").start().unwrap();
@@ -710,7 +713,7 @@ fn a_library_is_called_by_one_thread_or_by_as_many_as_it_may() {
     let first = submit();
     assert!((0..30).all(|_| submit() == first));
 
-    // Each waits inside for the other three.
+    // Each job waits inside the library for the other three.
     let (_folder, _supervisor, client) = library("max_in_flight = 4\n");
     let jobs: Vec<_> = (0..4).map(|_| client.job("x", "").operation("meet").start().unwrap()).collect();
     jobs.into_iter().for_each(|job| assert_eq!(outcome(&job.wait()), "ok"));
@@ -779,8 +782,8 @@ fn a_library_that_cannot_be_used_says_why() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// A host says by STATUS why it cannot start ("before a failed start, why"), so that no operator has to look
-/// for it in the output of a process that is gone.
+/// A host sends the reason in STATUS before a failed start, so that operators need not search the output of a
+/// dead process.
 #[test]
 fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     let (_folder, path) = compile(FAILS_AT_INIT, &[]);
@@ -797,7 +800,8 @@ fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     assert!(detail.contains("the licence has expired"), "{detail}");
 }
 
-/// A library that damages its worker: it forks processes that return, and closes or replaces descriptors.
+/// Library that damages its worker. Forked processes return from library functions, and handlers close or
+/// replace descriptors.
 const CARELESS: &str = r#"
 #include <bulkhead.h>
 #include <fcntl.h>
@@ -902,7 +906,7 @@ fn a_worker_ends_when_its_link_is_lost() {
     for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
         let job = client.job("x", "").operation(operation).start().unwrap();
         supervisor.wait_number("x", "restarts", nth as u64 + 1);
-        // Not by the job's deadline, which is a minute away.
+        // The worker ends because its link is lost, long before the job's deadline of one minute.
         assert_ne!(outcome(&job.wait()), "deadline_exceeded/running");
         assert_eq!(text(client.job("x", "").operation("init").send()), "exited with 1");
     }
@@ -921,7 +925,7 @@ fn no_job_waits_for_a_destructor_that_hangs() {
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
     let mut workers = Vec::new();
-    // A busy machine may start workers more slowly than hanging ones are ended.
+    // A busy machine can take longer to start a worker than to kill a hanging one.
     wait_for("a worker serves while the one two before it hangs", || {
         workers.push(client.job("x", "").send().unwrap().outcome().worker_pid.unwrap());
         let two_before = workers.len().checked_sub(3).map(|at| workers[at]);

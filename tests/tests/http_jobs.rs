@@ -1,5 +1,5 @@
-//! Jobs over HTTP, with a real supervisor and real workers: every outcome, and clients that dawdle, break off,
-//! or send what makes no sense.
+//! Jobs over HTTP, with a real supervisor and real workers: every outcome, slow and disconnecting clients,
+//! and invalid requests.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// The fields that the problem document of every job has.
+/// Checks the fields that the problem document of every job has.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -56,7 +56,7 @@ fn a_result_comes_back_as_it_is_with_its_outcome_in_headers() {
             assert!(answer.header(name).parse::<f64>().is_ok(), "{name}");
         }
 
-        // The same in chunks, whose number and size mean nothing.
+        // Sends the payload again in chunks. The number and size of chunks must not matter.
         let mut socket = place.connect();
         socket.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
         for chunk in payload.chunks(100_000) {
@@ -90,7 +90,7 @@ fn what_a_client_asks_for_is_asked_of_the_data_plane() {
     assert_eq!(event["tenant"], "größe");
     assert_eq!(event["trace_id"], &TRACEPARENT[3..35]);
 
-    // A job that waits for a worker might not begin in time.
+    // Waits for all permits, so that the job does not spend its deadline in the queue.
     supervisor.wait_number("b", "available", 4);
     let late =
         place.job("b", "sleep", &["Bulkhead-Deadline-Ms: 2000", "Bulkhead-Idempotent: true"], b"20000");
@@ -147,7 +147,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     let mut chunked = place.connect();
     chunked.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
     write!(chunked, "{:x}\r\n", 102_401).and_then(|()| chunked.write_all(&[0; 102_401])).unwrap();
-    // Told before the end has come.
+    // The answer comes before the end of the payload.
     check(&Answer::read(chunked).expect("an answer"), 413, "rejected", "too_large", "no");
     check(&place.job("b", &"o".repeat(257), &[], b""), 400, "rejected", "invalid", "no");
 
@@ -170,7 +170,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("protocol", "", &[], b""), 502, "crashed", "protocol", "unknown");
     check(&place.job("hung", "stop", &[], b""), 502, "crashed", "hung", "unknown");
 
-    // A neighbour brings the worker down: it would not end when it should have.
+    // A neighbour with a shorter deadline hangs, so that the supervisor kills the shared worker.
     let guilty = {
         let place = place.clone();
         std::thread::spawn(move || place.job("shared", "hang", &[], b""))
@@ -187,7 +187,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
-    // For which no wait will do, and which has the milliseconds all the same.
+    // A cost above the burst can never be served. The answer has `retry_after_ms` all the same.
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 9"], b""), 429, "rejected", "rate_limited", "no");
     let broken = "the one that is broken has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
@@ -198,7 +198,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("hung", "echo", &[], b""), 503, "rejected", "draining", "no");
 }
 
-/// A bulkhead whose only permit a job has until the file `go` is there, and as many that wait.
+/// Occupies the only permit of a bulkhead until the file `go` exists, and queues `waiting` further jobs.
 fn crowd(
     place: &Place,
     supervisor: &Supervisor,
@@ -263,7 +263,7 @@ fn a_crowd_is_told_why_it_is_turned_away() {
     supervisor.resize("breaker", r#"{"breaker": "forced_open"}"#);
     check(&place.job("breaker", "echo", &[], b""), 503, "rejected", "circuit_open", "no");
 
-    // Two payloads that wait take up the memory that there is.
+    // Two waiting payloads would exceed the memory budget.
     let waiting = {
         let place = place.clone();
         std::thread::spawn(move || place.job("late", "echo", &[], &vec![1; 4 << 20]))
@@ -298,18 +298,18 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
         socket
     };
     for length in [1001, 65_537, 1 << 30, (1 << 30) + 1, usize::MAX >> 8] {
-        // Not a byte of it is sent.
+        // The client sends no byte of the payload.
         let problem =
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
         assert!(detail.contains(&length.to_string()) && detail.contains("1000"), "{detail}");
-        // A client that asks before sending is not asked to send.
+        // A client that sends `Expect: 100-continue` gets the rejection instead of the permission to send.
         let mut socket = begin(&["Expect: 100-continue"], Some(length));
         let mut text = String::new();
         socket.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 413"), "{text}");
     }
-    // The end never comes.
+    // The client never sends the last chunk.
     let mut socket = begin(&["Transfer-Encoding: chunked"], None);
     socket.write_all(b"3e9\r\n").unwrap();
     socket.write_all(&[0; 1001]).unwrap();
@@ -318,7 +318,7 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
     let rejected = supervisor.snapshot("b")["rejected"]["too_large"].as_u64().unwrap();
     assert_eq!(rejected, 11, "each counts where the others count");
 
-    // A sender that does not stop still gets to read why.
+    // A client that never stops sending can still read the rejection.
     let mut socket = begin(&[], Some(64 << 20));
     let piece = vec![0; 1 << 20];
     while socket.write_all(&piece).is_ok() {}
@@ -344,14 +344,14 @@ fn a_client_that_goes_away_cancels() {
         supervisor.wait_number("b", "cancelled", count);
         supervisor.wait_number("b", "in_flight", 0);
     }
-    // Who says that nothing more will come has gone, as far as HTTP can tell.
+    // HTTP cannot tell a half-closed connection from a client that has left.
     let socket = begin(5, b"");
     supervisor.wait_number("b", "in_flight", 1);
     socket.end_sending();
     supervisor.wait_number("b", "cancelled", 4);
     assert!(Answer::read(socket).is_none());
 
-    // A payload that breaks off never becomes a job.
+    // An incomplete payload never becomes a job.
     for bytes in [10, 300_000] {
         let mut socket = place.connect();
         socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(bytes));
@@ -430,7 +430,7 @@ fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).expect("a process of ours").count()
 }
 
-/// Waits for the end of a connection, and returns all that came.
+/// Reads from a connection until its end and returns all bytes.
 fn drain(mut socket: Socket) -> Vec<u8> {
     socket.give_up_after(2 * PATIENCE);
     let mut bytes = Vec::new();
@@ -438,7 +438,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
-/// They never reach the data plane.
+/// Covers rejections in the control plane, which never reach the data plane.
 #[test]
 fn jobs_that_are_refused_where_they_come_in_are_counted() {
     let supervisor = Supervisor::start(ONE);
@@ -480,7 +480,7 @@ fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     let mut changes = place.connect();
     changes.send_head("PATCH", "/v1/bulkheads/b", &["Expect: 100-continue"], Some(10));
 
-    // Meanwhile all others are served.
+    // Other clients are served meanwhile.
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
     let waiters: Vec<_> = slow.into_iter().map(|socket| std::thread::spawn(move || drain(socket))).collect();
     let changes = std::thread::spawn(move || drain(changes));
@@ -494,7 +494,7 @@ fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     let text = String::from_utf8_lossy(&changes.join().unwrap()).into_owned();
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
     assert!(began.elapsed() >= Duration::from_secs(9));
-    // A client that has not read for so long gets no more than what was on its way.
+    // A client that stops reading gets only bytes that were already in the socket buffers.
     wait_for("the reader is cut off", || (descriptors(supervisor.pid()) <= before).then_some(()));
     assert!(drain(reader).len() < 50_000_000);
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
@@ -516,7 +516,7 @@ fn more_jobs_than_there_are_places_for_are_told_so() {
         .collect();
     supervisor.wait_number("b", "queued", 127);
     check(&place.job("b", "echo", &[], b""), 503, "rejected", "overloaded", "no");
-    // Others come in as ever.
+    // The jobs socket and other HTTP requests are not affected.
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let by_socket = client.job("b", "x").start().unwrap();
     supervisor.wait_number("b", "queued", 128);
@@ -530,7 +530,7 @@ fn more_jobs_than_there_are_places_for_are_told_so() {
     }
 }
 
-/// Resident memory, at its highest.
+/// Returns the peak resident memory in MiB.
 fn peak_mib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process of ours");
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("its memory");
@@ -543,7 +543,7 @@ fn payloads_of_unknown_length_share_the_memory_for_all() {
     let place = Place::of(&supervisor);
     let before = peak_mib(supervisor.pid());
     let piece = vec![7; 1 << 20];
-    // 240 MiB, if they were taken.
+    // The payloads have a total size of 240 MiB.
     let senders: Vec<_> = (0..80)
         .map(|_| {
             let (place, piece) = (place.clone(), piece.clone());
@@ -564,7 +564,7 @@ fn payloads_of_unknown_length_share_the_memory_for_all() {
     let sockets: Vec<Socket> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
     let grown = peak_mib(supervisor.pid()) - before;
     assert!(grown < 100, "{grown} MiB more");
-    // Those who are in may finish; the others have been told.
+    // Accepted senders can finish. The others have been rejected.
     let statuses = sockets.into_iter().map(|mut socket| {
         let _ = socket.write_all(b"0\r\n\r\n");
         Answer::read(socket).expect("an answer").status
@@ -572,7 +572,7 @@ fn payloads_of_unknown_length_share_the_memory_for_all() {
     let statuses: Vec<u16> = statuses.collect();
     assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{statuses:?}");
     assert!(statuses.iter().filter(|status| **status == 503).count() >= 64, "{statuses:?}");
-    // Nothing of them is left.
+    // All of the memory is free again.
     assert_eq!(place.job("b", "echo", &[], &vec![1; 4 << 20]).status, 200);
     println!("{grown} MiB at most, {} served", statuses.iter().filter(|status| **status == 200).count());
 }

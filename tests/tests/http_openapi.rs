@@ -1,5 +1,5 @@
-//! What `GET /openapi.json` says is what happens: every route of it is asked, rightly and wrongly, and each
-//! answer compared with the document.
+//! Compares `GET /openapi.json` with the supervisor's behaviour: the tests call every route with valid and
+//! invalid requests, and check each answer against the document.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ fn start() -> (Supervisor, Place) {
     (supervisor, place)
 }
 
-/// Leaves something to show: a crash report, events. Returns the report's id.
+/// Causes a crash report and events. Returns the id of the report.
 fn crash(supervisor: &Supervisor, place: &Place) -> String {
     place.job("b", "abort", &[BEARER], b"").problem(502);
     wait_for("there is a report", || {
@@ -37,7 +37,7 @@ fn crash(supervisor: &Supervisor, place: &Place) -> String {
     })
 }
 
-/// Every operation of the document, as path, method and what is said of it.
+/// Returns every operation of the document (path, method, description).
 fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().expect("paths");
     let each = paths.iter().flat_map(|(path, methods)| {
@@ -47,7 +47,7 @@ fn operations(document: &Value) -> Vec<(String, String, Value)> {
     each.collect()
 }
 
-/// What the document says about this answer.
+/// Checks an answer against the document's description of the operation.
 #[track_caller]
 fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     let response = &said["responses"][answer.status.to_string()];
@@ -63,7 +63,7 @@ fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
     }
 }
 
-/// As much of JSON Schema as the document uses.
+/// Checks a value against a schema. Supports only the parts of JSON Schema that the document uses.
 #[track_caller]
 fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     if let Some(name) = schema["$ref"].as_str() {
@@ -101,7 +101,7 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     }
 }
 
-/// A value that fits, for a parameter or as a body.
+/// Returns a valid value for a parameter.
 fn fitting(schema: &Value) -> String {
     if let Some(word) = schema["enum"].get(0) {
         return word.as_str().unwrap().to_owned();
@@ -128,9 +128,9 @@ fn every_route_answers_as_the_document_says() {
     let document = place.ask("GET", "/openapi.json", &[BEARER], b"").json();
     let mut operations = operations(&document);
     assert!(operations.len() >= 20, "{}", operations.len());
-    // It never ends: `watch.rs` reads it.
+    // `/v1/watch` never ends. `watch.rs` tests it.
     operations.retain(|(path, ..)| path != "/v1/watch");
-    // What drains comes last, so that all others find it ready.
+    // Sorts `drain` last, so that all other requests find the bulkhead ready.
     operations.sort_by_key(|(path, ..)| path.ends_with("drain"));
     for (path, method, said) in &operations {
         let asked = format!("{method} {path}");
@@ -143,7 +143,7 @@ fn every_route_answers_as_the_document_says() {
         let is_stream = path == "/v1/events";
         let end = if is_stream { "?follow=false" } else { "" };
 
-        // Rightly.
+        // Valid requests.
         let right = path.replace("{name}", "b").replace("{id}", &id).replace("{tenant}", "acme");
         let right = right.replace("{file}", "main.js") + end;
         let answer = with(&[], &right, body);
@@ -160,7 +160,7 @@ fn every_route_answers_as_the_document_says() {
             };
             let answer = with(&[], &joined(&fitting(&parameter["schema"])), body);
             compare(&document, said, &answer, &format!("{asked}?{name}"));
-            // Whatever it is, it is no text of that kind.
+            // This value is valid only for strings.
             if parameter["schema"]["type"] != "string" {
                 let answer = with(&[], &joined("%C3%A4"), body);
                 assert_eq!(answer.status, 400, "{asked}?{name}: {}", answer.text());
@@ -178,7 +178,7 @@ fn every_route_answers_as_the_document_says() {
             }
         }
 
-        // Wrongly.
+        // Invalid requests.
         if path.contains('{') {
             for name in ["nobody", "%00", "%F0%9F%98%80", &"n".repeat(300)] {
                 let wrong = path.replace("{name}", name).replace("{id}", name).replace("{tenant}", name);
@@ -227,7 +227,7 @@ fn every_route_answers_as_the_document_says() {
             }
         }
     }
-    // In each state there is.
+    // All operations again, for a bulkhead with isolated tenants.
     for (path, method, said) in &operations {
         let path = path.replace("{name}", "own").replace("{id}", &id).replace("{tenant}", "acme");
         let path = path.replace("{file}", "style.css");
@@ -240,7 +240,7 @@ fn every_route_answers_as_the_document_says() {
     }
 }
 
-/// The program, if it is installed: it makes up requests from the document.
+/// Finds `schemathesis`, which generates requests from the document.
 fn schemathesis() -> Option<PathBuf> {
     let named = std::env::var_os("SCHEMATHESIS").map(PathBuf::from);
     let search_path = std::env::var_os("PATH")?;
@@ -259,7 +259,7 @@ fn made_up_requests_are_answered_as_the_document_says() {
     };
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // Its requests are about what there is, or most of them would end as 404.
+    // The requests name an existing bulkhead and crash report, because most would end as 404 otherwise.
     let names = format!("[parameters]\nname = \"b\"\nid = \"{}\"\n", crash(&supervisor, &place));
     std::fs::write(supervisor.file("schemathesis.toml"), names).unwrap();
     let output = Command::new("timeout")
@@ -267,7 +267,7 @@ fn made_up_requests_are_answered_as_the_document_says() {
         .arg(program)
         .args(["run", &format!("http://{address}/openapi.json"), "-H", BEARER])
         .args(["--checks", "status_code_conformance,content_type_conformance,response_schema_conformance"])
-        // What follows goes on for ever, and what drains would keep jobs from all that comes after.
+        // Excludes endless streams, and operations that would reject the jobs of later requests.
         .args(["--exclude-operation-id", "events", "--exclude-operation-id", "showLogs"])
         .args(["--exclude-operation-id", "watch"])
         .args(["--exclude-operation-id", "drain", "--exclude-operation-id", "replayCrash"])

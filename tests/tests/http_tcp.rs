@@ -1,4 +1,5 @@
-//! The admin API over TCP: which requests get in, what web pages of others cannot do, and what the network may send.
+//! The admin API over TCP: authentication, protection against foreign web pages, and malformed or stalled
+//! requests.
 
 use serde_json::json;
 use std::io::{ErrorKind, Read, Write};
@@ -13,7 +14,7 @@ use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
-/// `me:a-token-of-the-tests`, as a browser sends it.
+/// `me:a-token-of-the-tests`, encoded as a browser sends it.
 const BASIC: &str = "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdHM=";
 const CHALLENGES: &str = "Bearer realm=\"bulkhead\", Basic realm=\"bulkhead\", charset=\"UTF-8\"";
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nenv = { KEY = \"sesame\" }\n";
@@ -38,7 +39,7 @@ fn start() -> (Supervisor, Place) {
     start_at("127.0.0.1:0", ONE)
 }
 
-/// Sends these bytes; returns all that comes.
+/// Sends `request` and returns everything that comes back.
 fn raw(place: &Place, request: &str) -> String {
     let mut socket = place.connect();
     socket.write_all(request.as_bytes()).unwrap();
@@ -59,7 +60,8 @@ fn probes_that_name_no_host_are_answered() {
         let answer = raw(&place, request);
         assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
     }
-    // A browser always names one; and without one nothing else is open, token or not.
+    // Browsers always send a Host header. Without a Host header nothing but probes is open, even with the
+    // token.
     for request in [
         "GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_owned(),
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n".to_owned(),
@@ -89,7 +91,7 @@ fn only_the_token_opens_and_health_needs_none() {
     for open in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(place.ask("GET", open, &[], b"").status, 200, "{open}");
     }
-    // There may be nothing there yet, but no token is asked for.
+    // The page can still be empty, but needs no token.
     assert_ne!(place.ask("GET", "/metrics", &[], b"").status, 401);
     let closed = [
         ("GET", "/v1/bulkheads"),
@@ -134,7 +136,7 @@ fn only_the_token_opens_and_health_needs_none() {
         }
     }
     place.ask("GET", &format!("/v1/bulkheads?token={TOKEN}"), &[], b"").problem(401);
-    // A job ends with an outcome here too.
+    // A rejected job over TCP has an outcome too.
     let told = |problem: &serde_json::Value| {
         json!(["outcome", "reason", "bulkhead", "executed", "retryable"].map(|field| &problem[field]))
     };
@@ -154,7 +156,7 @@ fn only_the_token_opens_and_health_needs_none() {
     assert_eq!(place.job("b", "echo", &[BASIC], b"").status, 200);
     place.job("b", "fail", &[BEARER], b"").problem(422);
     assert!(!supervisor.log().contains(TOKEN), "the log does not tell it");
-    // The Unix socket stays as it was.
+    // The Unix socket needs no token.
     assert_eq!(Place::of(&supervisor).job("b", "echo", &[], b"").status, 200);
 }
 
@@ -162,7 +164,7 @@ fn only_the_token_opens_and_health_needs_none() {
 fn web_pages_of_others_change_nothing_and_see_nothing() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // A name of theirs that leads here.
+    // DNS rebinding: a foreign host name that resolves to this address.
     for host in [
         "Host: evil.example",
         "Host: evil.example:9464",
@@ -177,7 +179,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     for host in ["Host: localhost", "Host: LOCALHOST:1", "Host: 127.0.0.1:8080", "Host: [::1]"] {
         assert_eq!(place.ask("GET", "/v1/bulkheads", &[host, BEARER], b"").status, 200, "{host}");
     }
-    // Requests that their scripts and forms make.
+    // Requests of foreign scripts and forms.
     let host = format!("Host: {address}");
     for origin in ["http://evil.example", "null", "https://localhost", "http://127.0.0.1:1"] {
         let origin = format!("Origin: {origin}");
@@ -192,7 +194,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     let same = format!("Origin: http://{address}");
     assert_eq!(place.ask("POST", "/v1/bulkheads/b/reset", &[&host, &same, BEARER], b"").status, 200);
 
-    // What a form can say is not enough, also with the token.
+    // A form cannot send the required content type, so changes by a form are refused even with the token.
     let change = br#"{"max_queue": 5}"#;
     for kind in [
         "text/plain",
@@ -209,7 +211,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
-    // A browser adds the password that it was given here, whatever site's form it is that sends a job.
+    // A browser adds the saved password to a job even if the form belongs to another site.
     for from in [
         "Origin: http://evil.example",
         "Origin: null",
@@ -229,7 +231,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
             place.ask("POST", &format!("/v1/bulkheads/b/{verb}"), &[&host, from, BASIC], b"").problem(403);
         }
     }
-    // Other sites may link to the dashboard. They may not have what is here in pages of theirs, nor listen to it.
+    // Other sites may link to the dashboard, but must not embed its pages or read its streams.
     let link = ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document", BASIC];
     assert_eq!(place.ask("GET", "/", &link, b"").status, 200);
     let frame = ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: iframe", BASIC];
@@ -239,13 +241,13 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
             .ask("GET", path, &["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", BASIC], b"")
             .problem(403);
     }
-    // A user may have made the Unix socket a port for their browser.
+    // A user can have forwarded a local port to the Unix socket for a browser.
     let unix = Place::of(&supervisor);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Host: localhost:1", "Origin: http://evil.example"], b"")
         .problem(403);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
 
-    // No other site is ever allowed anything.
+    // CORS gives no rights to any other site.
     let ask = [
         "Origin: http://evil.example",
         "Access-Control-Request-Method: POST",
@@ -257,7 +259,8 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     assert_eq!(supervisor.number("b", "queue_capacity"), 5);
 }
 
-/// As many as can be served have begun a request and stop there; many more have not begun one.
+/// Fills all places with clients that have begun a request and stopped, and connects many more that send
+/// nothing.
 #[test]
 fn connections_that_say_nothing_do_not_keep_out_those_who_ask_whether_all_is_well() {
     let (_supervisor, place) = start();
@@ -278,10 +281,10 @@ fn connections_that_say_nothing_do_not_keep_out_those_who_ask_whether_all_is_wel
         assert_eq!(place.ask("GET", page, &[], b"").status, 200, "{page}");
         silent.extend((0..100).map(|_| begin(b"")));
     }
-    // It was not their end that made room.
+    // Room was made without disconnecting the clients that had begun a request.
     let open = begun.iter().filter(|socket| is_open(socket)).count();
     assert!(open > 384 / 2, "{open} of {} are still open", begun.len());
-    // Of the silent ones the oldest had to go, and only as many as needed.
+    // Only the oldest silent connections were closed, and no more than necessary.
     wait_for("the oldest is closed", || (!is_open(&silent[0])).then_some(()));
     assert!(is_open(silent.last().unwrap()));
     drop(also);
@@ -357,7 +360,7 @@ fn the_network_may_send_what_it_likes() {
             held.push(socket);
         }
     }
-    // A payload that comes without a token is not taken, let alone waited for.
+    // A payload without a token is rejected long before the last byte.
     let mut socket = place.connect();
     socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(1 << 30));
     let piece = vec![0; 1 << 20];
@@ -384,7 +387,7 @@ fn the_network_may_send_what_it_likes() {
         let _ = socket.read_to_end(&mut bytes);
         assert!(bytes.is_empty() || bytes.starts_with(b"HTTP/1.1 4"), "{bytes:?}");
     }
-    // Requests in a row on one connection: one is served.
+    // Only the first of several pipelined requests is served.
     let mut socket = place.connect();
     let one = format!(
         "POST /v1/bulkheads/b/jobs HTTP/1.1\r\nHost: localhost\r\n{BEARER}\r\nContent-Length: 1\r\n\r\nx"

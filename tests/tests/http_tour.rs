@@ -1,4 +1,4 @@
-//! The commands that `docs/operations.md` shows are commands that work.
+//! Runs the commands that `docs/operations.md` shows.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use bulkhead_tests::http::Place;
 use bulkhead_tests::{Supervisor, wait_for};
 
-/// The commands of a section, each on one line.
+/// Returns the commands of a section, each on one line.
 fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations.md");
     let text = std::fs::read_to_string(path).expect("the documentation is there");
@@ -17,7 +17,7 @@ fn commands(section: &str) -> Vec<String> {
     whole.lines().map(str::to_owned).collect()
 }
 
-/// Runs a command as the documentation has it, but for where things are. Returns what it printed.
+/// Runs a command of the documentation with the test's paths and address. Returns the output.
 fn run(folder: &Path, command: &str, address: &str) -> String {
     let here = |name: &str| folder.join(name).to_str().expect("an ordinary path").to_owned();
     let command = command

@@ -1,4 +1,5 @@
-//! Whom workers run as, and how they reach what they are given: a checkout in a closed home above all.
+//! Users that workers run as, and access of workers to their files, above all in a checkout under a home of
+//! mode 0700.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -14,10 +15,10 @@ use nix::sys::signal::Signal;
 use nix::unistd::chown;
 use serde_json::json;
 
-/// Ids of workers where the configuration names none: those of systemd's dynamic users.
+/// User ids of workers if the configuration names none (the range of systemd's dynamic users).
 const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
 
-/// The profiles that this machine can have, each with the key.
+/// Returns the names of the profiles that this machine supports.
 fn profiles() -> impl Iterator<Item = &'static str> {
     let all = [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)];
     all.into_iter().filter(|(_, layers)| is_root() && has_layers(layers)).map(|(profile, _)| profile)
@@ -48,7 +49,7 @@ fn answer(client: &Client, bulkhead: &str, operation: &str, payload: &str) -> St
     String::from_utf8_lossy(reply.payload()).into_owned()
 }
 
-/// Starts a supervisor whose programs, configuration and folder are all in this folder.
+/// Starts a supervisor whose programs, configuration and sockets are all in `folder`.
 fn start_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
     let mut supervisor = launch_in(folder, config);
     wait_for("the supervisor is ready", || {
@@ -74,7 +75,7 @@ fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
 
-/// A home of mode 0700 with a checkout, and in there programs, a library with one of its own, and scripts.
+/// Creates a home of mode 0700 with a checkout: programs, a library that needs another one, and scripts.
 fn home() -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -159,7 +160,7 @@ fn all_that_is_given_of_a_closed_home_is_reached_and_nothing_else() {
     }
 }
 
-/// Where there is no `cwd`, it is the folder of the configuration: here the closed home itself.
+/// Without `cwd`, workers run in the folder of the configuration, which is the closed home here.
 #[test]
 fn a_closed_folder_with_the_sockets_can_be_worked_in() {
     for profile in profiles() {
@@ -194,7 +195,7 @@ fn nothing_is_shown_to_who_reaches_everything() {
     assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
 }
 
-/// The tour's configuration, as root in such a home.
+/// Runs the configuration of the tour as root in a closed home.
 #[test]
 fn the_examples_run_in_a_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
@@ -284,7 +285,7 @@ fn a_supervisor_without_privileges_shares_its_user_and_says_so() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
-/// Files never pass to another tenant: who writes them has the same id for ever.
+/// The user id of a bulkhead with `write` folders never changes, so that files never pass to another tenant.
 #[test]
 fn a_worker_that_writes_files_that_stay_keeps_one_id() {
     for profile in profiles() {
@@ -338,7 +339,7 @@ fn home_is_the_temporary_folder_unless_it_is_said() {
     }
 }
 
-// --check --start.
+// `--check --start`.
 
 fn check(folder: &Path) -> Output {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
@@ -418,7 +419,7 @@ fn check_says_what_stops_a_worker() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// However much time a worker asks for, it is given `start.ready` at a time, as by the supervisor.
+/// A worker can ask for more time only in steps of `start.ready`, as under a supervisor.
 #[test]
 fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
     let home = home();
@@ -439,7 +440,8 @@ fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
     assert_eq!(error.matches("does not become ready in time").count(), 2, "{error}");
 }
 
-/// What needs no path of its own: an ELF program of `exec`, and a library that needs no other beside it.
+/// Covers an ELF program of `exec` and a library without dependencies in its folder, because neither needs a
+/// path.
 #[test]
 fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
@@ -475,8 +477,8 @@ fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() 
     }
 }
 
-/// A container often has no right to mount: then a program that needs no path of its own runs by a descriptor, and of
-/// others what they cannot reach is named.
+/// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
+/// error for others names the unreachable folder.
 #[test]
 fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folder_is_named() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

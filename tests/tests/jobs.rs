@@ -93,17 +93,17 @@ fn a_client_never_harms_its_neighbours_in_a_worker() {
         wait_for("three run", || (supervisor.number("b", "in_flight") == 3).then_some(()));
 
         let bad = Client::connect(supervisor.socket()).await.unwrap();
-        // A job that has not begun when its time is over holds nothing: this one has the time to.
+        // The deadline leaves the job enough time to begin. A job that has not begun holds no permit.
         let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(asked), "deadline_exceeded/running");
-        // The permit is still taken: a fifth job does not fit, and is rejected at once.
+        // The hanging job still holds its permit, so a fifth job is rejected at once.
         assert_eq!(outcome(good.job("b", "").send().await), "rejected/queue_full");
         supervisor.touch("end");
         drop(bad);
         for neighbour in neighbours {
             assert_eq!(outcome(neighbour.await.unwrap()), "ok");
         }
-        // Now the hanging job is alone, and goes.
+        // The hanging job is now alone in its worker, so the worker is killed.
         supervisor.wait_number("b", "restarts", 1);
         let reply = good.job("b", "x").send().await.unwrap();
         assert_eq!(reply.payload(), b"x");
@@ -116,7 +116,7 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        // It does not obey, and has begun when its client loses interest.
+        // The job ignores the cancellation, and has begun when its client drops it.
         let stubborn = client.job("b", "").operation("steps:count begun;sleep 3600000");
         let task = tokio::spawn(stubborn.send());
         wait_for("it has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
@@ -129,7 +129,7 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
         wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
-        // One that yields keeps its worker.
+        // A job that obeys the cancellation keeps its worker.
         let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let job = client.job("b", "").operation("yield").send();
         assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
@@ -273,7 +273,7 @@ fn waiting_payloads_stop_at_max_buffered() {
                 rejected += 1;
             }
         }
-        // What fits waits, what does not was told so.
+        // Jobs that fit into the memory wait. All others have been rejected.
         while rejected < 400 - 64 {
             let done = jobs.join_next().await.unwrap();
             assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
@@ -334,7 +334,7 @@ fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
     assert!(supervisor.number("crash", "restarts") >= 1000);
 }
 
-/// What was done is told, also if the supervisor itself was stopped and so did not say "too late" in time.
+/// A finished job is reported as such even if the supervisor was stopped when the job's deadline passed.
 #[test]
 fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

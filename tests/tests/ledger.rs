@@ -1,6 +1,6 @@
-//! Jobs under kills, stops, reloads and floods, in the books of clients and workers. For longer:
-//! `cargo run --release -p bulkhead-tests --bin ledger -- SECONDS SEED`, followed by `embedded` or `embedded-local`
-//! for a supervisor in the clients' own process.
+//! Jobs under kills, stops, reloads and floods, recorded by clients and workers. For longer runs:
+//! `cargo run --release -p bulkhead-tests --bin ledger -- SECONDS SEED`, followed by `embedded` or
+//! `embedded-local` for a supervisor in the clients' process.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ fn every_job_has_one_outcome_that_is_true_and_begins_once_within_the_bound() {
     }
 }
 
-/// The same, with the supervisor in the clients' process: on a thread of its own, and on theirs.
+/// Runs the ledger with an embedded supervisor, on a separate thread and on the clients' threads.
 #[test]
 fn that_holds_for_a_supervisor_in_the_process_of_the_clients() {
     for mode in ["embedded", "embedded-local"] {

@@ -1,5 +1,5 @@
-//! Jobs that are sent ahead of a worker that is busy (`lookahead`): that none is lost or begun twice when it dies,
-//! that others have those of a slow one, and that nothing but the way to the worker is any different.
+//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job and begins none twice, and
+//! jobs behind a slow one go to other workers. Clients notice no other difference.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use bulkhead_shared::Executed;
 use bulkhead_tests::{Supervisor, kill_pid, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 
-/// Jobs at once in the tests that send many.
+/// Number of jobs in the tests that send many.
 const MANY: usize = 200;
 
-/// Long enough for every job here to be ahead, if it may.
+/// Lookahead that lets a worker prefetch every job of a test.
 const LONG: &str = "lookahead = \"10s\"";
 
 fn start(keys: &str) -> Supervisor {
@@ -41,14 +41,14 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Has every worker serve a few jobs, since before that none is known to be quick.
+/// Lets every worker serve a few jobs, because only workers known to be quick prefetch.
 async fn warm_up(client: &Client) {
     for _ in 0..20 {
         assert!(client.job("b", "x").send().await.is_ok());
     }
 }
 
-/// A worker that dies in the middle of many costs the job that it ran and no other; none begins twice.
+/// A worker that dies loses only the running jobs, and no job begins twice.
 #[test]
 fn a_death_costs_the_job_that_ran_and_no_other() {
     for max_in_flight in [1, 3] {
@@ -72,7 +72,8 @@ fn a_death_costs_the_job_that_ran_and_no_other() {
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
                 assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
                 if max_in_flight == 1 {
-                    // Its end was told before another began: no death costs it.
+                    // Each job has its outcome before the next job begins, so a death loses only the job that
+                    // caused the death.
                     assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
                 }
                 ends.push(end);
@@ -83,7 +84,7 @@ fn a_death_costs_the_job_that_ran_and_no_other() {
     }
 }
 
-/// The same where the worker is killed from outside, again and again, between jobs or within them.
+/// Kills the worker from outside repeatedly, between jobs and within jobs.
 #[test]
 fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
     let supervisor = start(LONG);
@@ -117,7 +118,7 @@ fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
     });
 }
 
-/// What is ahead of a worker that takes longer than was expected goes to another.
+/// Jobs behind an unexpectedly slow job go to another worker.
 #[test]
 fn jobs_ahead_of_a_slow_one_are_given_to_others() {
     let supervisor = start("processes = 2\nlookahead = \"50ms\"");
@@ -129,7 +130,7 @@ fn jobs_ahead_of_a_slow_one_are_given_to_others() {
                 assert_eq!(outcome(&job.await.unwrap()), "ok");
             }
         }
-        // One that lasts until the others are done, and many behind it.
+        // One slow job that lasts until all others are done, and many jobs behind it.
         let slow = spawn(steps(&client, "wait go"));
         let quick: Vec<Running> = (0..100).map(|_| spawn(client.job("b", "x"))).collect();
         for job in quick {
@@ -140,7 +141,7 @@ fn jobs_ahead_of_a_slow_one_are_given_to_others() {
     });
 }
 
-/// Until they begin, jobs ahead are queued: they count as such, leave when they are cancelled, and give way.
+/// Prefetched jobs count as queued until they begin. They can be cancelled, and make room for critical jobs.
 #[test]
 fn jobs_ahead_are_queued() {
     let supervisor = start(LONG);
@@ -159,7 +160,7 @@ fn jobs_ahead_are_queued() {
         let end = outcome(&cancelled.await);
         assert!(end.starts_with("cancelled"), "{end}");
         supervisor.wait_number("b", "queued", 5);
-        // None of the others begins before it.
+        // The critical job has to overtake the prefetched jobs.
         let critical = spawn(steps(&client, "count critical").priority(Priority::Critical));
         supervisor.wait_number("b", "queued", 6);
         supervisor.touch("go");
@@ -189,7 +190,7 @@ fn cancels_only_what_has_not_begun() {
     });
 }
 
-/// A stop and a drain answer them as those that wait.
+/// A drain rejects prefetched jobs like queued jobs.
 #[test]
 fn a_drain_takes_back_what_is_ahead() {
     let supervisor = start(LONG);
@@ -210,7 +211,7 @@ fn a_drain_takes_back_what_is_ahead() {
     });
 }
 
-/// A worker begins no more than it may, also of those that were sent ahead; and none of another bulkhead's number.
+/// `recycle.jobs` also limits prefetched jobs, so no worker begins more than 7 jobs.
 #[test]
 fn a_worker_with_few_jobs_left_gets_no_more_ahead() {
     let supervisor = start(&format!("recycle = {{ jobs = 7 }}\n{LONG}"));
@@ -227,7 +228,7 @@ fn a_worker_with_few_jobs_left_gets_no_more_ahead() {
     });
 }
 
-/// `"0s"` turns it off, also while workers run.
+/// `lookahead = "0s"` turns prefetching off.
 #[test]
 fn nothing_is_ahead_where_it_is_off() {
     let supervisor = start("lookahead = \"0s\"");
@@ -239,7 +240,7 @@ fn nothing_is_ahead_where_it_is_off() {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
     });
-    // A job whose deadline is the time that is left to it.
+    // A job behind a slow job misses its short deadline in the queue.
     run(async {
         let client = connect(&supervisor).await;
         let slow = spawn(steps(&client, "sleep 200"));
@@ -250,7 +251,7 @@ fn nothing_is_ahead_where_it_is_off() {
     });
 }
 
-/// A worker that answers for what is not its turn is not believed further.
+/// A worker that answers for a job whose turn has not come is killed.
 #[test]
 fn a_worker_that_answers_out_of_turn_is_ended() {
     let supervisor = start_with("raw\", \"liar", LONG);
@@ -265,13 +266,14 @@ fn a_worker_that_answers_out_of_turn_is_ended() {
         for job in behind {
             ends.push(outcome(&job.await.unwrap()));
         }
-        // What it answered for has run, and runs nowhere else; it may answer for others before it is gone.
+        // A job that the worker falsely answered has run and must not go to another worker. The worker can
+        // answer further jobs before being killed.
         let (crashed, done): (Vec<_>, Vec<_>) = ends.iter().partition(|end| *end == "crashed/protocol");
         assert!(!crashed.is_empty() && done.iter().all(|end| *end == "ok"), "{ends:?}");
     });
 }
 
-/// What a worker leaves in its journal says no more than what it may say on its link.
+/// The supervisor trusts a worker's journal no more than the worker's link.
 #[test]
 fn a_journal_without_sense_harms_only_its_worker() {
     let supervisor = start_with("raw\", \"scribbler", LONG);
@@ -292,7 +294,7 @@ fn a_journal_without_sense_harms_only_its_worker() {
     });
 }
 
-// Workers that begin nothing.
+// Blocked workers.
 
 /// State of a worker that stops working in the middle of a job.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -313,7 +315,7 @@ impl Blocked {
         start_with(arguments, &format!("health = {{ heartbeat = \"10s\", missed = 10 }}\n{keys}"))
     }
 
-    /// Blocks a worker, once all are known to be quick.
+    /// Blocks a worker after all workers are known to be quick.
     async fn block(self, client: &Client) {
         for _ in 0..5 {
             let warm: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
@@ -326,7 +328,7 @@ impl Blocked {
             Self::Ignores => "ignore",
             Self::IgnoresAll => "ignore all",
         };
-        // Never waited for: the supervisor ends before it.
+        // Does not await the job, because the supervisor ends first.
         drop(spawn(client.job("b", "").operation(operation)));
     }
 
@@ -387,8 +389,8 @@ fn what_a_blocked_worker_has_not_begun_ends_queued() {
     }
 }
 
-/// A worker that is stopped while idle gets one job, which another worker then runs, and no more jobs until it
-/// continues.
+/// A worker that is stopped while idle gets one job, which another worker then runs. The stopped worker gets
+/// no more jobs until SIGCONT.
 #[test]
 fn a_stopped_worker_is_spared_until_it_goes_on() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
@@ -411,7 +413,7 @@ fn a_stopped_worker_is_spared_until_it_goes_on() {
     });
 }
 
-/// Outcomes of jobs cancelled at any moment tell the truth about whether they ran.
+/// The outcome of a job that is cancelled at any moment says correctly whether the job ran.
 #[test]
 fn who_cancels_hears_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

@@ -1,4 +1,5 @@
-//! The memory for what waits, and the places of clients: what one party holds leaves the others their share.
+//! Memory for waiting data, and connections of clients: a greedy user or bulkhead leaves the others their
+//! share.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -20,14 +21,15 @@ use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 
-/// A user that this machine need not know.
+/// User id that need not exist on this machine.
 const BOB: u32 = 61_002;
 
-/// Two bulkheads whose worker is busy until the file `go` is there; what comes after waits.
+/// Two bulkheads with one permit each. Tests occupy the workers until the file `go` exists, so that later
+/// jobs wait.
 const BUSY: &str = "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n\
                     [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100000\ndeadline = \"600s\"\n";
 
-/// A client that speaks the protocol by hand.
+/// Client that encodes its frames itself.
 struct Caller {
     socket: UnixStream,
     number: u64,
@@ -52,7 +54,7 @@ impl Caller {
         caller
     }
 
-    /// A frame that announces more bytes of payload than come with it.
+    /// Sends a frame that announces `later` more bytes of payload than the frame contains.
     fn push<M: bincode::Encode>(&mut self, kind: u8, number: u64, message: &M, payload: &[u8], later: usize) {
         let mut metadata = Vec::new();
         codec::encode(message, &[], &mut metadata).unwrap();
@@ -70,7 +72,7 @@ impl Caller {
         self.number
     }
 
-    /// A job that keeps the worker of a bulkhead until the file `go` is there.
+    /// Occupies the worker of a bulkhead until the file `go` exists.
     fn occupy(&mut self, supervisor: &Supervisor, bulkhead: &str) {
         let wait = format!("steps:wait {}", supervisor.file("go").display());
         self.submit(&Submit { bulkhead, operation: &wait, ..PLAIN }, b"", 0);
@@ -94,7 +96,7 @@ impl Caller {
         (header.number, message.to_outcome().unwrap())
     }
 
-    /// Every outcome by number: each exactly one.
+    /// Returns the outcomes of all jobs by number. Each job must have exactly one.
     fn outcomes(&mut self) -> BTreeMap<u64, String> {
         let mut all = BTreeMap::new();
         while (all.len() as u64) < self.number {
@@ -115,7 +117,7 @@ fn name(outcome: &Outcome) -> String {
 const PLAIN: Submit<'static> =
     Submit { bulkhead: "a", operation: "", tenant: "", deadline_us: 0, priority: 1, idempotent: 0, cost: 0 };
 
-/// Whether this test can call as another user; if not, it says so.
+/// Returns true if the test can act as another user. Otherwise prints why the test is not run.
 fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -126,7 +128,7 @@ fn may_be_another() -> bool {
 
 const ANYONE: &str = "[[access]]\nuid = 0\n[[access]]\nuid = 61002\n";
 
-/// Lets another user to the sockets, and to the programs.
+/// Gives other users access to the sockets and to copies of the programs.
 fn open(supervisor: &Supervisor) {
     std::fs::set_permissions(supervisor.folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let programs = programs();
@@ -137,7 +139,7 @@ fn open(supervisor: &Supervisor) {
     assert!(copied.unwrap().success());
 }
 
-/// `bulkhead submit … --json` by the other user.
+/// Runs `bulkhead submit … --json` as the other user.
 fn by_bob(supervisor: &Supervisor, arguments: &[&str]) -> Child {
     let mut command = Command::new(supervisor.file("caller"));
     command.args(["as", &BOB.to_string(), &BOB.to_string(), ""]).arg(supervisor.file("bulkhead"));
@@ -151,7 +153,7 @@ fn end(child: Child) -> String {
     format!("{}/{}", object["outcome"].as_str().unwrap(), object["reason"].as_str().unwrap_or("-"))
 }
 
-/// Sums agree: whatever was submitted has one outcome.
+/// Checks that each submitted job has an outcome or is still held.
 fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
     let snapshot = supervisor.snapshot(bulkhead);
     let number = |name: &str| snapshot[name].as_u64().unwrap();
@@ -165,7 +167,7 @@ fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
 fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"", BUSY);
     let mut honest = Caller::of(&supervisor);
-    // What an honest one has used before is not given to those who announce.
+    // Memory that an honest client used and freed must not go to clients that only announce payloads.
     honest.submit(&PLAIN, &vec![1; 4 * MIB], 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     let before = resident_bytes(supervisor.pid());
@@ -173,7 +175,8 @@ fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
     for caller in &mut hostile {
         caller.submit(&PLAIN, b"x", MIB - 1);
     }
-    // By the time that the honest one is answered the announcements are read; then comes one more byte of each.
+    // The supervisor has read all announcements before answering the honest job. Each hostile client then
+    // sends one more byte.
     honest.submit(&PLAIN, b"", 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     for caller in &mut hostile {
@@ -207,7 +210,7 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
         let priority = classes[n % 3].code();
         greedy.submit(&Submit { priority, operation: "pid", ..PLAIN }, &payload, 0);
     }
-    // All but one of 32 MiB: the records count as well.
+    // Only 31 payloads of 1 MiB fit into 32 MiB, because the records of jobs count as well.
     supervisor.wait_number("a", "queued", 31);
     wait_for("the rest is turned away", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"] == 29).then_some(())
@@ -218,7 +221,7 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
     let path = file.to_str().unwrap().to_owned();
     let bob: Vec<Child> =
         (0..3).map(|_| by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])).collect();
-    // Three of his wait, and what they take was given.
+    // Three of Bob's jobs wait, so other jobs had to give up the memory for them.
     wait_for("his jobs wait", || (supervisor.number("a", "submitted") == 64).then_some(()));
     wait_for("others have given", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"].as_u64() >= Some(37)).then_some(())
@@ -234,7 +237,7 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
             outcomes.iter().filter(|(number, _)| **number > 1 && (**number as usize - 2) % 3 == class);
         tally(names.map(|(_, name)| name.clone()))
     };
-    // Of those that waited, the newest of the lowest class gave.
+    // The newest jobs of the lowest class were rejected first.
     let kept = |class: usize| of(class).get("ok").copied().unwrap_or(0);
     assert!(kept(0) >= 10 && kept(2) >= 10 && kept(1) <= 4, "{:?} {:?} {:?}", of(0), of(1), of(2));
     adds_up(&supervisor, "a");
@@ -273,7 +276,7 @@ fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
         &format!("{BUSY}{ANYONE}"),
     );
     open(&supervisor);
-    // Most of the memory, by frames of which the end does not come.
+    // Occupies most of the memory with frames that are never completed.
     let mut hoarders: Vec<Caller> = (0..3).map(|_| Caller::of(&supervisor)).collect();
     for caller in &mut hoarders {
         caller.submit(&PLAIN, &vec![1; 3 * MIB + MIB / 8], MIB - MIB / 8);
@@ -285,7 +288,7 @@ fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])), "ok/-");
     }
-    // One of them at least was told why, and closed.
+    // At least one hoarder received the reason and was disconnected.
     let closed = hoarders.iter_mut().filter_map(|caller| {
         caller.socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         let (number, outcome) = caller.next().map(|(header, metadata)| {
@@ -335,15 +338,15 @@ fn idle_connections_of_one_user_do_not_keep_another_out() {
     open(&supervisor);
     let mut busy = Caller::of(&supervisor);
     busy.occupy(&supervisor, "b");
-    // One user alone may have all places.
+    // A single user may use all places.
     let mut idle: Vec<Caller> = (0..5).map(|_| Caller::of(&supervisor)).collect();
-    // The one that is used last is idle for less long than the others.
+    // After this job, `idle[0]` has been idle for less time than the others.
     idle[0].submit(&PLAIN, b"x", 0);
     assert_eq!(name(&idle[0].outcome().1), "ok");
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a"])), "ok/-");
     }
-    // The one that has been idle for longest went, and knows why.
+    // The connection that was idle for longest was closed with a reason.
     let (header, _) = idle[1].next().expect("it is told why");
     assert_eq!(header.kind, kind::REFUSED);
     idle[0].submit(&PLAIN, b"x", 0);
@@ -368,7 +371,7 @@ fn a_newcomer_is_overloaded_only_where_no_connection_is_idle() {
     busy.iter_mut().for_each(|caller| assert_eq!(name(&caller.outcome().1), "ok"));
 }
 
-// The end.
+// Stopping the supervisor.
 
 #[test]
 fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
@@ -402,7 +405,7 @@ fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
     }
 }
 
-/// Sends jobs one after the other until the supervisor does not listen any more.
+/// Sends jobs one after another until the supervisor stops listening. Returns the statuses and reasons.
 fn post_until_closed(place: &Place) -> Vec<String> {
     let mut ends = Vec::new();
     loop {

@@ -1,5 +1,5 @@
-//! Memory files for large payloads and results: that what arrives is what was sent, wherever it goes; and that who does
-//! what it should not with a file harms itself alone.
+//! Memory files for large payloads and results: data arrives unchanged in all cases, and clients and workers
+//! that misuse files harm only themselves.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -20,7 +20,7 @@ use nix::sys::signal::Signal;
 
 const MIB: usize = 1 << 20;
 
-/// Enough for a file of the largest payload here.
+/// Limits that allow files for the largest payload of these tests.
 const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\nmax_pooled = \"256MiB\"\n";
 
 fn start(bulkheads: &str) -> Supervisor {
@@ -31,7 +31,7 @@ fn one(keys: &str) -> Supervisor {
     start(&format!("[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{keys}\n"))
 }
 
-/// A bulkhead whose worker speaks by hand.
+/// Starts a supervisor with a bulkhead whose worker is the test program `borrower`.
 fn by_hand(mode: &str) -> Supervisor {
     let program = programs().join("borrower");
     let program = program.to_str().unwrap();
@@ -42,7 +42,7 @@ fn by_hand(mode: &str) -> Supervisor {
     ))
 }
 
-/// Bytes that differ from place to place and from one to the other.
+/// Returns bytes that differ from position to position and from seed to seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
 }
@@ -51,13 +51,13 @@ async fn connect(supervisor: &Supervisor) -> Client {
     Client::connect(supervisor.socket()).await.unwrap()
 }
 
-/// Where a worker finds a payload of a megabyte.
+/// Returns where a worker finds a payload of 1 MiB: "file" or "bytes".
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
 }
 
-/// Sends jobs until the worker finds their payloads in a file.
+/// Sends jobs until the worker finds the payloads in a file.
 async fn until_in_file(client: &Client, tenant: &str) {
     let began = Instant::now();
     while place(client, tenant).await != "file" {
@@ -85,7 +85,7 @@ fn what_arrives_is_what_was_sent() {
             let reply = client.job("b", payload.clone()).send().await.unwrap();
             assert!(reply.payload() == payload, "{bytes} bytes came back as others");
         }
-        // Many at once, each with a file or without.
+        // Sends many jobs at once, some with a file and some without.
         let jobs: Vec<_> = (0..60)
             .map(|seed| {
                 let job = client.job("b", pattern(seed, MIB + seed));
@@ -143,7 +143,7 @@ fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() 
     });
 }
 
-/// What tells no size is read at once, and what has no end is refused.
+/// A payload file that reports no size is read at once, and an endless one is refused.
 #[test]
 fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
     let supervisor = one("");
@@ -167,7 +167,7 @@ fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
     });
 }
 
-/// The worker that has the file dies; another gets the same bytes, and the next jobs a file that is new.
+/// If a worker dies with a file, the next worker gets the original bytes, and later jobs get a new file.
 #[test]
 fn a_retry_elsewhere_has_the_right_bytes() {
     let supervisor = one("processes = 2\nmax_queue = 100\nretry = { attempts = 3, budget = 1.0 }\n\
@@ -181,11 +181,11 @@ fn a_retry_elsewhere_has_the_right_bytes() {
             let job = client.job("b", payload.clone()).operation("die-if-file").idempotent(true);
             let reply = job.send().await.unwrap();
             assert!(reply.payload() == payload, "round {round}");
-            // A job that its worker does not begin in time goes to another one, and then not in the file.
+            // If the worker does not begin the job in time, another worker gets the job without a file.
             died += reply.outcome().attempts - 1;
         }
         assert!(died > 0, "no worker died with the file");
-        // Killed in the midst.
+        // Kills workers with running jobs.
         for round in 0..5 {
             until_in_file(&client, "").await;
             let jobs: Vec<_> = (0..8)
@@ -229,7 +229,7 @@ fn what_goes_to_another_bulkhead_goes_as_bytes() {
 fn poison_and_a_pool_of_nothing_have_the_socket() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // What kills there is recognised by its bytes, wherever it comes from.
+    // The fallback identifies payloads by digest, so jobs sent to the first bulkhead use the socket too.
     let falls_back = one(
         "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
     );
@@ -242,7 +242,7 @@ fn poison_and_a_pool_of_nothing_have_the_socket() {
             assert_eq!(file_bytes(supervisor), 0);
         }
     });
-    // From a reload on.
+    // A reload that switches poison detection on ends the use of files.
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -258,8 +258,8 @@ fn poison_and_a_pool_of_nothing_have_the_socket() {
     });
 }
 
-/// However many ask, there are no more bytes of files than may be; who has none is served all the same, and those that
-/// are idle go to those that want some.
+/// The total size of files never exceeds `max_pooled`. Clients without a file are served over the socket, and
+/// idle files go to clients that need some.
 #[test]
 fn files_stop_at_max_pooled_and_come_back() {
     let supervisor = Supervisor::start_with(
@@ -271,7 +271,7 @@ fn files_stop_at_max_pooled_and_come_back() {
         let clients = [connect(&supervisor).await, connect(&supervisor).await, connect(&supervisor).await];
         for round in 0..3 {
             for client in &clients {
-                // Each in turn: the others are idle then.
+                // The clients take turns, so that the other clients are idle.
                 until_in_file(client, "").await;
                 let jobs: Vec<_> = (0..12)
                     .map(|seed| {
@@ -288,7 +288,7 @@ fn files_stop_at_max_pooled_and_come_back() {
             }
         }
     });
-    // All clients are gone.
+    // All clients have disconnected.
     wait_for("all is given back", || {
         (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
     });
@@ -319,7 +319,7 @@ fn a_worker_that_is_replaced_leaves_no_file() {
     });
 }
 
-/// The worker still runs the handlers of jobs that have ended for their client while it answers the next job.
+/// A worker still runs handlers of jobs that have ended for their clients while answering the next job.
 #[test]
 fn a_late_worker_writes_into_no_other_jobs_result() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
@@ -333,7 +333,7 @@ fn a_late_worker_writes_into_no_other_jobs_result() {
             assert_eq!(outcome(&slow.send().await), "deadline_exceeded/running");
             let payload = pattern(round, MIB);
             assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
-            // And one that its client does not wait for.
+            // A job that its client has dropped.
             let dropped = client.job("b", vec![1; MIB]).operation("yield").start().await.unwrap();
             drop(dropped);
             assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
@@ -347,7 +347,7 @@ fn tenants_never_share_a_file() {
     run(async {
         let client = connect(&supervisor).await;
         for tenant in ["a", "b", "c"] {
-            // The first of each has none yet.
+            // The first job of each tenant finds no file yet.
             assert_eq!(place(&client, tenant).await, "bytes");
             until_in_file(&client, tenant).await;
         }
@@ -362,7 +362,8 @@ fn a_worker_can_do_nothing_to_a_file_but_write_results() {
         until_in_file(&client, "").await;
         let attack = client.job("b", vec![9; MIB]).operation("attack").send().await.unwrap();
         assert_eq!(String::from_utf8_lossy(attack.payload()), "done: ");
-        // What it scribbles over its answer is its client's alone to read, and the next jobs are served.
+        // Bytes that a worker writes over its result reach only the job's client, and the next jobs are
+        // served.
         let scribbled = client.job("b", vec![9; MIB]).operation("scribble").send().await.unwrap();
         assert_eq!(scribbled.payload().len(), MIB);
         let payload = pattern(5, MIB);
@@ -386,7 +387,7 @@ fn a_worker_that_names_what_it_has_not_breaks_the_protocol() {
     }
 }
 
-/// One that never says that it has the files gets every job as bytes.
+/// A worker that never confirms files gets every payload over the socket.
 #[test]
 fn a_worker_that_takes_no_files_has_bytes() {
     let supervisor = by_hand("never-takes");
@@ -400,7 +401,7 @@ fn a_worker_that_takes_no_files_has_bytes() {
     });
 }
 
-/// A client that speaks by hand.
+/// Client that encodes its frames itself.
 struct Raw {
     socket: UnixStream,
     inbox: Inbox,
@@ -408,7 +409,7 @@ struct Raw {
     files: Vec<OwnedFd>,
 }
 
-/// A frame: kind, number, what its metadata say of an outcome or a lease.
+/// Frame received from the supervisor: kind, number, and some metadata of outcomes and leases.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
     Leased(u64, Named),
@@ -446,7 +447,7 @@ impl Raw {
     fn told(&mut self) -> Told {
         loop {
             let mut poll = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
-            // What is left of the last read may be a frame.
+            // Bytes left from the last read can contain a whole frame.
             let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
             let _ = rustix::event::poll(&mut poll, Some(&soon));
             let (socket, files) = (&self.socket, &mut self.files);
@@ -483,7 +484,7 @@ impl Raw {
         self.send(kind::LEASE, number, &LeaseWanted { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
-    /// A lease, and its files: the one to write payloads into, and the one to read results from.
+    /// Gets a lease. Returns the name, the file for payloads, and the file for results.
     fn lease(&mut self, tenant: &str) -> (Named, File, File) {
         self.ask(1, tenant, MIB);
         let Told::Leased(1, named) = self.told() else { panic!("no lease") };
@@ -524,7 +525,7 @@ fn a_client_names_only_what_it_has() {
     refused(&mut raw, "a", Named { bytes: 65_536, ..lease });
     refused(&mut raw, "a", Named { bytes, ..foreign });
     refused(&mut raw, "a", Named { bytes, lease: 1 << 40 });
-    // Not by two jobs at once.
+    // Two jobs cannot use one lease at the same time.
     raw.submit(1, "a", "sleep", Named { bytes, ..lease });
     refused(&mut raw, "a", Named { bytes, ..lease });
     loop {
@@ -533,12 +534,12 @@ fn a_client_names_only_what_it_has() {
             other => assert_eq!(other, Told::Ended(lease.lease)),
         }
     }
-    // Neither too large, nor too many.
+    // A lease that is too large is refused.
     raw.ask(50, "a", 100 * MIB);
     assert_eq!(raw.told(), Told::Refused(50));
 }
 
-/// What a client has returned itself is its own fault, whether it was called back or not.
+/// A client must not use a lease after returning it, even if the lease was recalled before.
 #[test]
 fn a_client_does_not_use_what_it_has_returned() {
     let supervisor = one("");
@@ -554,7 +555,8 @@ fn a_client_does_not_use_what_it_has_returned() {
         raw.submit(number, "", "pid", Named { bytes: MIB as u64, ..named });
         assert_eq!(raw.told(), Told::Outcome(number, REJECTED, INVALID));
     }
-    // One that it has lost is its fault as well, once it has returned it.
+    // A revoked lease is rejected as overloaded until the client returns the lease, and as invalid
+    // afterwards.
     let (lost, ..) = raw.lease("");
     wait_for("it is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
     let mut submit = |number: u64| {
@@ -573,14 +575,14 @@ fn a_client_does_not_use_what_it_has_returned() {
     assert_eq!(raw.told(), Told::Outcome(7, REJECTED, INVALID));
 }
 
-/// Writes another configuration and has it read.
+/// Writes another configuration and reloads it.
 fn reload(supervisor: &Supervisor, bulkheads: &str) {
     supervisor.configure(SUPERVISOR, bulkheads);
     let (status, body) = supervisor.post("/v1/reload");
     assert_eq!(status, 200, "{body}");
 }
 
-/// Those that were made and not offered yet are refused, each of them.
+/// Leases whose files exist but which have not been offered are refused one by one.
 #[test]
 fn leases_that_were_made_when_payloads_are_to_be_bytes_are_refused() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -603,7 +605,8 @@ fn leases_that_were_made_when_payloads_are_to_be_bytes_are_refused() {
     wait_for("nothing is left", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
-/// Whether the target is there and learns to know payloads, or comes with the reload.
+/// Covers a fallback that starts to detect poison, a fallback that the reload adds, and a fallback whose
+/// tenants become isolated.
 #[test]
 fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
     let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -621,7 +624,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // One that is in use does not end for its rest.
+        // The lease is in use, so that only the reload can end the lease, and not idleness.
         raw.submit(1, "", "steps:count ran;wait end", Named { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -634,7 +637,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
     }
 }
 
-/// A client that never reads what it was lent, or never gives it back, and one that does not even say that it has it.
+/// Covers a client that never returns a lease, and a client that never reads nor confirms offered leases.
 #[test]
 fn a_client_that_gives_nothing_back_loses_it() {
     let supervisor = one("");
@@ -671,7 +674,7 @@ fn a_client_that_gives_nothing_back_loses_it() {
     });
 }
 
-/// A client that is stopped for so long that its lease is over is told so, and does not take zeros for its result.
+/// A client that was stopped for longer than its lease gets an error instead of a result of zeros.
 #[test]
 fn a_result_that_is_read_too_late_is_no_result() {
     let supervisor = one("");
@@ -681,7 +684,7 @@ fn a_result_that_is_read_too_late_is_no_result() {
         until_in_file(&client, "").await;
         client
     });
-    // It answers only when this client does not run any more.
+    // Stops the worker, so that the job is answered only while the client's runtime is not running.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
@@ -690,13 +693,13 @@ fn a_result_that_is_read_too_late_is_no_result() {
     let late = runtime.block_on(job).map(|reply| reply.payload().len()).unwrap_err();
     assert!(late.to_string().contains("taken back before it was read"), "{late}");
     assert_eq!(late.executed(), Executed::Yes);
-    // It goes on as any other.
+    // The client can send further jobs.
     let payload = pattern(2, MIB);
     assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
 }
 
-/// One that says what it would say if it had read, and never reads: the kernel keeps descriptors for it, of which a
-/// supervisor without privileges may have only so many on their way to all.
+/// A hostile client can confirm leases without reading them. The kernel keeps the unread descriptors in
+/// flight and limits their total for an unprivileged supervisor.
 #[test]
 fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
     let supervisor = one("");
@@ -710,7 +713,7 @@ fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
     let mut most = 0;
     let mut ask = |raw: &Raw, round: u64| {
         raw.ask(round, "", MIB);
-        // Their numbers can be guessed.
+        // Lease numbers can be guessed.
         for number in 1..=round {
             raw.send(kind::LEASE_TAKEN, number, &Empty, &[]);
             raw.send(kind::LEASE_RETURNED, number, &Empty, &[]);
@@ -728,7 +731,7 @@ fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
         file_bytes(&supervisor);
         assert!(ask(&raw, round) <= 8, "it is lent more and more");
     }
-    // Others have theirs, and so has this one once it has read.
+    // Other clients still get leases, and so does this client after reading.
     Raw::connect(&supervisor).lease("");
     wait_for("all was read", || {
         raw.told();
@@ -748,14 +751,14 @@ fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
     });
 }
 
-/// What is in its files counts as a worker's memory: it is lent no more than a part of what it may have.
+/// Memory files count as a worker's memory, so a worker is lent only a part of `recycle.rss`.
 #[test]
 fn a_worker_is_lent_a_part_of_what_it_may_hold() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // Files of 16 MiB each, of which it may have 16 MiB.
+        // A lease for 9 MiB has files of 16 MiB each, and this worker is lent 16 MiB at most.
         for round in 0..40 {
             let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");
@@ -763,7 +766,7 @@ fn a_worker_is_lent_a_part_of_what_it_may_hold() {
     });
 }
 
-/// Its connection turns out to be broken while its frames are read, with leases on their way to it.
+/// The connection breaks while the supervisor reads frames of the client and has leases to offer.
 #[test]
 fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
     let supervisor = one("");
@@ -772,7 +775,7 @@ fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
         raw.ask(1, "", MIB);
         raw.ask(2, "", MIB);
         let Told::Leased(1, named) = raw.told() else { panic!("no lease") };
-        // They are made one after the other.
+        // Files are made one after another, so the second lease of `raw` is ready too.
         after.lease("");
         raw.socket.shutdown(std::net::Shutdown::Read).unwrap();
         let mut outbox = Outbox::default();
@@ -794,7 +797,7 @@ fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// What a worker has in a file waits for nothing, and is in no crash report.
+/// A running job's file does not count as waiting data, and crash reports do not contain the payload.
 #[test]
 fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     let supervisor = one("max_queue = 4");
@@ -827,7 +830,7 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// A program that has died reads nothing any more, wherever its job ends.
+/// A program that has died no longer reads its file, even if the job ends in another bulkhead.
 #[test]
 fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
     let supervisor = start(
@@ -860,7 +863,7 @@ fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
     });
 }
 
-/// Leases that were given back while their jobs wait have their descriptors all the same.
+/// A returned lease keeps its descriptors until its job has ended.
 #[test]
 fn leases_that_were_given_back_count_until_their_jobs_are_over() {
     let folder = tempfile::tempdir().unwrap();
@@ -890,7 +893,8 @@ fn leases_that_were_given_back_count_until_their_jobs_are_over() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// A client whose thread does other things for a while has not heard that its lease is over.
+/// A client that has not read the end of its lease, because its thread was busy, sends payloads over the
+/// socket.
 #[test]
 fn a_client_that_has_not_listened_for_long_uses_the_socket() {
     let supervisor = one("");

@@ -1,5 +1,5 @@
-//! Metrics, as Prometheus meets them: what `GET /metrics` says, in which format, and that its numbers add up in
-//! every single scrape, whatever goes on.
+//! Metrics as Prometheus reads them: names, formats, and numbers that add up in every single scrape, also
+//! under load.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use bulkhead_tests::{PATIENCE, Supervisor, outcome, run, tally, wait_for};
 
 // Scraping.
 
-/// Content type and body.
+/// Scrapes the metrics. Returns the content type and the body.
 fn scrape_as(admin: &Path, accept: Option<&str>) -> (String, String) {
     let mut socket = UnixStream::connect(admin).expect("the admin socket");
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -45,7 +45,7 @@ fn page(supervisor: &Supervisor) -> Page {
     page_at(&admin(supervisor))
 }
 
-/// What has to hold in each scrape by itself.
+/// Checks the invariants of a single scrape.
 fn check_books(page: &Page) {
     let sum = |name: &str, labels: &[(&str, &str)]| page.sum(name, labels);
     let (mut elsewhere, mut guests) = (0, 0);
@@ -83,7 +83,7 @@ fn check_growth(before: &Page, after: &Page) {
     }
 }
 
-/// Scrapes again and again, and checks each scrape by itself and against the one before.
+/// Scrapes continuously. Checks each scrape by itself and against the previous scrape.
 struct Scraper {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<(u64, Page)>,
@@ -111,7 +111,7 @@ impl Scraper {
         Self { is_over, thread }
     }
 
-    /// The last page, taken after this was called.
+    /// Scrapes once more, stops, and returns the last page.
     fn finish(self) -> Page {
         self.is_over.store(true, Ordering::SeqCst);
         let (scrapes, page) = self.thread.join().expect("the books balance");
@@ -120,8 +120,8 @@ impl Scraper {
     }
 }
 
-/// The numbers of a quiet supervisor are those of its snapshots. It may not be quiet yet: workers end late jobs that
-/// no client waits for any more, are started again, or rest.
+/// Waits until the metrics and the snapshot agree. Both can change for a while, because workers end late
+/// jobs, restart, or rest.
 fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     let mut told = Vec::new();
     wait_for("metrics and snapshot agree", || {
@@ -134,7 +134,7 @@ fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     });
 }
 
-/// What differs, with both values.
+/// Returns the numbers that differ, with both values.
 fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec<(String, u64, u64)> {
     let of = ("bulkhead", bulkhead);
     let number = |field: &str| snapshot[field].as_u64().unwrap_or_else(|| panic!("{field}: {snapshot}"));
@@ -166,7 +166,7 @@ async fn connect(supervisor: &Supervisor) -> Client {
     Client::connect(supervisor.socket()).await.unwrap()
 }
 
-// What is there.
+// Families and labels.
 
 const TWO: &str = "[defaults]\nmax_queue = 4\noverflow = \"evict-oldest\"\nbreaker = {}\n\
                    [bulkhead.plain]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"apart\"]\n\
@@ -249,7 +249,7 @@ fn every_name_is_there_from_the_first_scrape_on() {
     assert_eq!(page.sum("bulkhead_worker_memory_limit_bytes", &[]), 1 << 30);
     assert!(page.sum("bulkhead_worker_rss_bytes", &[("bulkhead", "plain"), ("slot", "0")]) > 0);
     assert_eq!(page.sum("bulkhead_workers", &[("bulkhead", "plain"), ("state", "ready")]), 1);
-    // Nothing has happened yet.
+    // All counters start at zero.
     let counted = page.growing().into_iter().filter(|((name, _), _)| name.starts_with("bulkhead_"));
     for (series, value) in counted {
         assert_eq!(value, 0.0, "{series:?}");
@@ -280,7 +280,7 @@ fn what_cannot_be_counted_is_left_out_until_it_can() {
     }
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
-    // What a rate needs is there all the same.
+    // Series that rates are computed from exist from the start.
     let critical = [("priority", "critical"), ("outcome", "rejected")];
     assert_eq!(there("bulkhead_jobs_total", &critical), 1);
     let of_critical = [("priority", "critical"), ("reason", "too_large")];
@@ -296,7 +296,7 @@ fn what_cannot_be_counted_is_left_out_until_it_can() {
     assert_eq!(of_all.samples("bulkhead_rejected_total", &[("priority", "best-effort")]).count(), 0);
     assert_eq!(of_all.samples("bulkhead_execution_seconds_bucket", &[]).count(), 22);
     assert_eq!(of_all.sum("bulkhead_execution_seconds_count", &[]), 1);
-    // Operators can open a breaker that is not configured: the zero comes before the first rejection.
+    // Operators can open a breaker that is not configured, so the zero must exist before the first rejection.
     supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
     assert_eq!((rejected("circuit_open"), there("bulkhead_breaker_state", &[])), (2, 2));
     supervisor.resize("b", r#"{"breaker": "auto"}"#);
@@ -306,7 +306,7 @@ fn what_cannot_be_counted_is_left_out_until_it_can() {
     assert_eq!((rejected("circuit_open"), rejected("evicted")), (2, 2));
     assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 9);
     assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", "jobs")]), 1);
-    // What was told stays.
+    // Series that have been exported once stay.
     supervisor.configure("", plain);
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     assert_eq!((rejected("evicted"), there("bulkhead_breaker_transitions_total", &[])), (2, 9));
@@ -332,7 +332,7 @@ fn the_scraper_chooses_the_format() {
         let (content_type, body) = scrape_as(&admin(&supervisor), Some(accept));
         assert_eq!(content_type, classic, "{accept}");
         assert!(!body.contains("# EOF"), "{body}");
-        // Counters are named by what their samples are named: nothing else differs.
+        // The classic format names a counter like its samples. Nothing else differs.
         let totals =
             |line: &str| line.starts_with("# ") && line.split(' ').nth(2).unwrap().ends_with("_total");
         let strict: String = body
@@ -349,7 +349,7 @@ fn the_scraper_chooses_the_format() {
     assert_eq!(supervisor.post("/metrics").0, 405);
 }
 
-// Whose it is.
+// Tenants.
 
 #[test]
 fn hostile_tenants_are_escaped_and_strangers_are_others() {
@@ -435,7 +435,7 @@ fn jobs_that_are_refused_at_the_door_count() {
     assert_eq!(rejected("closed", "forbidden"), 1);
     let critical = [("bulkhead", "b"), ("priority", "critical"), ("reason", "too_large")];
     assert_eq!(page.sum("bulkhead_rejected_total", &critical), 1);
-    // No client speaks for a tenant that it may not.
+    // Forbidden jobs do not count for the tenant that they name.
     let of_acme =
         |outcome| page.sum("bulkhead_tenant_jobs_total", &[("tenant", "acme"), ("outcome", outcome)]);
     assert_eq!((of_acme("rejected"), of_acme("ok")), (3, 1));
@@ -444,7 +444,7 @@ fn jobs_that_are_refused_at_the_door_count() {
     }
 }
 
-// What is counted.
+// Counters.
 
 #[test]
 fn bytes_that_wait_are_told_while_they_wait() {
@@ -491,7 +491,7 @@ fn evictions_restarts_breakers_and_late_replies_are_counted() {
         for job in [first, other, greedy.remove(0)] {
             job.await.unwrap().unwrap();
         }
-        // Its client is told long before it ends.
+        // The client gets the outcome long before the job ends.
         let late = job("wait later").deadline(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/running");
         supervisor.touch("later");
@@ -517,13 +517,14 @@ fn evictions_restarts_breakers_and_late_replies_are_counted() {
     assert_eq!(counted("bulkhead_breaker_transitions_total", &opened), 1);
     assert_eq!(counted("bulkhead_breaker_transitions_total", &[]), 2);
     assert_eq!(counted("bulkhead_breaker_state", &[("state", "closed")]), 1);
-    // Those that were refused as they came are in no histogram, the one that was evicted is.
+    // Jobs rejected on arrival are in no histogram. The evicted job is, because it waited.
     let count = |name: &str| counted(&format!("bulkhead_{name}_seconds_count"), &[]);
     assert_eq!((count("queue_wait"), count("execution"), count("job_duration")), (6, 5, 6));
     check_against_snapshot(&supervisor, "b");
 }
 
-/// Jobs of all kinds: those that end well, fail, crash, are tried again, miss their deadline, are given up.
+/// Returns a job, and true if its client gives the job up. The number selects success, failure, crash, retry
+/// or a missed deadline.
 fn job(client: &Client, number: usize) -> (Job, bool) {
     let bulkhead = ["entry", "entry", "safe", "apart"][number % 4];
     let (operation, payload) = match number / 4 % 9 {
@@ -572,7 +573,7 @@ fn the_books_balance_in_every_scrape() {
                 for number in (0..60).map(|round| lane + 24 * round) {
                     let (job, is_given_up) = job(&client, number);
                     if is_given_up {
-                        // To let go of it is to cancel it.
+                        // Dropping the future cancels the job.
                         drop(tokio::time::timeout(Duration::from_millis(2), job.send()).await);
                     } else {
                         ended.push(outcome(&job.send().await));
@@ -608,7 +609,7 @@ fn the_books_balance_in_every_scrape() {
     }
 }
 
-/// Counts go on through a reload, those of fallbacks that are none any more included.
+/// Counters survive reloads, including counters of former fallbacks.
 #[test]
 fn the_books_balance_while_the_file_changes() {
     const ROUNDS: usize = 20;
@@ -682,7 +683,7 @@ fn nothing_is_lost_with_tenants_that_are_forgotten() {
             assert_eq!(outcome(&job(tenant).operation("abort").send().await), "crashed/signal");
         }
         supervisor.resize("apart", r#"{"breaker": "forced_open"}"#);
-        // More than are remembered.
+        // More tenants than the supervisor remembers.
         for number in 0..4500 {
             let refused = job(&format!("stranger {number}")).send().await;
             assert_eq!(outcome(&refused), "rejected/circuit_open");
@@ -695,7 +696,7 @@ fn nothing_is_lost_with_tenants_that_are_forgotten() {
     check_against_snapshot(&supervisor, "apart");
 }
 
-// What reads it.
+// Alerts, dashboards and parsers.
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -705,7 +706,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Every metric that a text names.
+/// Returns the names of all metrics in a text.
 fn named_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words
@@ -763,12 +764,12 @@ fn prometheus_accepts_rules_and_page() {
         .unwrap();
     child.stdin.take().unwrap().write_all(classic.as_bytes()).unwrap();
     let judged = child.wait_with_output().unwrap();
-    // Exit status 3 is for taste alone.
+    // Exit status 3 reports only matters of style.
     let said = String::from_utf8_lossy(&judged.stderr).into_owned();
     assert!(matches!(judged.status.code(), Some(0 | 3)), "{said}");
 }
 
-/// Reads both formats with the parsers of Prometheus's own library for Python.
+/// Python program that reads both formats with the parsers of Prometheus's Python library.
 const PYTHON: &str = r#"
 import sys
 from prometheus_client.openmetrics import parser as openmetrics
@@ -809,7 +810,8 @@ fn prometheus_own_parser_reads_both_formats() {
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
 }
 
-/// A Python that has Prometheus's library: the one that is there, or one with an environment of its own.
+/// Returns a Python interpreter with Prometheus's library. Installs the library into a virtual environment if
+/// necessary.
 fn python(folder: &Path) -> Option<PathBuf> {
     let has_library = |python: &Path| {
         let tried = Command::new(python).args(["-c", "import prometheus_client.openmetrics"]).output();

@@ -1,6 +1,5 @@
-//! `docs/protocol.md`, kept true: the bytes of every kind of frame are pinned here, and a client and a worker
-//! that were written from that page alone, with nothing of the workspace's own, do jobs with a real
-//! supervisor.
+//! Tests of `docs/protocol.md`. They pin the bytes of every kind of frame. The client and the worker of the
+//! other tests were written from the page alone, without code of the workspace.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -23,7 +22,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 #[path = "protocol/rules.rs"]
 mod rules;
 
-// The page's own words, as a stranger would write them down.
+// Numbers as the page gives them, independent of the workspace's code.
 
 const BULKHEAD: u64 = 0x4441_4548_4b4c_5542;
 const HELLO: u8 = 1;
@@ -50,7 +49,7 @@ const STOPPING: u8 = 72;
 const PROGRAM_CRASHED: u8 = 73;
 const RETURNED: u8 = 74;
 
-/// A kind that version 1 does not have.
+/// Frame kind that does not exist in version 1.
 const NEWER: u8 = 200;
 const CRITICAL: u8 = 1;
 
@@ -159,7 +158,7 @@ impl<'a> Fields<'a> {
         String::from_utf8(self.take(count).to_vec()).unwrap()
     }
 
-    /// The extensions, behind which nothing may follow.
+    /// Reads the extensions, after which the metadata must end.
     fn end(&mut self) -> Vec<(u16, Vec<u8>)> {
         let list = (0..self.u64())
             .map(|_| {
@@ -181,10 +180,11 @@ struct Frame {
     payload: Vec<u8>,
 }
 
-/// Reads a whole frame. `None`: the connection has ended.
+/// Reads a whole frame. Returns `None` if the connection has ended.
 fn read_frame(mut socket: &UnixStream) -> Option<Frame> {
     let mut header = [0; 16];
-    // A connection that was closed with bytes of ours unread ends with an error instead of an end.
+    // If the supervisor closes a connection with unread bytes, the read fails with an error instead of an end
+    // of file.
     socket.read_exact(&mut header).ok()?;
     let length = u32::from_le_bytes(header[0..4].try_into().unwrap()) as usize;
     let meta_length = u16::from_le_bytes(header[6..8].try_into().unwrap()) as usize;
@@ -196,7 +196,7 @@ fn read_frame(mut socket: &UnixStream) -> Option<Frame> {
     Some(Frame { kind: header[4], flags: header[5], number, meta, payload })
 }
 
-/// What an OUTCOME says.
+/// Fields of an OUTCOME frame.
 #[derive(Debug)]
 struct Outcome {
     number: u64,
@@ -219,7 +219,7 @@ struct Outcome {
 }
 
 impl Frame {
-    /// The extensions of an OUTCOME.
+    /// Returns the extensions of an OUTCOME frame.
     fn extensions(&self) -> Vec<(u16, Vec<u8>)> {
         let mut fields = Fields(&self.meta);
         fields.take(5 + 4 + 3 * 8 + 4 + 1 + 8 + 1 + 4);
@@ -271,13 +271,13 @@ impl Outcome {
     }
 }
 
-/// A client's HELLO up to the list of extensions.
+/// Encodes a client's HELLO up to the list of extensions.
 fn client_hello(oldest: u16, newest: u16) -> Meta {
     let meta = Meta::default().u16(oldest).u16(newest).u8(1).u32(u32::MAX).u64(0);
     meta.text("by hand").text("1")
 }
 
-/// A SUBMIT up to the list of extensions.
+/// Encodes a SUBMIT up to the list of extensions.
 fn submit(bulkhead: &str, operation: &str) -> Meta {
     submit_for(bulkhead, operation, 0)
 }
@@ -298,7 +298,7 @@ impl Client {
         Self { socket }
     }
 
-    /// Connects and is welcomed.
+    /// Connects and completes the handshake.
     fn connect(supervisor: &Supervisor) -> Self {
         let mut client = Self::dial(supervisor);
         client.send(HELLO, BULKHEAD, client_hello(1, 1).end(), b"");
@@ -328,7 +328,7 @@ impl Client {
         }
     }
 
-    /// The outcome of one job alone.
+    /// Sends a single job and returns its outcome.
     fn job(&mut self, bulkhead: &str, operation: &str, payload: &[u8]) -> Outcome {
         self.send(SUBMIT, 1, submit(bulkhead, operation).end(), payload);
         let outcome = self.outcome();
@@ -336,7 +336,7 @@ impl Client {
         outcome
     }
 
-    /// The reason and sentence of a refusal, after which the connection has ended.
+    /// Reads a refusal, which must end the connection. Returns the reason and the message.
     fn refusal(&mut self) -> (u8, String) {
         let refused = self.next();
         assert_eq!((refused.kind, refused.number, refused.payload.len()), (REFUSED, 0, 0), "{refused:?}");
@@ -348,9 +348,9 @@ impl Client {
     }
 }
 
-// The worker: this very program, started by the supervisor.
+// Worker: the supervisor runs this test program with `the_worker` as the only test.
 
-/// A bulkhead whose worker is [`the_worker`], with further keys.
+/// Returns the configuration of a bulkhead with the worker [`the_worker`] and further `keys`.
 fn by_hand(name: &str, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
@@ -395,7 +395,7 @@ impl Worker {
         self.bytes(&frame(kind, 0, number, meta, payload));
     }
 
-    /// The next frame, with heartbeats while there is none.
+    /// Returns the next frame. Sends heartbeats until a frame arrives.
     fn next(&mut self) -> Frame {
         while !self.has_bytes() {
             self.send(HEARTBEAT, 0, empty(), b"");
@@ -403,7 +403,7 @@ impl Worker {
         read_frame(&self.socket).unwrap_or_else(|| std::process::exit(0))
     }
 
-    /// Whether there is something to read before the next heartbeat is due.
+    /// Returns true if bytes arrive before the next heartbeat is due.
     fn has_bytes(&self) -> bool {
         let mut poll = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
         nix::poll::poll(&mut poll, self.heartbeat).unwrap() > 0
@@ -411,7 +411,7 @@ impl Worker {
 
     fn work(&mut self, bulkhead: &str) {
         let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(0).text("by hand").text("1");
-        // Something that only a newer supervisor would know.
+        // An extension that only a newer supervisor would know.
         self.send(HELLO, BULKHEAD, hello.extensions(&[(77, b"news")]), b"");
         self.welcomed(bulkhead);
         self.send(EXTEND_START, 0, Meta::default().u32(5000).end(), b"");
@@ -519,9 +519,9 @@ impl Worker {
     }
 }
 
-// The bytes.
+// Pinned bytes.
 
-/// The frame as the workspace's own code writes it, in hex.
+/// Returns the frame in hex, as the workspace's code writes it.
 fn written<M: bincode::Encode>(
     kind: u8,
     number: u64,
@@ -539,7 +539,7 @@ fn written<M: bincode::Encode>(
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compares with a literal in which spaces and line breaks mean nothing.
+/// Compares a frame with a literal in which white space is insignificant.
 fn pin(name: &str, literal: &str, written: &str) {
     let literal: String = literal.split_whitespace().collect();
     assert_eq!(written, literal, "{name}");
@@ -855,7 +855,7 @@ fn the_page_shows_the_bytes_of_a_hello() {
     let page = page();
     let (_, example) = page.split_once("byte for byte (name `doc`, version `1`):\n\n```text\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
-    // What stands behind two spaces is explanation.
+    // Text after two spaces is an explanation.
     let literal: String = example.lines().filter_map(|line| line.split("  ").next()).collect();
     let meta = Meta::default().u16(1).u16(1).u8(1).u32(u32::MAX).u64(0).text("doc").text("1").end();
     let by_hand = frame(HELLO, 0, BULKHEAD, meta, b"");
@@ -916,7 +916,7 @@ fn the_page_names_every_number() {
     }
 }
 
-// The client by hand.
+// Client written from the page.
 
 const SDK: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\ndeadline = \"60s\"\n\
                    deadline_max = \"90s\"\nmax_payload = \"1MiB\"\n";
@@ -935,7 +935,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     assert!(!fields.text().is_empty(), "the supervisor's version");
     assert_eq!(fields.end(), []);
 
-    // The largest inline payload and the smallest that is not are among these.
+    // The sizes include the largest inline payload and the smallest announced payload.
     for size in [0, 1, 1000, 65_535, 65_536, 65_537, 300_000, 1 << 20] {
         let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251) as u8).collect();
         let outcome = client.job("b", "echo", &payload);
@@ -948,7 +948,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
         assert!(outcome.queued_us < 60_000_000 && outcome.ran_us < 60_000_000);
     }
 
-    // Several at once, each told apart by its number; all bits of it count.
+    // Concurrent jobs are distinguished by number. All 64 bits count.
     let numbers = [7, u64::MAX, 0, 1 << 63];
     for number in numbers {
         let payload = number.to_le_bytes();
@@ -964,7 +964,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     answered.sort_unstable();
     assert_eq!(answered, [0, 7, 1 << 63, u64::MAX]);
 
-    // A frame may come in any number of pieces.
+    // A frame can arrive in any number of pieces.
     for byte in frame(SUBMIT, 0, 9, submit("b", "echo").end(), b"bit by bit") {
         client.bytes(&[byte]);
     }
@@ -1000,7 +1000,7 @@ fn a_client_by_hand_hears_every_kind_of_end() {
     let crashed = client.job("b", "abort", b"");
     assert_eq!((crashed.kind(), crashed.status), ((CRASHED, 2), Some(6)), "{crashed:?}");
 
-    // Once the next worker is there, so that it does not pass in the queue.
+    // Waits for the next worker, so that the deadline does not pass in the queue.
     assert_eq!(client.job("b", "echo", b"").kind(), (OK, 0));
     client.send(SUBMIT, 6, submit_for("b", "yield", 100_000).end(), b"");
     let late = client.outcome();
@@ -1012,14 +1012,14 @@ fn a_client_by_hand_hears_every_kind_of_end() {
     wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
     client.send(CANCEL, 8, empty(), b"");
     assert_eq!(client.outcome().kind(), (CANCELLED, 0));
-    // Of no job, and of one that has its outcome: nothing happens.
+    // Cancelling an unknown or finished job has no effect.
     client.send(CANCEL, 999, empty(), b"");
     client.send(CANCEL, 8, empty(), b"");
 
     let unknown = client.job("nobody", "", b"");
     assert_eq!((unknown.kind(), unknown.executed, unknown.retryable), ((REJECTED, 3), 0, 0), "{unknown:?}");
     assert!(unknown.message.contains("nobody"), "{unknown:?}");
-    // What is too large is told at once, before its bytes have come, and these are thrown away.
+    // An oversized payload is rejected before the bytes arrive, and the bytes are discarded.
     let large = frame(SUBMIT, 0, 10, submit("b", "echo").end(), &vec![1; (1 << 20) + 1]);
     let (begin, rest) = large.split_at(100);
     client.bytes(begin);
@@ -1046,7 +1046,7 @@ fn a_client_that_goes_away_cancels_its_jobs() {
     assert_eq!(Client::connect(&supervisor).job("b", "echo", b"x").payload, b"x");
 }
 
-// The worker by hand.
+// Worker written from the page.
 
 const KEYS: &str = "max_in_flight = 2\nmax_queue = 10\nmax_result = 100000\ndeadline = \"60s\"\n\
                     grace = \"20s\"\nhealth = { heartbeat = \"200ms\", missed = 100 }\n";
@@ -1105,7 +1105,7 @@ fn a_worker_by_hand_serves_a_client_by_hand() {
     let status = supervisor.snapshot("w")["workers"][0]["status"].clone();
     assert_eq!(status, "loading the model");
 
-    // It says goodbye, and another one takes over.
+    // The worker announces its end with STOPPING, and another worker takes over.
     let before = supervisor.worker_pids("w");
     assert_eq!(client.job("w", "last", b"").payload, b"my last");
     let after = client.job("w", "echo", b"next");
@@ -1145,7 +1145,7 @@ fn a_signal_that_there_is_not_breaks_the_protocol_and_nothing_else() {
     }
 }
 
-// Evolving.
+// Later versions.
 
 #[test]
 fn a_run_limit_is_eight_bytes_and_comes_back_with_the_outcome() {
@@ -1179,7 +1179,7 @@ fn what_a_newer_client_says_more_is_skipped() {
     let welcome = client.next();
     assert_eq!((welcome.kind, Fields(&welcome.meta).u16()), (CLIENT_WELCOME, 1), "the common version");
 
-    // A kind that is not known, small and large, with metadata of no kind; flags without a meaning.
+    // Unknown frame kinds, unknown flags and invalid metadata of unknown frames are ignored.
     client.send(NEWER, 1, Meta(b"\xffanything".to_vec()), b"payload");
     client.send(NEWER, 2, Meta::default(), &vec![3; 300_000]);
     client.bytes(&frame(NEWER + 1, 0xfe, 3, empty(), b""));
@@ -1196,7 +1196,7 @@ fn what_a_newer_client_insists_on_is_refused_with_a_sentence() {
     for payload in [&b""[..], &[1; 300_000]] {
         let mut client = Client::connect(&supervisor);
         client.send(SUBMIT, 1, submit("b", "yield").end(), b"");
-        // The connection may end before all is written.
+        // The supervisor can close the connection before everything is written.
         let _ = client.socket.write_all(&frame(NEWER, CRITICAL, 1, empty(), payload));
         let (reason, sentence) = client.refusal();
         assert_eq!(reason, 1);
@@ -1221,7 +1221,7 @@ fn what_a_newer_client_insists_on_is_refused_with_a_sentence() {
 #[test]
 fn structures_never_change() {
     let supervisor = Supervisor::start(SDK);
-    // A hello with more fields would be another structure: what is new goes into extensions.
+    // New fields must be extensions, so a HELLO of another length is an error.
     let longer = client_hello(1, 1).end().u32(7);
     let shorter = Meta::default().u16(1).u16(1).u8(1).u32(u32::MAX).u64(0).text("by hand").end();
     let lying = Meta::default().u16(1).u16(1).u8(1).u32(u32::MAX).u64(0).u64(1 << 40).end();

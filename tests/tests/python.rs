@@ -5,7 +5,8 @@ use std::process::Command;
 
 use bulkhead_tests::programs;
 
-/// The interpreter of the environment that `.ci/run` makes in the target folder, or of `BULKHEAD_PYTHON`.
+/// Returns the interpreter of the environment that `.ci/run` creates in the target folder, or
+/// `BULKHEAD_PYTHON`.
 fn interpreter() -> Option<PathBuf> {
     let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
     let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));

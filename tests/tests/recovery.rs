@@ -1,5 +1,4 @@
-//! What becomes of jobs whose workers die under them: which are tried again and how often, which run alone, and
-//! which payloads are kept out. Workers die for real.
+//! Jobs whose workers die: retries, suspects that run alone, and quarantined payloads. Real workers die.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,17 +8,18 @@ use bulkhead_tests::{Auditor, Supervisor, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-/// A bulkhead `b` with these keys. Restarts are quick and without end: they are not what is tested here.
+/// Starts a supervisor with a bulkhead `b`. Restarts are quick and unlimited, because these tests do not
+/// cover restarts.
 fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
 
-/// The same, whose workers are slow to start but for the first: they wait for the file `go`.
+/// Starts a supervisor whose first worker is ready at once. Later workers wait for the file `go`.
 fn start_slow(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", keys)
 }
 
-/// The same with a shell's script for each job.
+/// Starts a supervisor that runs a shell script for each job.
 fn start_shell(script: &str, keys: &str) -> Supervisor {
     start_with(&format!("exec = [\"sh\", \"-c\", {script:?}]"), keys)
 }
@@ -42,7 +42,7 @@ fn spawn(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// A job of `b` that takes these steps, and may run twice.
+/// Returns an idempotent job of `b` that performs `steps`.
 fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}")).idempotent(true)
 }
@@ -54,7 +54,7 @@ fn attempts(result: &Result<Reply, JobError>) -> u32 {
     }
 }
 
-/// Outcome and attempts.
+/// Returns the outcome and the number of attempts.
 fn end(result: &Result<Reply, JobError>) -> (String, u32) {
     (outcome(result), attempts(result))
 }
@@ -90,7 +90,7 @@ fn an_idempotent_job_whose_worker_dies_once_ends_well() {
     assert_eq!(told[0]["operation"], "steps:die-first 1 ran", "{told:?}");
     assert_eq!(told[0]["tenant"], "acme", "{told:?}");
     assert_eq!(told[0]["attempts"], 1, "{told:?}");
-    // It ended well, so that no client hears of a crash.
+    // The job succeeded in the end, so there is no crash event.
     assert_eq!(supervisor.events("job_crashed").len(), 0);
     auditor.finish();
 }
@@ -152,7 +152,8 @@ fn a_handler_that_fails_is_not_tried_again() {
     assert_eq!(supervisor.number("b", "retries"), 0);
 }
 
-// is given to another worker although it has begun, and although it may not run twice.
+// A job that has begun and is not idempotent must not go to another worker, even after a replacement has
+// taken the slot.
 #[test]
 fn a_job_that_has_begun_is_not_begun_again_because_its_worker_was_to_be_replaced() {
     let supervisor = start("");
@@ -244,7 +245,8 @@ fn payloads_that_wait_for_their_retry_count_as_waiting_and_are_given_back() {
     });
 }
 
-// frame is checked, so that one that is larger than half of `max_buffered` is turned away by itself.
+// A payload must not count twice while its frame is checked. Otherwise a payload over half of `max_buffered`
+// would be rejected even if nothing else waits.
 #[test]
 fn a_payload_over_half_of_max_buffered_is_taken_when_nothing_else_waits() {
     let supervisor = Supervisor::start_with(
@@ -270,7 +272,7 @@ fn a_job_is_never_tried_after_its_deadline() {
         let result = steps(&client, "die-first 1 ran").deadline(limit).send().await;
         let passed = began.elapsed();
         assert!(passed >= limit && passed < Duration::from_secs(20), "{passed:?}");
-        // It did run, so none may say that it did not.
+        // The job ran, so the outcome must not say that it did not.
         let error = result.unwrap_err();
         let told = error.outcome().unwrap();
         assert_ne!(error.executed(), Executed::No, "{told:?}");
@@ -289,7 +291,7 @@ fn the_deadline_is_the_same_for_all_attempts() {
     let supervisor = start("retry = { attempts = 100, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
-        // The second attempt would have 8 s to itself if the first one's did not count.
+        // If the time of the first attempt did not count, the second attempt would have all 8 s.
         let began = Instant::now();
         let job = steps(&client, "sleep 4000;die-first 1 ran;wait never");
         let result = job.deadline(Duration::from_secs(8)).send().await;
@@ -300,7 +302,7 @@ fn the_deadline_is_the_same_for_all_attempts() {
     });
 }
 
-/// The window of the budget. What takes longer says nothing about it.
+/// Window of the retry budget. A run that takes longer proves nothing about the budget.
 const WINDOW: Duration = Duration::from_secs(9);
 
 #[test]
@@ -323,7 +325,7 @@ fn the_budget_allows_ten_retries_however_small_it_is() {
         assert_eq!(told.get(&2).copied().unwrap_or(0) as u64, retries, "{told:?}");
         assert!(retries == 10 || passed > WINDOW && retries > 10, "{retries} retries in {passed:?}");
         assert_eq!(supervisor.number("b", "crashed"), 60);
-        // So many deaths in a row are answered one after the other.
+        // The supervisor replaces the dead workers one after another.
         supervisor.wait_number("b", "restarts", 60 + retries);
     });
     auditor.finish();
@@ -393,7 +395,7 @@ fn a_job_whose_client_went_away_is_not_tried_again() {
 fn a_process_that_is_killed_takes_its_second_attempt_along() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }");
     let auditor = Auditor::of(&supervisor);
-    // A client that can be killed: everything of it ends at once.
+    // A client process that can be killed with all its connections.
     let mut client = supervisor.command();
     client.args(["submit", "b", "steps:die-first 1 ran;count again;wait never", "--idempotent"]);
     let mut client = client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -465,7 +467,7 @@ fn a_stop_tells_a_job_that_waits_for_its_retry() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    // The worker that starts will never be ready, and must not hold anything up.
+    // The next worker never becomes ready, and must not delay the stop.
     assert!(supervisor.wait().success());
     assert_eq!(supervisor.file_bytes("ran"), 1);
 }
@@ -556,7 +558,7 @@ fn innocent_neighbours_of_a_culprit_end_well_and_none_dies_twice() {
         }
         assert_eq!(end(&culprit.await.unwrap()), ended("crashed/signal", 2));
     });
-    // One death with all of them, one of the culprit alone.
+    // One death with all jobs in the worker, and one death with the culprit alone.
     supervisor.wait_number("b", "restarts", 2);
     auditor.finish();
 }
@@ -568,7 +570,7 @@ fn a_suspect_runs_alone_in_its_worker() {
     let auditor = Auditor::of(&supervisor);
     run(async {
         let client = connect(&supervisor).await;
-        // A stream that would fill every free permit.
+        // A stream of jobs that would fill every free permit.
         let stream: Vec<_> = (0..8)
             .map(|_| {
                 let (client, over) = (client.clone(), supervisor.file("over"));
@@ -597,7 +599,7 @@ fn a_suspect_runs_alone_in_its_worker() {
             ends.extend(its_ends);
             peak = peak.max(its_peak);
         }
-        // The others were innocent, went on, and shared their workers.
+        // The other jobs were innocent, continued, and shared their workers.
         let told = tally(ends);
         assert_eq!(told.keys().collect::<Vec<_>>(), ["ok"], "{told:?}");
         assert!(peak > 1, "{peak}");
@@ -642,7 +644,7 @@ fn in_a_crowd_of_culprits_no_innocent_is_lost_or_dies_twice() {
             told.push((is_culprit, outcome(&result), attempts(&result)));
         }
         let told = tally(told);
-        // The budget is all jobs, which suffices for one retry of each.
+        // The budget is 100 % of the jobs, which suffices for one retry of each job.
         let expected = [(true, "crashed/signal", 2), (false, "ok", 1), (false, "ok", 2)];
         for (is_culprit, how, attempts) in told.keys() {
             assert!(expected.contains(&(*is_culprit, how, *attempts)), "{told:?}");
@@ -656,7 +658,7 @@ fn in_a_crowd_of_culprits_no_innocent_is_lost_or_dies_twice() {
 
 const POISONOUS: &str = "steps:die-on poison;echo";
 
-/// A job of `b` with a payload that kills, or any other.
+/// Returns a job of `b` whose payload kills the worker if it is "poison".
 fn dose(client: &Client, payload: &str) -> Job {
     client.job("b", payload).operation(POISONOUS)
 }
@@ -682,12 +684,12 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
         assert_eq!((error.executed(), error.is_retryable()), (Executed::No, false));
         assert_eq!(error.retry_after(), None);
         assert_eq!(error.outcome().unwrap().attempts, 0);
-        // Another payload, and another operation of this one.
+        // Other payloads and other operations are not quarantined.
         assert_eq!(outcome(&dose(&client, "poison ").send().await), "ok");
         assert_eq!(outcome(&dose(&client, "").send().await), "ok");
         assert_eq!(outcome(&client.job("b", "poison").operation("echo").send().await), "ok");
         assert_eq!(outcome(&client.job("b", "poison").send().await), "ok");
-        // Whichever client asks, and for whichever tenant.
+        // The quarantine applies to all clients and tenants.
         assert_eq!(outcome(&dose(&client, "poison").tenant("t").send().await), "rejected/quarantined");
     });
     let told = submit(&supervisor, "poison", POISONOUS).output().unwrap();
@@ -708,7 +710,7 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
     assert_eq!(supervisor.number("b", "quarantined"), 0);
     run(async {
         let client = connect(&supervisor).await;
-        // All is forgotten, also the three deaths.
+        // The reset also forgets the three deaths.
         for _ in 0..3 {
             assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         }
@@ -717,7 +719,8 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
     auditor.finish();
 }
 
-// operation nor tenant is told, and an operator who has no digests does not know what is kept out.
+// The event names the operation and the tenant, because operators cannot identify a payload by its digest
+// alone.
 #[test]
 fn the_event_of_a_quarantine_says_which_operation_it_was() {
     let supervisor = start("poison = { crashes = 1 }");
@@ -748,9 +751,9 @@ fn an_empty_payload_and_a_large_one_can_be_poison() {
             assert_eq!(outcome(&job().send().await), "crashed/signal");
             assert_eq!(outcome(&job().send().await), "rejected/quarantined");
         }
-        // One byte makes another payload.
+        // A payload that differs in one byte is another payload.
         assert_eq!(outcome(&client.job("b", large(1)).operation("abort").send().await), "crashed/signal");
-        // What is operation and what is payload is not mixed up.
+        // Operation and payload are separate parts of the digest.
         assert_eq!(outcome(&client.job("b", "abort").operation("").send().await), "ok");
     });
     assert_eq!(supervisor.number("b", "quarantined"), 3);
@@ -767,7 +770,7 @@ fn a_death_with_two_jobs_in_the_worker_proves_nothing() {
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert!(outcome(&neighbour.await.unwrap()).starts_with("crashed/"));
         assert_eq!(supervisor.number("b", "quarantined"), 0);
-        // Alone it does.
+        // The death of a worker that runs only this job proves the job guilty.
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert_eq!(supervisor.number("b", "quarantined"), 1);
         assert_eq!(outcome(&dose(&client, "poison").send().await), "rejected/quarantined");
@@ -850,7 +853,8 @@ fn a_program_that_dies_by_a_signal_counts_as_well() {
     run(async {
         let client = connect(&supervisor).await;
         let job = |payload: &'static str| client.job("b", payload).send();
-        // Another program beside it: each has a process of its own, so that there is no doubt.
+        // Each program is a separate process, so the culprit is certain even if another program runs at the
+        // same time.
         assert_eq!(outcome(&job("poison").await), "crashed/signal");
         assert_eq!(outcome(&job("honey").await), "ok");
         assert_eq!(outcome(&job("poison").await), "crashed/signal");

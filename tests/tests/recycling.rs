@@ -1,4 +1,4 @@
-//! Workers that have served long enough are replaced, and no job notices.
+//! Recycling: workers that reach a limit of jobs, age or memory are replaced, and no job fails.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 
-/// Sends one job after the other from a few threads until `enough`; every job has to end well. Returns the
-/// workers that served them.
+/// Sends jobs from several threads until `enough` returns true. Every job must succeed. Returns the ids of
+/// the workers that served the jobs.
 fn serve_until(
     supervisor: &Supervisor,
     operation: &str,
@@ -40,7 +40,7 @@ fn serve_until(
     })
 }
 
-/// How many workers were recycled for this reason, by the events.
+/// Returns the number of workers recycled for `reason`, according to the events.
 fn recycled(supervisor: &Supervisor, reason: &str) -> usize {
     let output = supervisor.command().args(["--json", "events"]).output().unwrap();
     let events = String::from_utf8(output.stdout).unwrap();
@@ -55,7 +55,7 @@ fn supervisor(recycle: &str) -> Supervisor {
     ))
 }
 
-/// Each is gone in the end, and what is there is what was asked for.
+/// Checks that all replaced workers are gone, and that exactly the two configured workers are left.
 fn assert_settled(supervisor: &Supervisor, served: &BTreeSet<u32>) {
     let now: BTreeSet<u32> = wait_for("two workers are left", || {
         let pids = supervisor.worker_pids("b");
@@ -91,7 +91,7 @@ fn beyond_so_much_memory() {
     assert_settled(&supervisor, &pids);
 }
 
-/// "1 is a fresh process for each job", with nothing that waits but for a worker that is on its way.
+/// "1 is a fresh process for each job". Without a queue, jobs wait only for a worker that is starting.
 #[test]
 fn one_job_each() {
     let bulkhead = |name: &str, program: &str| {
@@ -117,7 +117,7 @@ fn one_job_each() {
     }
 }
 
-/// The number holds also for a worker that may run many at once, and is told that it may run more.
+/// The limit also holds for a worker whose `max_in_flight` is raised meanwhile.
 #[test]
 fn no_worker_begins_more_than_so_many_jobs() {
     let supervisor = supervisor("jobs = 5");

@@ -1,5 +1,5 @@
-//! Another version of the configuration, put in force while jobs run: what is right takes effect at once and
-//! costs no client a job; what is wrong changes nothing.
+//! Reloads of the configuration while jobs run: a valid file takes effect at once and costs no job, and an
+//! invalid file changes nothing.
 
 use std::os::unix::fs::symlink;
 use std::process::Output;
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Long deadlines, and no long pauses.
+/// Long deadlines, and short pauses before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
 
@@ -30,7 +30,7 @@ fn configure(supervisor: &Supervisor, bulkheads: &str) {
     supervisor.configure("", &format!("{SAME_NUMBERS}{DEFAULTS}{bulkheads}"));
 }
 
-/// Writes another configuration and has it read. Returns what it changes.
+/// Writes another configuration and reloads it. Returns the changes.
 fn reload(supervisor: &Supervisor, bulkheads: &str) -> Value {
     configure(supervisor, bulkheads);
     post(supervisor, "/v1/reload", 200)
@@ -62,7 +62,7 @@ fn spawn(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// Jobs that leave a byte in the file `ran` and end when the file `end` is there.
+/// Starts jobs that append a byte to the file `ran`, and end when the file `end` exists.
 fn holders(client: &Client, bulkhead: &str, count: usize) -> Vec<Running> {
     (0..count).map(|_| spawn(steps(client, bulkhead, "count ran;wait end;pid"))).collect()
 }
@@ -79,13 +79,13 @@ async fn outcomes(jobs: Vec<Running>) -> Vec<String> {
     outcomes
 }
 
-/// What a job of a bulkhead answers.
+/// Sends a job and returns its result as text.
 async fn answer(client: &Client, bulkhead: &str, operation: &str) -> String {
     let reply = client.job(bulkhead, "").operation(operation).send().await.unwrap();
     text(&reply.into_payload()).trim().to_owned()
 }
 
-/// The processes of a bulkhead, once they are ready and none is one of `before`.
+/// Waits until all workers of a bulkhead are ready and none is in `before`. Returns the process ids.
 fn wait_replaced(supervisor: &Supervisor, bulkhead: &str, before: &[u32]) -> Vec<u32> {
     wait_for("all workers are replaced", || {
         let snapshot = supervisor.snapshot(bulkhead);
@@ -103,7 +103,7 @@ fn names(supervisor: &Supervisor) -> Vec<String> {
     names.collect()
 }
 
-// In place.
+// Changes in place.
 
 #[test]
 fn numbers_change_in_place_and_jobs_go_on() {
@@ -135,10 +135,10 @@ fn numbers_change_in_place_and_jobs_go_on() {
             "dry_run": false, "bulkheads": [change], "supervisor": [], "access": false, "ignored": []
         });
         assert_eq!(changes, expected);
-        // Those that waited have the new permits, in the worker that there was; no job is thrown out.
+        // Waiting jobs get the new permits in the same worker, and no job is dropped.
         wait_ran(&supervisor, 3);
         assert_eq!(supervisor.snapshot("b")["queue_capacity"], 2);
-        // The first is within the burst: the queue is at its new end.
+        // The first job is within the burst, but the queue is longer than its new limit.
         let refused = client.job("b", "").operation("echo").send().await;
         assert_eq!(outcome(&refused), "rejected/queue_full");
         let refused = client.job("b", "").operation("echo").send().await;
@@ -175,23 +175,23 @@ fn live_values_survive_unless_their_key_changes() {
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 4, "breaker": "forced_open"}"#);
     let path = "/v1/bulkheads/b/tenants/acme";
     assert_eq!(supervisor.patch(path, r#"{"max_queue": 3}"#).0, 200);
-    // Something else changes, and one of the two.
+    // The file changes another key, and one of the two keys that were set live.
     reload(&supervisor, &file.replace("max_in_flight = 2", "max_in_flight = 3\ngrace = \"7ms\""));
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["max_in_flight"], &snapshot["queue_capacity"]), (&json!(3), &json!(77)));
     assert_eq!(snapshot["breaker"], "forced_open");
     let own = supervisor.patch(path, "{}").1;
     assert_eq!(own["max_queue"], 3, "a tenant's own numbers are live values, too");
-    // With the key as it was before, the file has its say.
+    // The file changes the other key, which overrides the live value.
     reload(&supervisor, &file.replace("max_queue = 10", "max_queue = 11"));
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 11);
-    // What is live and what the file says together would be too much: then the file wins.
+    // If the live value and the new file contradict each other, the file wins.
     supervisor.resize("b", r#"{"max_queue": 20}"#);
     reload(&supervisor, &format!("{B}max_queue = 0\nmax_in_flight = 0\n"));
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// What was set live and cannot be any more is named, and nothing else is dropped with it.
+/// A live value that contradicts the new file is dropped and named. Other live values stay.
 #[test]
 fn a_live_value_that_does_not_go_together_with_the_file_is_named() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
@@ -252,7 +252,7 @@ fn a_job_in_flight_ends_in_the_worker_that_has_it() {
         wait_ran(&supervisor, 2);
         let waiting: Vec<_> = (0..4).map(|_| spawn(steps(&client, "b", "pid"))).collect();
         reload(&supervisor, &format!("{B}processes = 2\nmax_queue = 10\nenv = {{ A = \"b\" }}\n"));
-        // Both are replaced, and what they run is all that may run at once.
+        // Both workers are replaced, and the jobs that they still run use all permits.
         supervisor.wait_events("worker_recycled", 2);
         let snapshot = supervisor.snapshot("b");
         let numbers = ["limit", "in_flight", "available", "queued"].map(|name| snapshot[name].as_u64());
@@ -281,7 +281,7 @@ fn a_program_that_does_not_start_leaves_the_old_workers_at_work() {
         assert_eq!(answer(&client, "b", "echo").await, "");
     });
     assert!(before.iter().all(|&pid| is_alive(pid)));
-    // It is tried again until it starts.
+    // The supervisor retries the failed replacement.
     supervisor.wait_events("replacement_failed", 2);
     reload(&supervisor, &format!("{B}processes = 2\nenv = {{ A = \"b\" }}\n"));
     wait_replaced(&supervisor, "b", &before);
@@ -302,7 +302,7 @@ fn workers_that_hang_at_their_start_are_not_waited_for() {
     });
 }
 
-// Bulkheads that come and go.
+// Added and removed bulkheads.
 
 #[test]
 fn a_removed_bulkhead_serves_what_it_has_and_goes() {
@@ -325,7 +325,7 @@ fn a_removed_bulkhead_serves_what_it_has_and_goes() {
         let gone = supervisor.wait_events("bulkhead_removed", 1);
         assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("gone"), &json!(4)));
         wait_for("its worker is gone", || (!is_alive(pids[0])).then_some(()));
-        // A new one under the old name knows nothing of it.
+        // A new bulkhead with the removed name starts with empty counters.
         reload(&supervisor, &format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\n"));
         assert_eq!(answer(&client, "gone", "echo").await, "");
         let snapshot = supervisor.snapshot("gone");
@@ -364,7 +364,7 @@ fn a_bulkhead_whose_tenants_part_is_begun_anew() {
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, vec!["ok"; 2]);
         supervisor.wait_events("bulkhead_removed", 1);
-        // And back, with tenants in it.
+        // Reloading the first file removes a bulkhead with active tenants.
         reload(&supervisor, B);
         assert_eq!(answer(&client, "b", "echo").await, "");
         supervisor.wait_events("bulkhead_removed", 2);
@@ -403,7 +403,7 @@ fn fallbacks_are_found_by_their_names() {
             async || client.job("b", "").operation("echo").send().await.unwrap().outcome().bulkhead.clone();
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(served_by().await, "x");
-        // The first goes, and another takes its place in the table.
+        // The first fallback is removed, and another bulkhead takes its index.
         reload(&supervisor, &with("\"y\"", &(other("y") + &other("z"))));
         assert_eq!(served_by().await, "y");
         reload(&supervisor, &with("\"z\"", &other("z")));
@@ -422,7 +422,7 @@ fn a_removed_bulkhead_waits_for_its_jobs_that_are_elsewhere() {
         wait_ran(&supervisor, 1);
         supervisor.wait_number("b", "queued", 1);
         reload(&supervisor, &b);
-        // Others come and go meanwhile, and take places that are free.
+        // Meanwhile other bulkheads are added and removed, and use free indices.
         reload(&supervisor, &format!("{b}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
         assert!(supervisor.events("bulkhead_removed").is_empty());
         supervisor.touch("end");
@@ -433,7 +433,7 @@ fn a_removed_bulkhead_waits_for_its_jobs_that_are_elsewhere() {
     });
 }
 
-// What is wrong.
+// Invalid files.
 
 #[test]
 fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
@@ -458,7 +458,7 @@ fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
         assert_eq!(ran.status.code(), Some(2), "{ran:?}");
         assert!(text(&ran.stderr).contains("max_qeue = 4"), "{ran:?}");
     }
-    // The same by a signal; and files that are no files.
+    // A reload by SIGHUP is rejected too, and so are a missing file and a folder.
     supervisor.signal(Signal::SIGHUP);
     supervisor.wait_events("config_rejected", 3);
     std::fs::remove_file(supervisor.file("workers.toml")).unwrap();
@@ -487,7 +487,7 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     supervisor
         .configure("crash_keep = 7\ndrain_timeout = \"9s\"", &format!("{SAME_NUMBERS}{DEFAULTS}{next}"));
     let dry = post(&supervisor, "/v1/reload?dry_run=true", 200);
-    // A word that is not known is no reason to do it.
+    // An unknown query parameter must not start a real reload.
     let misspelt = post(&supervisor, "/v1/reload?dryrun=true", 400);
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
@@ -508,12 +508,12 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     real["dry_run"] = json!(true);
     assert_eq!(dry, real);
     assert_eq!(names(&supervisor), ["b", "new"]);
-    // What is not put in force is named again, and nothing else.
+    // Changes that need a restart are reported again, and nothing else is.
     let again = post(&supervisor, "/v1/reload", 200);
     assert_eq!((&again["ignored"], &again["bulkheads"]), (&json!(["crash_keep"]), &json!([])));
 }
 
-// Ways.
+// Ways to reload.
 
 #[test]
 fn signals_in_a_storm_are_obeyed_once_more_after_the_last() {
@@ -578,7 +578,7 @@ fn clients_that_are_connected_have_the_new_rights() {
         let changes = reload(&supervisor, &(both.clone() + &entry("\"c\"")));
         assert_eq!((&changes["access"], &changes["ignored"]), (&json!(true), &json!(["socket_mode"])));
         assert_eq!((ends("b").await, ends("c").await), ("rejected/forbidden".into(), "ok".into()));
-        // No process of this user may do anything; the jobs in hand have their outcomes all the same.
+        // The user loses all rights, but accepted jobs still get their outcomes.
         reload(&supervisor, &(both.clone() + "[[access]]\nuid = 61001\n"));
         assert_eq!(
             (ends("b").await, ends("c").await),
@@ -611,7 +611,7 @@ fn what_was_not_confined_can_be() {
     assert_eq!(profile(), "default");
 }
 
-// The end.
+// Stopping the supervisor.
 
 #[test]
 fn a_stop_waits_for_those_that_were_removed_as_for_others() {
@@ -633,9 +633,9 @@ fn a_stop_waits_for_those_that_were_removed_as_for_others() {
     });
 }
 
-// All of it, again and again.
+// Many reloads under load.
 
-/// Jobs without end for bulkheads that come and go, until it is told to stop. Returns how they ended.
+/// Sends jobs to bulkheads that come and go until `is_over` is set. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;
@@ -706,7 +706,7 @@ fn a_hundred_reloads_under_load_cost_no_job() {
     });
     auditor.finish();
     assert!(supervisor.events("config_rejected").is_empty());
-    // Back to where it began, and nothing is left of all that was in between.
+    // The first configuration is in force again, and nothing is left of the others.
     reload(&supervisor, &file(0));
     wait_for("as many descriptors as before", || {
         (descriptors(supervisor.pid()) <= descriptors_before).then_some(())

@@ -1,5 +1,5 @@
-//! Other numbers for a bulkhead that works: more and fewer jobs at once, more and fewer processes, while jobs
-//! run and wait. None is interrupted, none is lost, and the bound holds all the while.
+//! Live changes of `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost,
+//! and the bound always holds.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
@@ -13,7 +13,7 @@ use bulkhead_tests::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// A bulkhead `b` with these keys.
+/// Starts a supervisor with a bulkhead `b`.
 fn start(keys: &str) -> Supervisor {
     start_with("command = [\"MISBEHAVE\"]", keys)
 }
@@ -40,7 +40,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Jobs that leave a byte in the file `ran` and end when the file `end` is there.
+/// Starts jobs that append a byte to the file `ran`, and end when the file `end` exists.
 fn holders(client: &Client, count: usize) -> Vec<Running> {
     (0..count).map(|_| spawn(steps(client, "count ran;wait end;pid"))).collect()
 }
@@ -57,7 +57,7 @@ fn wait_ran(supervisor: &Supervisor, count: usize) {
     wait_for(&format!("{count} run"), || (supervisor.file_bytes("ran") == count).then_some(()));
 }
 
-/// In flight and waiting, of one moment.
+/// Returns the numbers of running and waiting jobs, from a single snapshot.
 fn load(supervisor: &Supervisor) -> (u64, u64) {
     let snapshot = supervisor.snapshot("b");
     (snapshot["in_flight"].as_u64().unwrap(), snapshot["queued"].as_u64().unwrap())
@@ -69,7 +69,7 @@ fn wait_load(supervisor: &Supervisor, in_flight: u64, queued: u64) {
     });
 }
 
-/// The processes that fill a slot, once there are so many of them and no other.
+/// Waits until exactly `count` workers exist and all are ready. Returns the process ids.
 fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     wait_for(&format!("{count} workers stand by"), || {
         let snapshot = supervisor.snapshot("b");
@@ -80,7 +80,7 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     })
 }
 
-// Jobs at once.
+// `max_in_flight`.
 
 #[test]
 fn more_jobs_at_once_begin_at_once_in_the_same_process() {
@@ -92,10 +92,10 @@ fn more_jobs_at_once_begin_at_once_in_the_same_process() {
         let jobs = holders(&client, 6);
         wait_load(&supervisor, 1, 5);
         let snapshot = supervisor.resize("b", r#"{"max_in_flight": 4}"#);
-        // The answer is the bulkhead as it is then: the jobs that could begin have begun.
+        // The answer shows the state after the resize, in which the jobs have begun.
         let shown = ["limit", "in_flight", "queued", "available"].map(|field| snapshot[field].clone());
         assert_eq!(shown, [4, 4, 2, 0].map(Value::from), "{snapshot}");
-        // Also in the worker, which has as many threads as jobs.
+        // The worker has started further threads, too.
         wait_ran(&supervisor, 4);
         assert_eq!(load(&supervisor), (4, 2));
         assert_eq!(supervisor.file_bytes("ran"), 4);
@@ -186,7 +186,7 @@ fn a_worker_that_is_just_starting_hears_of_growth_too() {
     run(async {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
-        // It has had its welcome, which said 1, and is not ready.
+        // The next worker has been welcomed with a limit of 1, and is not ready yet.
         wait_for("it initialises", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
@@ -233,7 +233,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
         wait_ran(&supervisor, 1);
         let waiting: Vec<_> = (0..3).map(|_| spawn(steps(&client, "count never-ran"))).collect();
         supervisor.wait_number("b", "queued", 3);
-        // A queue that nothing is taken from would be a trap.
+        // A limit of 0 with a queue is refused, because queued jobs would never begin.
         let (status, problem) = supervisor.patch("/v1/bulkheads/b", r#"{"max_in_flight": 0}"#);
         assert_eq!(status, 400, "{problem}");
         assert!(problem["detail"].as_str().unwrap().contains("max_queue"), "{problem}");
@@ -245,7 +245,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
             let critical = client.job("b", "").priority(Priority::Critical);
             assert_eq!(outcome(&critical.send().await), "rejected/queue_full");
         }
-        // What waited is told, and what runs may end.
+        // Waiting jobs are rejected, and running jobs can end.
         for job in waiting {
             let told = outcome(&job.await.unwrap());
             assert!(told.starts_with("rejected/"), "{told}");
@@ -253,7 +253,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
-        // No worker may be ready yet; then a job waits for it.
+        // If no worker is ready yet, the job waits.
         assert_eq!(outcome(&client.job("b", "").send().await), "ok");
         wait_workers(&supervisor, 1);
         assert_eq!(supervisor.number("b", "limit"), 1);
@@ -262,7 +262,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
     auditor.finish();
 }
 
-// Processes.
+// `processes`.
 
 #[test]
 fn more_processes_take_what_waits() {
@@ -283,7 +283,7 @@ fn more_processes_take_what_waits() {
     });
     let workers = wait_workers(&supervisor, 3);
     assert!(workers.contains(&first), "the first one stays");
-    // The first start of a slot is no restart.
+    // The first start in a slot does not count as a restart.
     assert_eq!(supervisor.number("b", "restarts"), 0);
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
     auditor.finish();
@@ -322,7 +322,8 @@ fn fewer_processes_finish_what_they_have() {
     auditor.finish();
 }
 
-// pay: a job begins although more run than the new limit allows.
+// Jobs in leaving processes count towards the limit, so no job begins while more jobs run than the new limit
+// allows.
 #[test]
 fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
     let supervisor = start("processes = 3\nmax_queue = 10");
@@ -351,7 +352,8 @@ fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
     });
 }
 
-// has begun and may not run twice; see `a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize`.
+// The job in the killed worker has begun and is not idempotent, so the outcome is a crash. See
+// `a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize`.
 #[test]
 fn a_process_that_is_too_many_is_not_started_again_whatever_becomes_of_it() {
     let supervisor = start("processes = 2\ndeadline_max = \"120s\"\ndeadline = \"1s\"\ngrace = \"10ms\"");
@@ -436,7 +438,7 @@ fn a_drained_bulkhead_keeps_its_new_numbers_for_later() {
 
 // Under load.
 
-/// Numbers that look random and are the same each time.
+/// Reproducible pseudo-random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -446,7 +448,8 @@ impl Dice {
     }
 }
 
-/// Resizes again and again while jobs run; `job` makes the jobs. Ends when there were so many of both.
+/// Resizes the bulkhead repeatedly while jobs made by `job` run. Ends after at least `jobs` jobs and
+/// `resizes` resizes. Returns each outcome with its number of attempts.
 fn resize_under_load(
     supervisor: &Supervisor,
     jobs: usize,
@@ -461,7 +464,8 @@ fn resize_under_load(
         let (mut tasks, mut sent, mut resized) = (Vec::new(), 0, 0);
         let batch = (jobs / 20).max(200);
         while sent < jobs || resized < resizes {
-            // As a rule enough wait that growth has a job to wake. Not until enough do: jobs may end faster than they come.
+            // Usually keeps enough jobs waiting that each growth can start one. Jobs can end faster than they
+            // arrive, so this does not wait for more.
             if load(supervisor).1 < 100 {
                 tasks.extend((0..batch).map(|i| spawn(job(&client, sent + i))));
                 sent += batch;
@@ -501,7 +505,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     wait_workers(&supervisor, 3);
     let open = |supervisor: &Supervisor| (descriptors(supervisor.pid()), descriptors(supervisor.keeper()));
     let before = wait_for("nothing is open but what must be", || {
-        // Rules that the next worker could have had are gone after a quarter of a second.
+        // Confinement rules that were prepared for the next worker are closed after a quarter of a second.
         let first = open(&supervisor);
         std::thread::park_timeout(Duration::from_millis(300));
         (first == open(&supervisor)).then_some(first)
@@ -510,7 +514,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     let ends = resize_under_load(&supervisor, 5000, 100, 4, 8, |client, _| steps(client, "sleep 2"));
     let count = ends.len();
     let ends = tally(ends);
-    // No job was given twice either.
+    // No job needed a second attempt.
     assert_eq!(ends.get(&("ok".to_owned(), 1)), Some(&count), "{ends:?}");
     auditor.finish();
     supervisor.resize("b", r#"{"processes": 3, "max_in_flight": 5}"#);
@@ -522,7 +526,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 
-// job. The job is given to another worker although it has begun, as often as three times, be it idempotent or not.
+// A job that has begun must not go to another worker, even if the worker missed the resize.
 #[test]
 fn a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize() {
     let supervisor = start("max_queue = 5");
@@ -532,7 +536,7 @@ fn a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize() 
         let job = spawn(steps(&client, "freeze-first 1 ran"));
         wait_ran(&supervisor, 1);
         supervisor.resize("b", r#"{"max_in_flight": 2}"#);
-        // What was said in the turn before is sent by now.
+        // Reading the snapshot takes another iteration, so the resize has been sent by now.
         assert_eq!(supervisor.number("b", "limit"), 2);
         kill_pid(worker, Signal::SIGKILL);
         let result = job.await.unwrap();
@@ -568,7 +572,7 @@ fn resizes_among_crashes_and_retries_lose_no_innocent() {
 
 #[test]
 fn the_bound_holds_while_it_moves() {
-    // Each job says how many ran beside it; more than the most that was ever allowed is too many.
+    // Each job reports how many jobs ran at once. The number must not exceed the highest limit.
     let supervisor = start("max_in_flight = 2\nmax_queue = 100000");
     let ends = run(async {
         let client = connect(&supervisor).await;
@@ -600,7 +604,7 @@ fn a_worker_that_cannot_be_told_is_replaced_and_never_given_more() {
         let jobs: Vec<_> = (0..6).map(|_| spawn(client.job("b", ""))).collect();
         wait_load(&supervisor, 2, 4);
         supervisor.resize("b", r#"{"max_in_flight": 4}"#);
-        // The replacement is there before the first one is done.
+        // The replacement serves jobs before the first worker has finished.
         wait_for("another one has the rest", || {
             let snapshot = supervisor.snapshot("b");
             let workers = snapshot["workers"].as_array().unwrap();
@@ -619,7 +623,7 @@ fn a_worker_that_cannot_be_told_is_replaced_and_never_given_more() {
         assert_eq!((&told[0]["reason"], told.len()), (&"resize".into(), 1), "{told:?}");
         assert_eq!(supervisor.events("worker_killed").len(), 0);
 
-        // It needs not be told of less, nor of what it was told in its welcome.
+        // A worker needs no message for a lower limit, nor for a limit up to the value in its welcome.
         std::fs::remove_file(supervisor.file("go")).unwrap();
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
         let jobs: Vec<_> = (0..5).map(|_| spawn(client.job("b", ""))).collect();
@@ -653,9 +657,9 @@ fn workers_that_cannot_be_told_are_replaced_one_after_the_other() {
         wait_for("all are replaced", || {
             let snapshot = supervisor.snapshot("b");
             let workers = snapshot["workers"].as_array().unwrap();
-            // Capacity does not dip.
+            // Capacity never drops.
             assert!(snapshot["limit"].as_u64() >= Some(3), "{snapshot}");
-            // Those that leave may take their time; one at a time comes.
+            // Leaving workers can take their time, but only one new worker starts at a time.
             let is_coming = |worker: &&Value| {
                 ["spawning", "handshaking", "initializing"].iter().any(|state| worker["state"] == *state)
             };
@@ -672,7 +676,7 @@ fn workers_that_cannot_be_told_are_replaced_one_after_the_other() {
     auditor.finish();
 }
 
-// Programs.
+// Programs of `exec`.
 
 #[test]
 fn more_programs_run_at_once_below_the_same_worker() {
@@ -719,7 +723,7 @@ fn programs_survive_resizes_of_everything() {
     auditor.finish();
 }
 
-// The queue, the rate, tenants.
+// Queue, rate limit, tenants.
 
 #[test]
 fn a_tenant_that_may_have_more_has_it_at_once() {
@@ -744,7 +748,7 @@ fn a_tenant_that_may_have_more_has_it_at_once() {
         );
         jobs.extend((0..4).map(|_| holder()));
         wait_load(&supervisor, 3, 5);
-        // Another tenant has what it had.
+        // The resize does not change another tenant.
         let other = |_| spawn(steps(&client, "wait end").tenant("other"));
         let others: Vec<_> = (0..2).map(other).collect();
         wait_load(&supervisor, 4, 6);
@@ -786,11 +790,11 @@ fn an_isolated_tenant_has_numbers_of_its_own() {
         resize(&["--tenant", "one", "--max-in-flight", "2", "--processes", "2"]);
         wait("one", 4, 2);
         wait("two", 1, 5);
-        // The common numbers are for those who have none of their own.
+        // Common limits apply only to tenants without separate limits.
         resize(&["--max-in-flight", "3"]);
         wait("two", 3, 3);
         wait("one", 4, 2);
-        // Also for one who comes later.
+        // Common limits also apply to tenants that come later.
         jobs.extend(hold("three"));
         supervisor.wait_number("b", "submitted", 18);
         wait("three", 3, 3);
@@ -803,7 +807,7 @@ fn an_isolated_tenant_has_numbers_of_its_own() {
     auditor.finish();
 }
 
-// The command, and what is refused.
+// The command, and invalid requests.
 
 fn resize(supervisor: &Supervisor, arguments: &[&str]) -> Output {
     supervisor.command().arg("resize").args(arguments).output().unwrap()
@@ -812,7 +816,7 @@ fn resize(supervisor: &Supervisor, arguments: &[&str]) -> Output {
 fn code(output: &Output) -> i32 {
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.signal(), None, "{told}");
-    // One that fails says why.
+    // A command that fails prints the reason.
     assert!(output.status.success() || !told.trim().is_empty());
     assert!(!told.contains("panicked"), "{told}");
     output.status.code().unwrap()
@@ -943,14 +947,14 @@ fn numbers_that_make_no_sense_are_refused_with_a_sentence_and_change_nothing() {
     let long = format!("/v1/bulkheads/b/tenants/{}", "t".repeat(257));
     assert_eq!(supervisor.patch(&long, r#"{"max_queue": 1}"#).0, 400);
     assert_eq!(supervisor.patch("/v1/bulkheads/nobody", r#"{"max_queue": 1}"#).0, 404);
-    // Half of a change that cannot be is no change.
+    // A request that is partly invalid changes nothing.
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["limit"], &snapshot["queue_capacity"]), (&4.into(), &5.into()), "{snapshot}");
     assert_eq!(supervisor.worker_pids("b"), workers);
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// In the words of the file, which refuses it as well.
+/// The error has the same words as the check of the configuration file.
 #[test]
 fn a_queue_that_is_used_cannot_be_taken_away() {
     let some = "max_queue = 5\n";
@@ -973,7 +977,7 @@ fn a_queue_that_is_used_cannot_be_taken_away() {
         assert_eq!(supervisor.number("b", "queue_capacity"), 5);
         assert_eq!(code(&resize(&supervisor, &["b", "--max-queue", "1"])), 0);
     }
-    // In [defaults] it is for those that have a queue.
+    // In `[defaults]`, `pressure` applies only to bulkheads with a queue.
     let all =
         "[defaults]\npressure = { warn = 0.8 }\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n";
     let supervisor = Supervisor::start(all);

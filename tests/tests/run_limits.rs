@@ -1,4 +1,4 @@
-//! The longest run of an attempt, beside the deadline: from the file, and as a client asks for it in each of the ways to
+//! `run_limit`, the maximum duration of one attempt: from the file, and requested by a client in each way to
 //! submit a job.
 
 use std::time::Duration;
@@ -37,7 +37,7 @@ fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
         (Some(Duration::from_secs(3)), Duration::from_secs(60))
     );
     assert!(outcome.ran >= Duration::from_secs(3), "{outcome:?}");
-    // A client may ask for less, and not for more.
+    // A client can request a shorter limit, but not a longer one.
     let limits = [(LIMIT, LIMIT), (Duration::from_secs(30), Duration::from_secs(3))];
     for (asked, told) in limits {
         let outcome = late(client.job("own", "").operation("yield").run_limit(asked).send());
@@ -63,7 +63,8 @@ fn the_wait_for_a_permit_does_not_count() {
     blocker.wait().unwrap();
 }
 
-/// A limit that a client asks for ends its own job; the bulkhead's ends the worker, with whatever is in it.
+/// A limit requested by a client ends only the client's job. The bulkhead's limit ends the worker with all
+/// jobs in it.
 #[test]
 fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

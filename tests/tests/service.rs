@@ -1,5 +1,5 @@
-//! How well a bulkhead serves, beside the state of its workers: what `status`, `top`, snapshots and metrics say of
-//! bulkheads whose workers are ready and whose jobs do not end `ok`.
+//! Service of bulkheads whose workers are ready and whose jobs do not end `ok`, in `status`, `top`, snapshots
+//! and metrics.
 
 use bulkhead_client::JobError;
 use bulkhead_client::blocking::Client;
@@ -32,7 +32,8 @@ fn jobs(client: &Client, bulkhead: &str, operation: &str, count: usize) {
     }
 }
 
-/// All at once, with a deadline that a slow machine begins them in.
+/// Sends jobs at once that all miss their deadline. The deadline leaves a slow machine enough time to begin
+/// the jobs.
 fn late(client: &Client, bulkhead: &str) {
     let job = client.job(bulkhead, "").operation("yield").deadline(Duration::from_secs(2));
     let jobs: Vec<_> = (0..12).map(|_| job.clone().start().unwrap()).collect();
@@ -69,7 +70,7 @@ fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
     assert_eq!(service("callers"), (json!("ok"), json!(null)));
     assert_eq!(service("idle"), (json!("ok"), json!(null)));
 
-    // The worst first, and with their causes.
+    // The worst bulkheads come first, with the causes.
     wait_for("workers are ready", || {
         let all = supervisor.get("/v1/bulkheads");
         let all = all["bulkheads"].as_array().unwrap();
@@ -142,7 +143,7 @@ fn status_of_one_names_its_rejections_tenants_quarantine_and_start() {
     assert!(!json.contains('\u{202e}') && json.contains("acme\\u202e"), "{json}");
 }
 
-/// Metrics count it by its cause all the same.
+/// The metrics still count recycled workers by cause.
 #[test]
 fn recycling_is_not_a_restart() {
     let supervisor = Supervisor::start(
@@ -159,7 +160,7 @@ fn recycling_is_not_a_restart() {
         (line.rsplit(' ').next()?.parse::<f64>().unwrap() >= 3.0).then_some(())
     });
     assert_eq!(supervisor.number("b", "restarts"), 0);
-    // In a bulkhead whose workers are not recycled: here the next worker may have been started already.
+    // Uses a bulkhead without recycling, because otherwise the next worker could already have been started.
     let _ = client.job("c", "").operation("abort").deadline(Duration::from_secs(20)).send();
     wait_for("a crash counts", || (supervisor.number("c", "restarts") > 0).then_some(()));
 }

@@ -1,4 +1,4 @@
-//! Spares take over the slots of workers that die, are killed or have done their share, and are replaced themselves.
+//! Spares take over the slots of workers that die, are killed or are recycled, and are then replaced.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,14 +13,14 @@ fn bulkhead(keys: &str) -> String {
     format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 20\n{keys}\n")
 }
 
-/// The spares that are ready.
+/// Returns the spares that are ready.
 fn spares(supervisor: &Supervisor) -> Vec<u32> {
     let workers = supervisor.state("b").workers;
     let ready = workers.iter().filter(|worker| worker.spare && worker.state == "ready");
     ready.filter_map(|worker| worker.pid).collect()
 }
 
-/// Waits until so many spares are ready.
+/// Waits until exactly `count` spares are ready.
 fn wait_spares(supervisor: &Supervisor, count: usize) -> Vec<u32> {
     wait_for(&format!("{count} spares are ready"), || {
         Some(spares(supervisor)).filter(|spares| spares.len() == count)
@@ -41,7 +41,7 @@ fn a_spare_takes_the_slot_of_a_worker_that_dies() {
     for round in 1..=10 {
         let spare = wait_spares(&supervisor, 1)[0];
         assert_eq!(supervisor.number("b", "limit"), 1, "a spare has no permits");
-        // One more than at the start, if the spare was ready before the first worker of the slot.
+        // Counts earlier events, because at the start a spare can be ready before the slot's first worker.
         let before = supervisor.events("spare_took_over").len();
         kill_pid(serving(&supervisor), Signal::SIGKILL);
         supervisor.wait_events("spare_took_over", before + 1);
@@ -51,7 +51,7 @@ fn a_spare_takes_the_slot_of_a_worker_that_dies() {
     assert_eq!(supervisor.number("b", "crashed"), 0);
 }
 
-/// The spare does not wait for the end of the one that is killed.
+/// The spare does not wait until the killed worker has exited.
 #[test]
 fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
     let keys = "deadline = \"2s\"\ngrace = \"20ms\"\nstart = { spares = 1 }";
@@ -73,10 +73,10 @@ fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Maximum number of replaced workers of one bulkhead that may take their time to exit.
+/// Maximum number of replaced workers of one bulkhead that can take their time to exit.
 const EXITING_MAX: usize = 16;
 
-/// Each job has a process of its own, and there are never more than slots, spares, and workers that exit.
+/// Each job gets a fresh process, and the number of workers never exceeds slots, spares and exiting workers.
 #[test]
 fn a_fresh_process_for_each_job_is_a_spare() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";
@@ -113,7 +113,8 @@ fn a_spare_that_dies_or_hangs_is_replaced() {
     }
 }
 
-/// Workers and spares go with it, and all are there again; in between each job has one outcome, and none is begun twice.
+/// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
+/// twice.
 #[test]
 fn a_keeper_that_is_killed_under_load_takes_its_spares_along_and_has_them_again() {
     const KILLS: usize = 5;
@@ -170,7 +171,7 @@ fn a_keeper_that_is_killed_under_load_takes_its_spares_along_and_has_them_again(
     supervisor.wait_number("b", "available", 2);
 }
 
-/// The number holds at once, and what a reload starts is what is to be run then.
+/// A new number of spares applies at once, and a new revision replaces spares as well as workers.
 #[test]
 fn spares_follow_a_reload() {
     let supervisor = Supervisor::start(&bulkhead(""));

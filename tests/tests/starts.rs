@@ -1,5 +1,5 @@
-//! Workers that follow others, that are started late, or that cannot be: no more jobs at once than before, no less time
-//! to start, and no wait for the news.
+//! Replacements, late starts and failed starts: the bound on running jobs holds, no worker loses time to
+//! start, and failures are reported at once.
 
 use bulkhead_client::Client;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};
@@ -18,7 +18,7 @@ fn workers(supervisor: &Supervisor, state: &str) -> usize {
     workers.iter().filter(|worker| worker["state"] == state).count()
 }
 
-/// What the workers that are replaced still run counts.
+/// Jobs that still run in replaced workers count towards the limit.
 #[test]
 fn no_more_jobs_run_at_once_while_workers_are_replaced() {
     let supervisor = start("processes = 2\nmax_queue = 10");
@@ -43,7 +43,7 @@ fn no_more_jobs_run_at_once_while_workers_are_replaced() {
     });
 }
 
-/// A keeper that is busy makes no worker late: `start.handshake` counts from the start of its process.
+/// A busy keeper makes no worker late, because `start.handshake` counts from the start of the process.
 #[test]
 fn a_worker_that_waits_for_the_keeper_is_not_late() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
@@ -55,7 +55,7 @@ fn a_worker_that_waits_for_the_keeper_is_not_late() {
         wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         kill_pid(keeper, Signal::SIGSTOP);
         supervisor.resize("b", r#"{"processes": 2}"#);
-        // Longer than the handshake may take, and not as long as a keeper may be silent.
+        // The job lasts longer than `start.handshake`, but not as long as a keeper may stay silent.
         assert_eq!(outcome(&job.await.unwrap()), "ok");
         kill_pid(keeper, Signal::SIGCONT);
     });
@@ -65,10 +65,10 @@ fn a_worker_that_waits_for_the_keeper_is_not_late() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
 }
 
-/// A worker that cannot even be ordered is told as such at once, and not when something else happens.
+/// A worker whose order cannot be sent is reported at once, not when another event arrives.
 #[test]
 fn starts_that_fail_at_once_are_told_at_once() {
-    // Together more than fits into an order to the keeper: as much environment as there may be, and long paths.
+    // The largest possible environment and long paths together exceed the size of an order to the keeper.
     let folder = tempfile::tempdir().unwrap();
     let mut deep = folder.path().to_owned();
     (0..15).for_each(|_| deep.push("d".repeat(240)));
@@ -83,6 +83,6 @@ fn starts_that_fail_at_once_are_told_at_once() {
              restart = {{ backoff = \"1ms\", max = 3 }}\nsandbox = {{ read = {paths:?} }}\n"
         ),
     );
-    // Nothing is asked of the supervisor meanwhile: that would wake it.
+    // Sends no request meanwhile, because a request would wake the supervisor.
     wait_for("the last failure is told", || supervisor.log().contains("bulkhead_failed").then_some(()));
 }

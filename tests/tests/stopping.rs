@@ -1,5 +1,5 @@
-//! A worker that is sent SIGTERM, by an operator or along with everything in its control group, ends in an
-//! orderly way: no job that it has, or that is on its way to it, is lost.
+//! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way
+//! and loses no accepted job, including jobs that have not reached it yet.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -7,16 +7,16 @@ use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 
-/// Signals, each to a worker that runs.
+/// Number of signals sent to running workers.
 const SIGNALS: usize = 20;
 
-/// Clients, each with one job after the other.
+/// Number of clients. Each sends one job after another.
 const CLIENTS: usize = 8;
 
-/// Jobs that a worker does before it is signalled.
+/// Number of jobs to be done before the next signal.
 const JOBS_BETWEEN: u64 = 10;
 
-/// Signals the only worker of a bulkhead again and again while jobs come without a pause.
+/// Sends SIGTERM to the only worker of a bulkhead repeatedly while clients send jobs without a pause.
 fn no_job_is_lost(bulkhead: &str) {
     let supervisor = Supervisor::start(bulkhead);
     let client = Client::connect(supervisor.socket()).unwrap();

@@ -1,4 +1,4 @@
-//! Where `bulkhead submit` takes the payload from when no file is named.
+//! Sources of the payload of `bulkhead submit` if no file is named.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -40,7 +40,7 @@ fn standard_input_is_the_payload() {
     assert_eq!(with(&["--payload-file", other.to_str().unwrap()], input()), "from the other\n");
     assert_eq!(with(&["-n"], input()), "");
     assert_eq!(with(&[], Stdio::null()), "");
-    // It is read once, for all jobs.
+    // The command reads its input once for all jobs.
     assert_eq!(with(&["--repeat", "3"], input()), "from the file\n".repeat(3));
     let both = submit(&supervisor, &["-n", "--payload-file", "-"]).stdin(input()).output().unwrap();
     assert_eq!(both.status.code(), Some(2), "{both:?}");
@@ -64,7 +64,7 @@ fn a_loop_keeps_its_input() {
     assert_eq!(result(told.wait_with_output().unwrap()), "");
 }
 
-/// On a terminal no payload is typed: nothing is read, and nothing waited for.
+/// The command neither reads a payload from a terminal nor waits for input.
 #[test]
 fn a_terminal_is_no_payload() {
     let supervisor = supervisor();

@@ -1,4 +1,4 @@
-//! Ids of workers for a supervisor without privileges, from `/etc/subuid`.
+//! User ids of workers from `/etc/subuid`, for an unprivileged supervisor.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -23,7 +23,7 @@ fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// A home of mode 0700 with a checkout, all of it this user's.
+/// Creates a home of mode 0700 with a checkout, owned by `user`.
 fn home(user: User) -> tempfile::TempDir {
     let home = tempfile::tempdir().unwrap();
     let path = home.path();
@@ -54,7 +54,7 @@ fn home(user: User) -> tempfile::TempDir {
     home
 }
 
-/// The supervisor's program as this user, whose home this is; its temporary folders are in there.
+/// Returns a command that runs the supervisor as `user`, with temporary folders inside `home`.
 fn program(user: User, home: &Path, more: &[&str]) -> Command {
     let mut command = user.command(home, more);
     command.arg(home.join("bin/bulkhead-supervisor")).current_dir(home).env("TMPDIR", home.join("tmp"));
@@ -105,7 +105,7 @@ fn output(mut command: Command) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// What is in the folder of temporary folders.
+/// Returns the entries left in the folder for temporary folders.
 fn left(home: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(home.join("tmp")).unwrap().flatten().map(|entry| entry.path()).collect()
 }
@@ -138,7 +138,7 @@ fn each_worker_of_a_user_with_ids_has_its_own() {
         assert_eq!((&told["identity"], &told["missing"]), (&json!("own"), &json!([])), "{profile}: {told}");
         let mut status = supervisor.command();
         status.args(["status", "worker"]);
-        // It speaks of those that share one.
+        // `status` would mention workers that share a user.
         assert!(!output(status).contains("shared"), "{profile}");
 
         let client = client(&supervisor);
@@ -199,7 +199,7 @@ fn two_supervisors_of_one_user_never_share_an_id() {
     let config =
         format!("{SOCKETS}[bulkhead.x]\ncommand = [\"bin/misbehave\"]\ncwd = \"scripts\"\nprocesses = 4\n");
     let one = start(user, home, &config);
-    // Its own sockets, the same home.
+    // The second supervisor has other sockets in the same home.
     let other = tempfile::tempdir_in(&path).unwrap();
     chown(other.path(), Some(user.uid), Some(user.uid)).unwrap();
     let config = config.replace("bin/", "../bin/").replace("scripts", "../scripts");
@@ -253,7 +253,7 @@ fn a_worker_that_writes_keeps_an_id_and_is_told_how_to_be_let_in() {
     }
 }
 
-/// The next keeper has the ids as well; and what the first one's workers had is gone.
+/// The next keeper gets the ids too, and files of the first keeper's workers are gone.
 #[test]
 fn a_new_keeper_has_the_ids_too() {
     let Some(user) = User::with_ids() else { return };
@@ -276,7 +276,7 @@ fn a_new_keeper_has_the_ids_too() {
     assert_eq!(left(&path), [] as [PathBuf; 0]);
 }
 
-/// Where the ids cannot be had workers have their supervisor's user, as without.
+/// If the ids are not available, workers run as the supervisor's user.
 #[test]
 fn without_ids_workers_share_their_user() {
     let Some(user) = User::without_ids() else { return };

@@ -1,5 +1,5 @@
-//! What a supervisor finds around it and can do nothing about: files that are no files, file systems that hang, limits
-//! and signals that it inherits, sockets that are removed, memory that runs out.
+//! Conditions that a supervisor cannot change: special files, hanging file systems, inherited limits and
+//! signals, removed sockets, and lack of memory.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn state(pid: u32) -> Option<char> {
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-// The file.
+// The configuration file.
 
 #[test]
 fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_the_stop() {
@@ -43,10 +43,10 @@ fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_
     assert!(supervisor.wait().success());
 }
 
-/// A file system in user space that is not served: whatever looks at it waits.
+/// FUSE file system without a server. Every access hangs.
 struct Hanging {
     path: std::path::PathBuf,
-    /// Closed first: then nothing waits any more.
+    /// Dropped first, because closing this file makes hanging accesses fail.
     _served: std::fs::File,
     _folder: tempfile::TempDir,
 }
@@ -58,7 +58,7 @@ impl Drop for Hanging {
 }
 
 impl Hanging {
-    /// For this thread and what it starts. `None`: it cannot be had here.
+    /// Mounts the file system for this thread and its children. Returns `None` if this is not possible.
     fn mount() -> Option<Self> {
         use nix::mount::{MsFlags, mount};
         use std::os::fd::AsRawFd;
@@ -123,7 +123,7 @@ fn a_reload_that_hangs_is_given_up_and_is_not_followed_by_another() {
     works(&supervisor);
 }
 
-// What is inherited.
+// Inherited settings.
 
 #[test]
 fn blocked_signals_and_a_small_limit_of_files_are_no_obstacle() {
@@ -157,7 +157,8 @@ fn workers_do_not_inherit_what_was_blocked_or_ignored() {
     works(&supervisor);
 }
 
-/// Its children are waited for: what a layer of the sandbox is tried with, and workers.
+/// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
+/// SIGCHLD was ignored at the start.
 #[test]
 fn that_the_end_of_children_was_ignored_takes_no_layer() {
     let folder = tempfile::tempdir().unwrap();
@@ -213,7 +214,7 @@ fn a_socket_that_is_removed_is_noticed_and_made_again() {
     assert!(!supervisor.socket().exists() && !admin.exists());
 }
 
-// Its end.
+// Death of the supervisor.
 
 #[test]
 fn a_supervisor_that_is_killed_while_its_keeper_is_stopped_leaves_nothing() {

@@ -1,5 +1,5 @@
-//! The supervisor's own end, in every way, and that of its keeper: nothing outlives it, no client waits in
-//! vain, and the next one starts.
+//! Every kind of death of the supervisor and of its keeper: no process survives, no client waits forever, and
+//! the next supervisor starts.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// A job that has left a tree of processes which tries to get away.
+/// Submits a job that leaves behind a tree of processes which try to escape.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     let job = supervisor
         .command()
@@ -182,14 +182,14 @@ fn keepers_that_die_do_not_fail_bulkheads_that_are_idle() {
     for killed in 1..=8 {
         supervisor.wait_number("b", "limit", 1);
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
-        // Until then the supervisor may not know of it, and its numbers be those of before.
+        // Waits for the event, because the supervisor's numbers can be outdated until then.
         supervisor.wait_events("worker_exited", killed);
     }
     supervisor.wait_number("b", "limit", 1);
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
 }
 
-/// A keeper that dies again and again is started after a pause. Clients do not wait for it.
+/// A keeper that dies repeatedly is restarted after a pause. Clients do not wait for the keeper.
 #[test]
 fn jobs_are_answered_while_there_is_no_keeper() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
@@ -197,7 +197,7 @@ fn jobs_are_answered_while_there_is_no_keeper() {
     let has_keeper = || {
         children(supervisor.pid()).into_iter().any(|pid| name(pid).is_some_and(|it| it == "bulkhead-keeper"))
     };
-    // The pause grows up to 1.6 s. On a machine under load, an answer may take as long now and then.
+    // The pause grows up to 1.6 s. On a busy machine, a single answer can take as long.
     let was_answered = (1..=30).any(|killed| {
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
         supervisor.wait_events("supervisor_trouble", killed);
@@ -221,7 +221,7 @@ fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
     }
 }
 
-/// A worker that closes its link by dying is dead, however late the keeper says so.
+/// A closed link does not hide the cause of a worker's death, even if the keeper reports the death late.
 #[test]
 fn a_death_that_is_reported_late_has_its_true_cause() {
     let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));

@@ -1,5 +1,5 @@
-//! Tenants that are kept apart: each has workers, permits, a queue, a rate, a breaker of its own, and none of
-//! them notices another.
+//! Isolated tenants: each has separate workers, permits, queue, rate limit and breaker, and none affects
+//! another.
 
 mod tenant_support;
 
@@ -19,7 +19,7 @@ async fn pid_of(client: &Client, tenant: &str) -> u32 {
     std::str::from_utf8(reply.payload()).unwrap().parse().unwrap()
 }
 
-/// Takes permits of a tenant until it is aborted.
+/// Starts a job that holds a tenant's permit until it is aborted.
 fn hang(client: &Client, tenant: &str) -> Running {
     start(client.job("b", "").operation("hang").tenant(tenant))
 }
@@ -31,13 +31,13 @@ fn no_worker_runs_before_the_first_job() {
         assert_eq!(supervisor.try_get(path).unwrap().0, 200, "{path}");
     }
     assert!(supervisor.worker_pids("b").is_empty());
-    // A keeper that has just started may have a child of its own for a moment.
+    // A keeper that has just started can have another child for a moment.
     wait_for_rest(&supervisor);
     assert!(events(&supervisor, "worker_started").is_empty());
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
     run(async {
         let client = connect(&supervisor).await;
-        // Without a queue, too, the first job waits for the first worker.
+        // The first job waits for the first worker even without a queue.
         let reply = client.job("b", "x").tenant("acme").send().await.unwrap();
         assert_eq!((reply.payload(), reply.outcome().attempts), (&b"x"[..], 1));
         wait_part(&supervisor, "acme", "limit", 2);
@@ -71,7 +71,7 @@ fn two_tenants_never_share_a_process() {
                 assert_eq!(worker["tenant"], *owner, "{worker}");
             }
         }
-        // A job that names no tenant is of one more tenant.
+        // Jobs that name no tenant count as one more tenant.
         assert_eq!(part(&supervisor, "")["done"], 20);
         assert_eq!(part(&supervisor, "a%20")["done"], 20);
         assert_balanced(&snapshot);
@@ -214,14 +214,14 @@ fn idle_workers_go_and_the_next_job_has_new_ones() {
             assert_ne!(now, before);
             wait_for_rest(&supervisor);
             assert!(!is_alive(now));
-            // It is remembered, and it is well.
+            // The tenant is remembered in state `ready`.
             let resting = part(&supervisor, "acme");
             assert_eq!((&resting["done"], &resting["limit"]), (&round.into(), &0.into()), "{resting}");
             assert_eq!((&resting["state"], &resting["crashed"]), (&"ready".into(), &0.into()), "{resting}");
             assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 200);
             before = now;
         }
-        // A tenant that has a job is not idle, however long it takes.
+        // A tenant with a job is not idle, however long the job takes.
         let long = client.job("b", "1000").operation("sleep").tenant("acme").send().await;
         assert_eq!((outcome(&long).as_str(), long.unwrap().outcome().attempts), ("ok", 1));
         assert!(events(&supervisor, "restart_backoff").is_empty());
@@ -233,7 +233,7 @@ fn a_job_that_comes_just_as_the_workers_go_is_answered() {
     let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"1ms\"", "max_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;
-        // Pauses around the moment at which the workers go.
+        // Varies the pause around the moment at which idle workers exit.
         for pause in (0..150).map(|step| Duration::from_micros(step * 40)) {
             let pairs = ["a", "b"].map(|tenant| start(client.job("b", "x").tenant(tenant)));
             for job in pairs {
@@ -296,7 +296,7 @@ fn a_tenants_part_holds_nothing_of_others() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "max_payload = 10"));
     run(async {
         let client = connect(&supervisor).await;
-        // It never got as far as its tenant's part.
+        // This job was rejected before it reached its tenant's compartment.
         let large = client.job("b", vec![0; 100]).tenant("other").send().await;
         assert_eq!(outcome(&large), "rejected/too_large");
         assert_eq!(outcome(&client.job("b", "").tenant("a").send().await), "ok");
@@ -342,7 +342,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
-        // No tenant needs a worker now.
+        // No tenant has a job, so that all workers exit.
         wait_for_rest(&supervisor);
 
         assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);

@@ -1,5 +1,5 @@
-//! Tenants that come and go while everything else changes as well: recycling, keepers that die, a stop in the
-//! middle, numbers that go to nothing and back, events, programs that know nothing of tenants.
+//! Tenants that come and go under changes: recycled workers, dying keepers, a stop, changed limits, and
+//! programs that know nothing of tenants.
 
 mod tenant_support;
 
@@ -16,8 +16,8 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// Jobs of so many tenants from so many clients at once, until `end`; says how each ended. A client that loses
-/// its supervisor ends.
+/// Sends jobs of `tenants` tenants from `clients` clients until `end` is set. Returns the outcomes. A client
+/// that loses the supervisor stops.
 async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc<AtomicBool>) -> Vec<String> {
     let lanes: Vec<_> = (0..clients)
         .map(|lane| {
@@ -93,7 +93,7 @@ fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
     });
 }
 
-/// Asks until there is a place.
+/// Sends jobs until the tenant gets a place. Returns the last outcome, or "never".
 async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
     let client = connect(supervisor).await;
     for _ in 0..200 {

@@ -1,4 +1,4 @@
-//! More tenants than may have workers at once: which yields to which, and that none is lost on the way.
+//! More tenants than may have workers at once: the order in which tenants yield, and that no job is lost.
 
 mod tenant_support;
 
@@ -27,15 +27,15 @@ fn hang(client: &Client, tenant: &str) -> Running {
     start(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// A job that hangs and is known to run: one that its worker has not read would be given to the next.
+/// Starts a job that hangs, and waits until it has begun. Otherwise the job could go to the next worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
     job.progress().await.expect("it says so when it begins");
     job
 }
 
-/// Looks on until it is told to end: at no moment do more tenants have workers than may, by the snapshot and by
-/// the processes, and no sum ever falls. Returns how often it looked.
+/// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot
+/// and to the processes, and no counter decreases. Returns the number of checks.
 fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
     let keeper = supervisor.keeper();
     let (mut looks, mut submitted, mut ended) = (0, 0, 0);
@@ -64,13 +64,13 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
         for tenant in ["a", "b", "c", "a"] {
             ok(&client, tenant).await;
         }
-        // The newcomer waits for it, without a queue, and is answered.
+        // Even without a queue, the newcomer's job waits until `b` has yielded.
         let (a, b, c) = (pids(&supervisor, "a"), pids(&supervisor, "b"), pids(&supervisor, "c"));
         ok(&client, "d").await;
         assert!(!is_alive(b[0]), "b was idle for longest");
         assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
         assert!(pids(&supervisor, "b").is_empty());
-        // A tenant that has a job does not yield, however long ago it came.
+        // A tenant with a job does not yield, however old the job is.
         let busy = hang(&client, "c");
         wait_part(&supervisor, "c", "in_flight", 1);
         ok(&client, "e").await;
@@ -99,7 +99,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
         }
         assert_eq!(children(supervisor.keeper()).len(), 2);
         assert_eq!(part(&supervisor, "c")["rejected"]["unavailable"], 5);
-        // No tenant is told so any more once one of them has nothing to do.
+        // As soon as one tenant is idle, newcomers are no longer rejected.
         busy[0].abort();
         wait_part(&supervisor, "a", "in_flight", 0);
         wait_for("there is room", || {
@@ -115,7 +115,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
 fn two_hundred_tenants_take_turns_and_none_is_lost() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
-    // The same order in every run; a prime step makes it a mixture.
+    // Every run has the same order. The prime step mixes the tenants.
     let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
     let told = std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
@@ -200,11 +200,11 @@ fn a_job_that_waits_for_another_tenants_workers_to_go_keeps_its_deadline() {
     run(async {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
-        // It does not go when it is told to, and is killed in the end.
+        // The stopped worker ignores the order to exit and is killed in the end.
         stop(pids(&supervisor, "a")[0]);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");
-        // The place is not lost.
+        // The tenant's place is available again.
         wait_for_rest(&supervisor);
         for tenant in ["c", "a", "b"] {
             ok(&client, tenant).await;
@@ -239,7 +239,7 @@ fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
         stop(old[0]);
         let first = start(client.job("b", "").tenant("b"));
         wait_part(&supervisor, "b", "queued", 1);
-        // Its workers are on their way out, for another.
+        // The workers of `a` are already leaving to make room for `b`.
         let second = start(client.job("b", "").tenant("a"));
         for job in [first, second] {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
@@ -406,7 +406,7 @@ fn a_flood_of_tenants_without_room_is_forgotten() {
                 assert_eq!(outcome(&result), "rejected/unavailable");
             }
         };
-        // As many as are remembered, and then as many again, three times.
+        // Sends jobs of as many tenants as are remembered, and then of three times as many.
         flood(0, 5_000).await;
         let pid = supervisor.pid();
         let before = (resident_bytes(pid), descriptors(pid), threads(pid));
@@ -415,7 +415,7 @@ fn a_flood_of_tenants_without_room_is_forgotten() {
         let after = (resident_bytes(pid), descriptors(pid), threads(pid));
         assert!(after.0 < before.0 + (16 << 20), "memory: {} after {}", after.0, before.0);
         assert!(after.1 <= before.1 + 4 && after.2 <= before.2, "{after:?} after {before:?}");
-        // A tenant that has work is not forgotten, and no count is.
+        // A tenant with a job is not forgotten, and no count is lost.
         assert_eq!(outcome(&client.job("b", "").tenant("busy").send().await), "ok");
         let all = supervisor.snapshot("b");
         assert_eq!(first["submitted"], 5_001, "{}", first["rejected"]);

@@ -1,4 +1,4 @@
-//! One tenant's own numbers: from the file and live, over common workers and over its own.
+//! Limits of a single tenant, from the file and set live, for shared and for isolated workers.
 
 mod tenant_support;
 
@@ -12,7 +12,7 @@ use tenant_support::{
     Running, assert_balanced, connect, events, isolated, part, patch, pids, start, wait_for_rest, wait_part,
 };
 
-/// A bulkhead `b` whose tenants share its workers.
+/// Returns the configuration of a bulkhead `b` whose tenants share the workers.
 fn shared(keys: &str) -> String {
     format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n{keys}\n")
 }
@@ -43,7 +43,7 @@ async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)
 }
 
-/// A number of a tenant's share of common workers, as the snapshot shows it.
+/// Returns a number of a tenant's share of common workers from the snapshot.
 fn share(supervisor: &Supervisor, tenant: &str, field: &str) -> u64 {
     let snapshot = supervisor.snapshot("b");
     let tenants = snapshot["tenants"].as_array().unwrap();
@@ -84,7 +84,7 @@ fn over_common_workers_one_tenant_has_its_own_share() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so that each costs a worker, whose replacement takes long.
+/// The tenant's jobs ignore their deadlines, so each job costs a worker, whose replacement takes long.
 #[test]
 fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
@@ -97,12 +97,12 @@ fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
     )
     .until_ready();
     supervisor.wait_number("b", "limit", 3);
-    // From now on the next worker is not ready before this file is there again.
+    // From now on, a new worker is not ready until this file exists again.
     std::fs::remove_file(supervisor.file("go")).unwrap();
     run(async {
         let client = connect(&supervisor).await;
         let ends_a_worker = || client.job("b", "").tenant("greedy").operation("steps:sleep 3600000");
-        // Time enough to begin.
+        // The deadline leaves the job enough time to begin.
         let end = ends_a_worker().deadline(Duration::from_secs(2)).send().await;
         assert!(outcome(&end).starts_with("deadline_exceeded"), "{end:?}");
         supervisor.wait_number("b", "limit", 2);
@@ -142,7 +142,7 @@ fn over_common_workers_one_tenant_has_its_own_rate() {
                 let third = if general.is_empty() { "ok" } else { "rejected/rate_limited" };
                 assert_eq!(told(&client, tenant).await, third, "{tenant}");
             }
-            // Another number for all leaves the one alone that has its own.
+            // A new common limit does not change a tenant with a separate limit.
             let more = r#"{"rate_limit": {"per_second": 1000, "burst": 1000, "per": "tenant"}}"#;
             assert_eq!(patch(&supervisor, "b", more).0, 200);
             assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
@@ -181,7 +181,7 @@ fn a_share_that_grows_wakes_jobs_that_wait_and_one_that_shrinks_drops_none() {
     supervisor.wait_number("b", "limit", 6);
     run(async {
         let client = connect(&supervisor).await;
-        // One after the other, so that the first four are those that run.
+        // Starts the jobs one after another, so that the first four are the jobs that run.
         let mut jobs = Vec::new();
         for _ in 0..8 {
             jobs.push(client.job("b", "").operation("hang").tenant("acme").start().await.unwrap());
@@ -189,7 +189,7 @@ fn a_share_that_grows_wakes_jobs_that_wait_and_one_that_shrinks_drops_none() {
         let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
         wait_share(&supervisor, "acme", "queued", 7);
         wait_share(&supervisor, "other", "queued", 1);
-        // At once: nothing else happens that could wake them.
+        // The resize has to start the jobs, because no other event would wake them.
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
         assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
@@ -199,7 +199,7 @@ fn a_share_that_grows_wakes_jobs_that_wait_and_one_that_shrinks_drops_none() {
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 2, "max_queue": 1})));
         assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
         assert_eq!(told(&client, "acme").await, "rejected/tenant_quota");
-        // Two ends pay the debt, the third makes room.
+        // The first two ends only reach the new limit. The third makes room for a waiting job.
         for (in_flight, queued) in [(3, 4), (2, 4), (2, 3)] {
             drop(jobs.remove(0));
             wait_share(&supervisor, "acme", "in_flight", in_flight);
@@ -261,7 +261,7 @@ fn live_numbers_of_a_tenant_with_its_own_workers_hold_at_once_and_after_a_rest()
         );
         wait_part(&supervisor, "acme", "in_flight", 4);
         wait_part(&supervisor, "acme", "queued", 2);
-        // What is for all is not for a tenant that has its own.
+        // Common limits do not apply to a tenant with separate limits.
         let (status, snapshot) =
             patch(&supervisor, "b", r#"{"max_in_flight": 1, "processes": 1, "max_queue": 1}"#);
         assert_eq!(status, 200, "{snapshot}");
@@ -269,7 +269,7 @@ fn live_numbers_of_a_tenant_with_its_own_workers_hold_at_once_and_after_a_rest()
         assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
         assert_eq!(acme["queue_capacity"], 1, "this number is not its own: {acme}");
         assert_eq!(part(&supervisor, "other")["in_flight"], 1);
-        // Fewer, and no job is dropped.
+        // Lower limits drop no job.
         let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
         assert_eq!(resize(&supervisor, &fewer).status.code(), Some(0));
         let acme = part(&supervisor, "acme");
@@ -309,7 +309,7 @@ fn names_of_any_kind_can_have_numbers() {
             let last = events(&supervisor, "limits_changed").pop().unwrap();
             assert_eq!((&last["tenant"], &last["max_in_flight"]), (&name.into(), &3.into()), "{last}");
         }
-        // By hand, with every byte encoded.
+        // A handwritten path with every byte percent-encoded.
         assert_eq!(patch(&supervisor, "b/tenants/%61%2f%62", r#"{"max_in_flight": 4}"#).0, 200);
         wait_part(&supervisor, "a/b", "limit", 4);
     });
@@ -364,7 +364,7 @@ fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
         assert!(problem["detail"].as_str().unwrap().contains(why), "{path} {body}: {problem}");
     }
     assert!(events(&supervisor, "limits_changed").is_empty());
-    // A part of a request is not put in force.
+    // A request that is partly invalid changes nothing.
     let (status, _) = patch(&supervisor, "common/tenants/acme", r#"{"max_in_flight": 1, "processes": 2}"#);
     assert_eq!(status, 400);
     let (status, own) = patch(&supervisor, "common/tenants/acme", r#"{"max_queue": 7}"#);

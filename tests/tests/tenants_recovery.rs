@@ -1,5 +1,5 @@
-//! Tenants that are kept apart, when something goes wrong: retries, quarantine, failed starts, breakers that
-//! close again, and jobs that go to other bulkheads.
+//! Failures of isolated tenants: retries, quarantine, failed starts, breakers that close again, and
+//! fallbacks.
 
 mod tenant_support;
 
@@ -20,7 +20,7 @@ fn hang(client: &Client, bulkhead: &str, tenant: &str) -> Running {
     start(client.job(bulkhead, "").operation("hang").tenant(tenant))
 }
 
-/// Kills the worker that it is given to, once: the second time another one has it.
+/// Sends a job that kills the tenant's current worker. The retry runs in the next worker.
 async fn kill_own(supervisor: &Supervisor, client: &Client, tenant: &str) -> Ended {
     assert_eq!(outcome(&send(client, tenant, "").await), "ok");
     let own = pids(supervisor, tenant)[0];
@@ -46,7 +46,7 @@ fn a_job_is_tried_again_in_its_own_tenants_workers() {
         assert_eq!((&quiet["retries"], &quiet["restarts"]), (&0.into(), &0.into()));
         let retried = events(&supervisor, "job_retried");
         assert_eq!((retried.len(), &retried[0]["tenant"]), (1, &"loud".into()), "{retried:?}");
-        // The last attempt is the last.
+        // A crash in the last attempt is final.
         let crash = client.job("b", "").operation("abort").tenant("loud").idempotent(true).send().await;
         assert_eq!(
             (outcome(&crash).as_str(), crash.unwrap_err().outcome().unwrap().attempts),
@@ -84,7 +84,7 @@ fn a_poison_payload_is_kept_out_for_its_tenant_alone_and_until_a_reset() {
     });
 }
 
-/// A bulkhead whose workers do not start while there is a file of this name in the folder.
+/// Returns the configuration of a bulkhead whose workers fail to start while the file `marker` exists.
 fn failing_while(marker: &std::path::Path, tenants: &str, more: &str) -> String {
     let script = format!("test -e {} && exit 3; exec 'MISBEHAVE'", marker.display());
     let restart = "restart = { max = 1, within = \"10m\", backoff = \"10ms\", backoff_max = \"10m\" }";
@@ -133,7 +133,7 @@ fn failed_starts_are_not_forgotten_by_a_rest() {
     let supervisor = Supervisor::start(&failing_while(&marker, "max_active = 3, idle = \"20ms\"", ""));
     run(async {
         let client = connect(&supervisor).await;
-        // Jobs that come with pauses in which a tenant without work would rest.
+        // Leaves pauses in which an idle tenant would rest.
         for _ in 0..15 {
             assert_eq!(outcome(&send(&client, "ill", "").await), "rejected/unavailable");
             tokio::time::sleep(Duration::from_millis(60)).await;
@@ -160,7 +160,7 @@ fn a_breaker_closes_again_though_starts_take_longer_than_a_rest_waits() {
         while outcome(&send(&client, "a", "").await) != "ok" {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
-            // themselves, for ever.
+            // If a tenant could rest while its worker starts, the breaker's probe would never run.
             assert!(began.elapsed() < Duration::from_secs(10), "{refusals} refusals, and no probe");
         }
     });
@@ -187,14 +187,15 @@ fn a_fallback_that_keeps_tenants_apart_does_so_for_guests() {
                 assert_eq!(reply.outcome().bulkhead, "b", "round {round}");
                 served.push((tenant, reply.outcome().worker_pid.unwrap()));
             }
-            // No second charge, and the tenants' workers come and go as ever.
+            // The fallback's rate limit does not count jobs of guests, and the tenants' workers still come
+            // and go.
             wait_for("the tenants rest", || supervisor.worker_pids("b").is_empty().then_some(()));
         }
         for (tenant, pid) in &served {
             assert!(!served.iter().any(|(other, theirs)| other != tenant && pid == theirs), "{served:?}");
             assert_eq!(part(&supervisor, tenant)["submitted"], 0, "counted where it came in");
         }
-        // If it has no room either, the first reason is the answer.
+        // If the fallback has no room either, the client gets the first bulkhead's reason.
         let both = ["x", "y"].map(|tenant| hang(&client, "entry", tenant));
         supervisor.wait_number("b", "in_flight", 2);
         let refused = client.job("entry", "").tenant("z").send().await;
@@ -211,7 +212,8 @@ fn a_fallback_that_keeps_tenants_apart_does_so_for_guests() {
     });
 }
 
-/// An isolated entry with room for one tenant, and a fallback that all share.
+/// Returns the configuration of an isolated bulkhead `b` with room for one tenant, and of its shared fallback
+/// `safe`.
 fn with_fallback(entry: &str, safe: &str) -> String {
     format!(
         "{}[bulkhead.safe]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n{safe}\n",
@@ -237,7 +239,7 @@ fn a_tenant_without_a_place_is_served_by_the_fallback_and_counted_once() {
         assert_eq!(supervisor.number("safe", "submitted"), 0);
         busy.abort();
         wait_for("the tenants rest", || supervisor.worker_pids("b").is_empty().then_some(()));
-        // Who drains sends all of them there.
+        // While the bulkhead drains, all jobs go to the fallback.
         assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
         for tenant in ["a", "new"] {
             let reply = client.job("b", "").tenant(tenant).send().await.unwrap();
@@ -259,7 +261,7 @@ fn a_tenant_whose_job_is_elsewhere_is_not_forgotten_in_a_flood_of_others() {
         let client = connect(&supervisor).await;
         let busy = hang(&client, "b", "busy");
         wait_part(&supervisor, "busy", "in_flight", 1);
-        // It is known to run: a job that its worker has not read would be given to the next.
+        // Waits until the job has begun, because an unread job would go to the next worker.
         let mut away = client.job("b", "").operation("hang").tenant("away").start().await.unwrap();
         away.progress().await.expect("it says so when it begins");
         wait_part(&supervisor, "away", "elsewhere", 1);
@@ -301,7 +303,7 @@ fn a_crash_in_a_tenants_own_worker_goes_to_the_fallback_as_well() {
         assert_eq!((told.outcome().bulkhead.as_str(), told.outcome().attempts), ("safe", 2));
         let a = part(&supervisor, "a");
         assert_eq!((&a["submitted"], &a["done"], &a["crashed"]), (&2.into(), &2.into(), &0.into()), "{a}");
-        // What may not run twice does not.
+        // A job that is not idempotent is not retried.
         let safe = supervisor.worker_pids("safe");
         let crash = send(&client, "a", "abort").await.unwrap_err();
         assert_eq!((crash.exit_code(), crash.outcome().unwrap().attempts), (70, 1));

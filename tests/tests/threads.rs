@@ -1,5 +1,5 @@
-//! A supervisor of which a part has died does not go on without it: it ends, with its workers, and says why. (The
-//! tests ask a thread to panic, which only a debug build does.)
+//! Death of an essential thread: the supervisor ends with its workers and says why. (Threads panic on request
+//! only in debug builds.)
 
 use bulkhead_tests::{Supervisor, is_alive, wait_for};
 
@@ -9,7 +9,8 @@ fn the_end_of_a_thread_is_the_end_of_the_supervisor_and_of_its_workers() {
         eprintln!("skipped: a release build does not panic on request");
         return;
     }
-    // A task, and the very thread, which takes its tasks along: one of those is named.
+    // Covers a task of the thread `control`, and the thread `onlookers` with all of its tasks. The log names
+    // exactly one task or thread.
     for thread in ["CONTROL", "ONLOOKERS"] {
         let signs = tempfile::tempdir().unwrap();
         let sign = signs.path().join("panic");

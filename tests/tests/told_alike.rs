@@ -1,5 +1,5 @@
-//! What the same thing is called wherever it is told: a job's number in outcome, event, log, crash report and worker;
-//! the fields of the log; workers that never start, as one crash report with a count.
+//! Consistent names across interfaces: a job's number in outcome, event, log, crash report and worker, and
+//! the fields of the log. Workers that never start share one crash report with a count.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ env = { PATH = "/usr/bin:/bin" }
 deadline = "60s"
 "#;
 
-/// The log as objects, as far as whole lines are written.
+/// Returns the complete lines of the log as JSON objects.
 fn log(supervisor: &Supervisor) -> Vec<Value> {
     let log = supervisor.log();
     let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
@@ -32,7 +32,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) -> Value {
 #[test]
 fn a_job_has_one_number_in_one_notation() {
     let supervisor = Supervisor::start_as(&["--log-format", "json"], &[], SHELL);
-    // Enough of them that its digits are not all decimal.
+    // Sends enough jobs that the next number contains a hexadecimal letter.
     let client = Client::connect(supervisor.socket()).unwrap();
     for _ in 0..9 {
         client.job("sh", "").send().unwrap();
@@ -117,7 +117,7 @@ fn workers_that_never_start_are_one_row_and_push_nothing_out() {
     let crashes = || supervisor.get("/v1/crashes")["crashes"].as_array().unwrap().clone();
     let is_of = |name: &'static str| move |crash: &&Value| crash["bulkhead"] == name;
     wait_for("the job's crash is kept", || crashes().iter().find(is_of("good")).cloned());
-    // Far more than are kept, and more than are reported at once.
+    // Far more failures than crash reports are kept or written at once.
     wait_for("many have failed to start", || {
         let row = crashes().iter().find(is_of("broken")).cloned()?;
         (row["count"].as_u64()? > 20).then_some(())
@@ -127,7 +127,7 @@ fn workers_that_never_start_are_one_row_and_push_nothing_out() {
     assert_eq!(all.iter().find(is_of("good")).expect("it is there still")["count"], 1, "{all:#?}");
     let row = all.iter().find(is_of("broken")).unwrap();
     assert_eq!((&row["stage"], &row["exit_code"]), (&"starting".into(), &3.into()), "{row}");
-    // The events of later ones name the same report.
+    // Events of later failures name the report of the first failure.
     let exits = supervisor.events("worker_exited").into_iter().filter(|event| event["bulkhead"] == "broken");
     let reports: BTreeMap<String, usize> =
         bulkhead_tests::tally(exits.map(|event| event["report"].as_str().unwrap_or("none").to_owned()));

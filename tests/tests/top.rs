@@ -1,5 +1,5 @@
-//! `bulkhead top` as its users have it: on a terminal, in a shell, watching a real supervisor. What the screen
-//! shows is read by an emulator of a terminal.
+//! `bulkhead top` in a shell on a terminal, with a real supervisor. A terminal emulator interprets the
+//! output.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,14 +13,14 @@ use nix::sys::signal::Signal;
 use rustix::termios::tcsetwinsize;
 use serde_json::Value;
 
-/// A terminal with a shell in it. Dropping it hangs up.
+/// Terminal that runs a shell. Dropping the value kills the shell and its children.
 struct Terminal {
     master: File,
     shell: Child,
     seen: Arc<Mutex<Seen>>,
 }
 
-/// What the terminal was sent, and what it shows for that.
+/// Bytes sent to the terminal, and the screen that results.
 struct Seen {
     bytes: Vec<u8>,
     parser: vt100::Parser,
@@ -35,8 +35,8 @@ fn lines(count: u16) -> NonZero<u16> {
 }
 
 impl Terminal {
-    /// Runs a script in a terminal of 24 lines. `None`, said loudly, if there is no `setsid`, which gives a
-    /// session its terminal.
+    /// Runs a script in a terminal of 24 lines. Returns `None` and prints the reason if there is no `setsid`,
+    /// which gives a session its terminal.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
             eprintln!("NOT TESTED: there is no setsid here, and so no terminal for a test");
@@ -64,7 +64,7 @@ impl Terminal {
         let (mut reader, sink) = (master.try_clone().expect("a descriptor"), seen.clone());
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
-            // It fails when no process has the other end any more.
+            // The read fails after the last process has closed the other end.
             while let Ok(count @ 1..) = reader.read(&mut buffer) {
                 let mut seen = sink.lock().expect("no thread panics with it");
                 seen.bytes.extend_from_slice(&buffer[..count]);
@@ -92,13 +92,13 @@ impl Terminal {
         self.ask(|seen| seen.parser.screen().contents())
     }
 
-    /// Waits until the screen shows this, and returns it.
+    /// Waits until the screen shows `what`. Returns the screen.
     #[track_caller]
     fn shows(&self, what: &str) -> String {
         self.shows_as(what, |text| text.contains(what))
     }
 
-    /// Waits until it shows all of this at once: a screen is seen line by line as it comes.
+    /// Waits until one screen shows all parts, because a screen arrives line by line.
     #[track_caller]
     fn shows_all(&self, parts: &[&str]) -> String {
         self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
@@ -117,14 +117,14 @@ impl Terminal {
         }
     }
 
-    /// The process of `bulkhead`.
+    /// Returns the process id of `bulkhead`.
     fn top(&self) -> u32 {
         wait_for("bulkhead runs", || {
             children(self.shell.id()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead"))
         })
     }
 
-    /// Waits until the shell says this after its end, and looks that nothing of the screen is left.
+    /// Waits for the shell's message after `top` has ended, and checks that the terminal is restored.
     #[track_caller]
     fn is_restored(&self, said: &str) {
         self.shows(said);
@@ -137,14 +137,14 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // They may have ended already.
+        // The processes can have ended already.
         children(self.shell.id()).into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
         let _ = self.shell.kill();
         let _ = self.shell.wait();
     }
 }
 
-/// A script that compares the modes of the terminal before and after.
+/// Script that compares the modes of the terminal before and after `top`.
 const SCRIPT: &str = r#"before=$(stty -g); "$TOP" top --interval 100ms; echo "left with $?"
     [ "$before" = "$(stty -g)" ] && echo "as it was""#;
 
@@ -157,7 +157,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) {
     command.status().expect("the command runs");
 }
 
-/// The line of a bulkhead in the table, in words.
+/// Returns the words of a bulkhead's row in the table.
 fn row(text: &str, name: &str) -> Option<Vec<String>> {
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
     text.lines().map(words).find(|words| words.first().is_some_and(|first| first == name))
@@ -174,7 +174,7 @@ fn a_crash_and_a_hostile_tenant_are_watched() {
     let evil = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31mevil";
     submit(&supervisor, &["b", "abort", "--tenant", evil]);
     terminal.shows("job_crashed");
-    // The numbers are of a later look than the events.
+    // The numbers come from a later request than the events.
     terminal.press("c");
     terminal.shows("sort: crashes");
     terminal.press("/");
@@ -189,7 +189,7 @@ fn a_crash_and_a_hostile_tenant_are_watched() {
         }
     });
 
-    // Whatever the size.
+    // `top` works at any size.
     for (rows, columns) in [(1, 1), (2, 5), (5, 200), (60, 2)] {
         terminal.resize(rows, columns);
         terminal.press("jk?j");
@@ -212,7 +212,7 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
 
     supervisor.child.kill().expect("our own child");
     supervisor.wait();
-    // It says why, too.
+    // The screen also shows the cause.
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
     assert_eq!(row(&text, "b").unwrap()[1], "ready", "what was seen last is shown on");
     terminal.press("?");
@@ -232,10 +232,10 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
     });
     submit(&supervisor, &["b", "abort"]);
     terminal.shows("job_crashed");
-    // Nothing was counted backwards.
+    // No rate is negative after the restart.
     assert!(!terminal.ask(|seen| String::from_utf8_lossy(&seen.bytes).contains("-0.")));
 
-    // A pause asks for nothing, and hears what came meanwhile when it is over.
+    // `top` sends no requests during a pause, and catches up afterwards.
     terminal.press("p");
     terminal.shows("PAUSED");
     supervisor.post("/v1/bulkheads/b/drain");
@@ -252,7 +252,7 @@ fn keys_do_not_wait_for_a_supervisor_that_hangs() {
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     terminal.shows("? help");
     supervisor.signal(Signal::SIGSTOP);
-    // The former comes first, and may be over on a busy machine.
+    // "NO ANSWER" comes first, but on a busy machine can be over before the test looks.
     let is_told = |text: &str| text.contains("NO ANSWER for") || text.contains("NOT REACHABLE for");
     terminal.shows_as("the silence", is_told);
     terminal.press("?");

@@ -1,4 +1,4 @@
-//! Spans of jobs, with a real supervisor, real workers, and a collector that is as good or as bad as a test wants.
+//! Spans of sampled jobs, with a real supervisor, real workers, and a collector that can misbehave.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -20,14 +20,15 @@ const UNSAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00
 
 const LOGGED: &str = "info,bulkhead::job=debug";
 
-/// `b`, where a job may be tried again, and `full`, which takes none but sends them to `b`.
+/// Bulkhead `b` retries jobs. Bulkhead `full` accepts none and falls back to `b`.
 const TWO: &str = "[defaults]\ndeadline = \"60s\"\nrestart = { backoff = \"1ms\", max = 1000 }\n\
                    [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nretry = {}\nmax_payload = 1000\nmax_queue = 100\n\
                    [bulkhead.full]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 0\nmax_queue = 0\nfallback = [\"b\"]\n";
 
-// A collector.
+// Collector.
 
-/// What a collector answers: a status for each message, the last one for all that follow; 0 is none at all.
+/// Collector that answers each message with a given status. The last status applies to all later messages.
+/// Status 0 means no answer.
 struct Collector {
     address: SocketAddr,
     messages: Arc<Mutex<Vec<Value>>>,
@@ -51,7 +52,7 @@ impl Collector {
         Self { address, messages }
     }
 
-    /// The spans of all messages that were taken.
+    /// Returns the spans of all accepted messages.
     fn spans(&self) -> Vec<Value> {
         let messages = self.messages.lock().unwrap();
         messages
@@ -75,7 +76,7 @@ fn serve(socket: TcpStream, status: u16, taken: &Mutex<Vec<Value>>) {
     let length = head.split_once("content-length: ").and_then(|(_, rest)| rest.split("\r\n").next());
     let mut body = vec![0; length.expect("a length").parse().unwrap()];
     reader.read_exact(&mut body).unwrap();
-    // Noted before it is answered, so that no client hears of success too early.
+    // Stores the message before the answer, so that a test that has seen the answer finds the spans.
     if status == 200 {
         taken.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
     }
@@ -86,7 +87,7 @@ fn list(value: &Value) -> Vec<Value> {
     value.as_array().cloned().unwrap_or_default()
 }
 
-/// A span's attribute, without its type.
+/// Returns an attribute of a span, without the type.
 fn attribute(span: &Value, key: &str) -> Value {
     let key = format!("bulkhead.{key}");
     let found = list(&span["attributes"]).into_iter().find(|attribute| attribute["key"] == *key);
@@ -95,7 +96,7 @@ fn attribute(span: &Value, key: &str) -> Value {
     })
 }
 
-// A supervisor.
+// Supervisor.
 
 fn start(endpoint: &str) -> Supervisor {
     let variables = [("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint), ("OTEL_SERVICE_NAME", "tests")];
@@ -114,7 +115,7 @@ fn sampled(client: &Client, bulkhead: &str, operation: &str) -> Job {
     client.job(bulkhead, "").operation(operation).traceparent(SAMPLED)
 }
 
-/// The span in a `traceparent` that continues ours.
+/// Returns the span id of a `traceparent` that continues the trace of the test.
 #[track_caller]
 fn span_of(traceparent: &str) -> String {
     let parts: Vec<&str> = traceparent.trim().split('-').collect();
@@ -135,7 +136,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
     let header = |text: &str| format!("traceparent: {text}");
     let by_http = place.job("b", "trace", &[&header(SAMPLED), "Bulkhead-Priority: critical"], b"12345");
 
-    // A trace that is not sampled is handed on as it is; what makes no sense, not at all.
+    // An unsampled trace is passed on unchanged, and an invalid trace is dropped.
     let other = client.job("b", "").operation("trace");
     assert_eq!(other.traceparent(UNSAMPLED).send().unwrap().payload(), UNSAMPLED.as_bytes());
     assert_eq!(plain.traceparent("00-nonsense-01").send().unwrap().payload(), b"none");
@@ -147,7 +148,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
     assert_eq!(by_http.header("traceparent"), by_http.text(), "the answer names it too");
     assert_ne!(by_socket_span, by_http_span);
 
-    // A third one, after all others, shows that there is none of those.
+    // Sends a third sampled job last. If the unsampled jobs had spans, more than three would arrive.
     sampled(&client, "b", "echo").send().unwrap();
     let spans = collector.wait_spans(3);
     assert_eq!(spans.len(), 3, "{spans:?}");
@@ -188,7 +189,7 @@ fn a_job_has_one_span_whatever_becomes_of_it() {
 
     operation("b", "steps:trace given;die-first 1 died").idempotent(true).send().unwrap();
     operation("b", "abort").send().unwrap_err();
-    // The time of the next one is to pass while it runs, and not while its worker starts.
+    // The next deadline must pass while the job runs, and not while its worker starts.
     supervisor.wait_number("b", "available", 1);
     operation("b", "hang").deadline(Duration::from_secs(2)).send().unwrap_err();
     operation("b", "fail").send().unwrap_err();
@@ -235,7 +236,7 @@ fn a_job_has_one_span_whatever_becomes_of_it() {
         let has_worker = attribute(span, "worker_pid").is_string();
         assert_eq!(has_worker, !line.contains("rejected"), "{span}");
     }
-    // Both workers were given the same.
+    // Both attempts were given the same span.
     let given = std::fs::read_to_string(supervisor.file("given")).unwrap();
     let given: Vec<String> = given.lines().map(span_of).collect();
     assert_eq!(given.len(), 2);
@@ -251,7 +252,7 @@ fn a_job_has_one_span_whatever_becomes_of_it() {
 
 const HOSTILE: &str = "\u{1b}[31m\r\n{\"level\":\"ERROR\"}\u{9b}31m\u{7f}\u{202e}\"";
 
-/// Runs a job with hostile names and one that is not sampled; returns the lines about jobs.
+/// Runs a job with hostile names and a job that is not sampled. Returns the log lines about jobs.
 fn logged(arguments: &[&str]) -> Vec<String> {
     let mut supervisor = Supervisor::start_as(arguments, &[], TWO);
     let client = connect(&supervisor);
@@ -303,7 +304,7 @@ fn the_log_has_a_line_for_each_span_where_it_is_asked_for() {
 
 #[test]
 fn without_a_taker_no_spans_are_made() {
-    // A worker's spans would else have a parent that is not known.
+    // Otherwise a worker's spans would have an unknown parent.
     let supervisor = Supervisor::start(TWO);
     let client = connect(&supervisor);
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
@@ -314,16 +315,16 @@ fn without_a_taker_no_spans_are_made() {
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
 }
 
-// Collectors that are none.
+// Missing and misbehaving collectors.
 
-/// An address that is taken, so that no other process gets it, and at which none listens.
+/// Returns an address at which nothing listens. The socket keeps other processes from using it.
 fn unserved() -> (SocketAddr, OwnedFd) {
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     (getsockname(&socket).unwrap().try_into().unwrap(), socket)
 }
 
-/// The number before these words, of all lines of the log that have them.
+/// Returns the total number of lost spans that the log reports.
 fn lost(log: &str) -> u64 {
     let before = log.lines().filter_map(|line| line.split_once(" spans of jobs were lost"));
     before.map(|(line, _)| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
@@ -337,7 +338,7 @@ fn a_collector_that_is_not_there_or_says_nothing_costs_spans_only() {
     for address in [silent.address, gone, refuses.address] {
         let mut supervisor = start(&format!("http://{address}"));
         let client = connect(&supervisor);
-        // More than one message.
+        // Sends more spans than fit into one message.
         for _ in 0..600 {
             sampled(&client, "b", "echo").send().unwrap();
         }
@@ -369,7 +370,7 @@ fn a_collector_that_comes_back_is_sent_what_was_kept() {
 
 #[test]
 fn the_last_spans_are_sent_before_the_end() {
-    // They have a second, which may be too short on a machine that is very busy.
+    // The supervisor sends spans for another second, which can be too short on a very busy machine.
     assert!((0..5).any(|_| sent_at_the_end() == 100));
 }
 

@@ -1,4 +1,4 @@
-//! `GET /v1/watch`: the state of all bulkheads and all events in one stream, for those that look on.
+//! `GET /v1/watch`: the states of all bulkheads and all events in one stream.
 
 use std::io::{BufRead, BufReader};
 
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// What comes on the stream.
+/// Message of the stream.
 #[derive(Debug)]
 struct Said {
     event: String,
@@ -35,7 +35,7 @@ impl Watcher {
         Self(reader)
     }
 
-    /// The next message; `None` at the end. Sizes of chunks and comments are passed over.
+    /// Returns the next message, or `None` at the end. Skips chunk sizes and comments.
     fn next(&mut self) -> Option<Said> {
         let mut said = Said { event: String::new(), id: None, data: Value::Null };
         loop {
@@ -77,7 +77,7 @@ fn state_and_events_come_on_one_stream() {
     assert_eq!(keys(&state), keys(&asked));
     assert!(state["at"].is_string());
 
-    // It goes on by itself, and tells of what happens.
+    // The stream continues with new states and events.
     assert_eq!(Place::of(&supervisor).job("b", "echo", &[], b"").status, 200);
     loop {
         if watcher.next_of("bulkheads").data["bulkheads"][0]["done"] == 1 {
@@ -92,7 +92,7 @@ fn state_and_events_come_on_one_stream() {
             break said.id.unwrap();
         }
     };
-    // Where another one goes on from.
+    // Another watcher can continue after a given event.
     let query = format!("?since={}", crashed - 1);
     let last = format!("Last-Event-ID: {}", crashed - 1);
     for (query, header) in [(query.as_str(), "X-None: 1"), ("", last.as_str())] {
@@ -112,12 +112,12 @@ fn many_watch_and_those_who_leave_are_forgotten() {
     for watcher in &mut watchers {
         watcher.next_of("bulkheads");
     }
-    // All are shown the same moment.
+    // All watchers are shown the same snapshots.
     let moments: Vec<String> =
         watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
     let different = bulkhead_tests::tally(moments).len();
     assert!(different <= 50, "{different} moments for 100 watchers");
-    // There is a bound, and a reader that leaves gives its place free.
+    // The number of watchers is bounded, and a watcher that leaves frees its place.
     let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
     drop((watchers, rest));
@@ -128,7 +128,7 @@ fn many_watch_and_those_who_leave_are_forgotten() {
         BufReader::new(socket).read_line(&mut line).ok()?;
         line.starts_with("HTTP/1.1 200").then_some(())
     });
-    // After a while without anybody the first one sees what is, not what was.
+    // The first watcher after a time without watchers sees the current state.
     let done = supervisor.number("b", "done");
     Place::of(&supervisor).job("b", "echo", &[], b"");
     let mut late = Watcher::begin(&supervisor, "", &[]);
@@ -142,7 +142,7 @@ fn a_data_plane_that_does_not_answer_is_told() {
     let supervisor = Supervisor::start(ONE);
     let mut watcher = Watcher::begin(&supervisor, "", &[]);
     watcher.next_of("bulkheads");
-    // The first thread is the data plane. Only it is held.
+    // Stops only the first thread, which is the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
         eprintln!("SKIPPED: a thread of another process cannot be held here: {error}");

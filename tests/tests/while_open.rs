@@ -1,4 +1,4 @@
-//! A supervisor that another program starts for itself: it ends with that program, however that ends.
+//! `--while-open`: a supervisor that another program starts for itself ends with that program.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// A supervisor that is the child of a program ends with it, however that ends.
+/// A supervisor that is the child of a program ends with the program, however the program ends.
 #[test]
 fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
@@ -33,12 +33,12 @@ fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
         assert!(pids.iter().all(|&pid| !is_alive(pid)), "{pids:?}");
         assert_eq!(job.wait().unwrap_err().outcome().and_then(|o| o.verdict.reason()), Some("stopped"));
     };
-    // A pipe, through which something comes before its end.
+    // A pipe that carries some bytes before its end.
     let (read, mut write) = std::io::pipe().unwrap();
     let supervisor = Supervisor::start_as(&["--while-open", &inherited(read.as_fd())], &[], LONG);
     write.write_all(&[7; 10_000]).unwrap();
     ends(supervisor, Box::new(|| drop(write)));
-    // A process.
+    // A process, watched by a pidfd.
     let mut program = Command::new("sleep").arg("900").spawn().unwrap();
     let pid = Pid::from_raw(program.id() as i32).unwrap();
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
@@ -109,7 +109,7 @@ fn the_own_folder_goes_with_the_supervisor() {
     let ended = supervisor.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
-    // One that others can look into was not made for this.
+    // A folder that others can read is refused, because it was not created for the supervisor.
     make(0o755);
     let refused = start().wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&refused.stderr);
@@ -147,7 +147,7 @@ fn what_is_mounted_in_the_own_folder_stays() {
     assert!(told.contains("failed to remove the supervisor's own folder"), "{told}");
 }
 
-/// Whatever it is about to start when it is killed.
+/// No process is left, whatever the supervisor is about to start when it is killed.
 #[test]
 fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
     let folder = tempfile::tempdir().unwrap();
@@ -161,12 +161,12 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let began = Instant::now();
         let mut supervisor = command.spawn().unwrap();
         if number < 4 {
-            // So long it takes until it has its keeper.
+            // Measures how long the supervisor takes to start the keeper.
             wait_for("its socket", || folder.path().join("jobs.sock").exists().then_some(()));
             longest = longest.max(began.elapsed());
             kill_pid(supervisor.id(), Signal::SIGKILL);
         } else {
-            // Where it is killed is the point: at all moments of its start, one after the other.
+            // Kills the supervisor at moments that are spread evenly over its start.
             std::thread::sleep(longest * (number - 4) / 396);
             kill_pid(supervisor.id(), Signal::SIGKILL);
         }

@@ -1,5 +1,5 @@
-//! The sentences of `docs/protocol.md` about what a worker or a client may do beside the usual, each held by a
-//! worker or a client that does it.
+//! Tests of the sentences in `docs/protocol.md` about unusual behaviour. Each test runs a worker or a client
+//! that behaves so.
 
 use std::fs::OpenOptions;
 
@@ -7,20 +7,21 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// A payload that is kept for another worker, and that no careless read brings along with its header.
+/// Payload small enough to be kept for another worker, and too large to be read by accident together with the
+/// header.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
-/// The capability of heartbeats that do not depend on handlers.
+/// Capability of a worker whose heartbeats do not depend on its handlers.
 const DISPATCH_THREAD: u64 = 1;
 
-/// A bulkhead whose worker does what `rule` says.
+/// Starts a supervisor whose worker behaves as `rule` says.
 fn start(rule: &str, keys: &str) -> Supervisor {
     let heartbeat =
         if keys.contains("health") { "" } else { "health = { heartbeat = \"200ms\", missed = 50 }" };
     Supervisor::start(&by_hand(&format!("rules-{rule}"), &format!("{heartbeat}\n{keys}")))
 }
 
-/// Says hello with these capabilities, and is ready.
+/// Sends HELLO with these capabilities, and READY.
 fn open(worker: &mut Worker, capabilities: u64) {
     let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(capabilities);
     worker.send(HELLO, BULKHEAD, hello.text("by hand").text("1").end(), b"");
@@ -29,7 +30,7 @@ fn open(worker: &mut Worker, capabilities: u64) {
     worker.send(READY, 0, empty(), b"");
 }
 
-/// Leaves a mark in the folder of the configuration, and returns how many of its kind there were.
+/// Appends a byte to the file `name` in the working folder. Returns the previous length of the file.
 fn mark(name: &str) -> u64 {
     let mut file = OpenOptions::new().create(true).append(true).open(name).unwrap();
     let before = file.metadata().unwrap().len();
@@ -37,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// What a worker does that is to leave its first job in some state, and to be an honest one the next time.
+/// Leaves the first job in the state that `rule` names and aborts. A later worker serves jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -54,13 +55,13 @@ fn leave(worker: &mut Worker, rule: &str) {
             let length = usize::from(u16::from_le_bytes([bytes[6], bytes[7]]));
             worker.socket.read_exact(&mut bytes[..length]).unwrap();
         }
-        // A number that it has not read, as if it had looked at the bytes without taking them.
+        // Reports progress of a job whose bytes the worker has only peeked at.
         "peeks" => {
             let header: Vec<u8> = peek(&worker.socket, 16);
             let number = u64::from_le_bytes(header[8..].try_into().unwrap());
             worker.send(PROGRESSED, number, Meta::default().f32(0.0).text("").end(), b"");
         }
-        // The first it runs, whatever comes behind it is not read.
+        // Begins the first job, and leaves the second job unread.
         "reads-one-of-two" => {
             let first = worker.next();
             worker.send(PROGRESSED, first.number, Meta::default().f32(0.0).text("").end(), b"");
@@ -82,7 +83,7 @@ fn peek(socket: &UnixStream, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Answers every job with what came, and counts those that it begins.
+/// Answers every job with its payload, and counts the jobs that it begins.
 fn serve(worker: &mut Worker) {
     loop {
         let frame = worker.next();
@@ -136,7 +137,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Says that it stops while jobs are on their way, and reads on until the supervisor has seen that.
+/// Sends STOPPING while jobs are on their way, and serves further jobs until DRAIN.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -148,7 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Without the capability 1: not heard for ten intervals while it has a job, and never again once it has none.
+/// Without `DISPATCH_THREAD`: sends nothing for ten heartbeat intervals while a job runs, and nothing after
+/// the job.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -166,11 +168,11 @@ fn forever() -> ! {
     }
 }
 
-// Begun once.
+// Jobs begin once.
 
-/// "A job that is not idempotent is given to another worker only if ... nothing of it was read": reproduced with a
-/// worker that reads header and metadata, reports progress and dies with the payload unread. It was given the job four
-/// times.
+/// "A job that is not idempotent is given to another worker only if ... nothing of it was read". Regression
+/// test: a worker read header and metadata, reported progress and died with the payload unread. The job was
+/// given to a worker four times.
 #[test]
 fn a_job_of_which_anything_was_read_is_not_given_to_another_worker() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
@@ -192,7 +194,7 @@ fn a_job_of_which_nothing_was_read_is_the_next_workers() {
     assert_eq!((supervisor.file_bytes("came"), supervisor.file_bytes("begun")), (2, 1));
 }
 
-/// The same beside one that it had begun.
+/// A worker dies with one job begun and another job unread.
 #[test]
 fn what_was_read_and_what_was_not_are_told_apart() {
     let supervisor = start("reads-one-of-two", "max_in_flight = 2");
@@ -216,7 +218,7 @@ fn a_worker_that_closes_its_descriptor_and_lives_on_is_found() {
     supervisor.wait_number("rules-closes", "limit", 1);
 }
 
-// The rest of the page.
+// Other rules of the page.
 
 /// "There is no half-close".
 #[test]
@@ -280,7 +282,7 @@ fn a_worker_that_stops_loses_no_job_that_is_on_its_way() {
 #[test]
 fn heartbeats_without_a_dispatch_thread_are_demanded_while_idle() {
     let supervisor = start("falls-silent", "health = { heartbeat = \"200ms\", missed = 2 }");
-    // Its start is not over before it is ready, and then it has its job before it can be missed.
+    // The worker gets its job as soon as it is ready, before a heartbeat can be missed.
     let outcome = Client::connect(&supervisor).job("rules-falls-silent", "", b"");
     assert_eq!(outcome.kind(), (OK, 0), "{outcome:?}");
     supervisor.wait_events("worker_hung", 1);

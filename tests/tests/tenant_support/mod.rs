@@ -1,4 +1,4 @@
-//! What the tests of tenants share.
+//! Shared helpers for the tests of tenants.
 
 #![allow(dead_code, reason = "not every test needs all of it")]
 #![expect(unreachable_pub, reason = "it is a part of each test")]
@@ -14,7 +14,7 @@ use serde_json::Value;
 pub type Ended = Result<Reply, JobError>;
 pub type Running = tokio::task::JoinHandle<Ended>;
 
-/// A bulkhead `b` that keeps its tenants apart. `more` are further keys.
+/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` are further keys.
 pub fn isolated(tenants: &str, more: &str) -> String {
     format!(
         "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
@@ -30,7 +30,7 @@ pub fn start(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// The events of a kind that are still kept.
+/// Returns the events of a kind that the supervisor still keeps.
 pub fn events(supervisor: &Supervisor, kind: &str) -> Vec<Value> {
     let (status, all) = supervisor.try_get("/v1/events?follow=false").expect("the admin socket answers");
     assert_eq!(status, 200, "{all}");
@@ -38,7 +38,7 @@ pub fn events(supervisor: &Supervisor, kind: &str) -> Vec<Value> {
     parsed.filter(|event| event["kind"] == kind).collect()
 }
 
-/// Sends a PATCH to a path below `/v1/bulkheads/`; returns the status and the answer.
+/// Sends a PATCH to a path below `/v1/bulkheads/`. Returns the status and the answer.
 pub fn patch(supervisor: &Supervisor, path: &str, body: &str) -> (u16, Value) {
     let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
     let length = body.len();
@@ -54,12 +54,12 @@ pub fn patch(supervisor: &Supervisor, path: &str, body: &str) -> (u16, Value) {
     (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap())
 }
 
-/// One tenant's part of the bulkhead `b`.
+/// Returns the snapshot of one tenant of the bulkhead `b`.
 pub fn part(supervisor: &Supervisor, tenant: &str) -> Value {
     supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"))
 }
 
-/// Waits until a number of a tenant's part is this. The tenant may still be on its way.
+/// Waits until a number in a tenant's snapshot has this value. The tenant can still be unknown.
 pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64) {
     wait_for(&format!("{field} of {tenant} is {value}"), || {
         let (status, body) = supervisor.try_get(&format!("/v1/bulkheads/b?tenant={tenant}"))?;
@@ -68,14 +68,14 @@ pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64)
     });
 }
 
-/// The processes of a tenant's workers.
+/// Returns the process ids of a tenant's workers.
 pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
     let part = part(supervisor, tenant);
     let workers = part["workers"].as_array().expect("workers");
     workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
 }
 
-/// Stops a process, and waits until each of its threads has heard of it.
+/// Stops a process, and waits until all of its threads have stopped.
 pub fn stop(pid: u32) {
     kill_pid(pid, Signal::SIGSTOP);
     wait_for("it has stopped", || {
@@ -86,7 +86,7 @@ pub fn stop(pid: u32) {
     });
 }
 
-/// Waits until no worker runs, by the books and by the kernel.
+/// Waits until no worker runs, according to the snapshot and to the kernel.
 pub fn wait_for_rest(supervisor: &Supervisor) {
     wait_for("no worker runs", || {
         let is_at_rest = supervisor.worker_pids("b").is_empty() && children(supervisor.keeper()).is_empty();
@@ -98,18 +98,18 @@ fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
 }
 
-/// How many jobs were rejected.
+/// Returns the number of rejected jobs.
 pub fn rejected(snapshot: &Value) -> u64 {
     snapshot["rejected"].as_object().expect("by reason").values().map(number).sum()
 }
 
-/// Jobs that have their outcome.
+/// Returns the number of jobs that have an outcome.
 pub fn outcomes(snapshot: &Value) -> u64 {
     let ended = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
     ended.iter().map(|field| number(&snapshot[*field])).sum::<u64>() + rejected(snapshot)
 }
 
-/// Every job that came is somewhere.
+/// Checks that each submitted job has an outcome or is under way.
 pub fn assert_balanced(snapshot: &Value) {
     let underway: u64 =
         ["in_flight", "queued", "elsewhere"].iter().map(|field| number(&snapshot[*field])).sum();
