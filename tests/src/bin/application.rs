@@ -762,7 +762,7 @@ fn drains() {
 /// Starts supervisors within a runtime, in a process with many threads that all allocate.
 async fn in_a_runtime() {
     let is_over = Arc::new(AtomicUsize::new(0));
-    let threads: Vec<_> = (0..50)
+    let threads: Vec<_> = (0..16)
         .map(|_| {
             let is_over = is_over.clone();
             std::thread::spawn(move || {
