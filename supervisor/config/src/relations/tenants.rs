@@ -79,7 +79,9 @@ impl Checker<'_> {
                     share.told(share.value),
                     isolate.told(true)
                 ),
-                format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
+                format!(
+                    "remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"
+                ),
             );
         }
     }
