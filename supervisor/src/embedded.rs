@@ -90,7 +90,7 @@ pub enum StartError {
 bulkhead_shared::debug_by_display!(StartError);
 
 /// Options for starting an embedded supervisor; see [`Supervisor::builder`].
-#[must_use = "nothing is started before `start`"]
+#[must_use = "a builder does nothing until `start` is called"]
 #[derive(Clone, Debug)]
 pub struct Builder {
     config: Config,

@@ -224,7 +224,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
         return Err(ConfigErrors::of_file(
             path,
             message,
-            "rename the folder, or move the file to another one",
+            "rename the folder, or move the file to another folder",
         ));
     }
     let mut problems = Problems::default();

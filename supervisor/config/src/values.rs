@@ -141,7 +141,7 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
-            UnitError::TooFine => "a fraction must give whole nanoseconds, as in \"1.5ms\"".to_owned(),
+            UnitError::TooFine => "a fraction must be in whole nanoseconds, as in \"1.5ms\"".to_owned(),
             UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }

@@ -334,7 +334,7 @@ pub fn find_subordinate(
 fn own_locks(claim: Claim) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
-    let home = user.ok_or("this user has no name")?.dir;
+    let home = user.ok_or("the user database has no entry for this user")?.dir;
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(

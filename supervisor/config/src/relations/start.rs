@@ -17,7 +17,7 @@ impl Checker<'_> {
         let complaint = match &bulkhead.program {
             Program::Exec { .. } => Complaint::new(
                 format!("bulkhead `{name}` cannot fork its workers: with `exec` each job runs a new program"),
-                "remove `mode`: each job has a fresh process anyway",
+                "remove `mode`: each job already has a fresh process",
             ),
             Program::Library { .. } => Complaint::new(
                 format!(

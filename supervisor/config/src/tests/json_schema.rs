@@ -44,7 +44,7 @@ fn complaints(text: &str) -> Option<Vec<String>> {
 /// too fine.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
-    let uncounted = ["the longest duration is", "must give whole nanoseconds", "must fit in 64 bits"];
+    let uncounted = ["the longest duration is", "must be in whole nanoseconds", "must fit in 64 bits"];
     if uncounted.iter().any(|words| help.contains(words)) {
         return false;
     }
