@@ -135,7 +135,7 @@ impl Tried {
             Err(Stopped::Closed(status)) => {
                 let status = status.map(|status| format!(": {}", escape(&status))).unwrap_or_default();
                 let how = words(self.exit);
-                Err(format!("{what} ended before it was ready ({how}){status}{}", quoted(&said)))
+                Err(format!("{what} ended before becoming ready ({how}){status}{}", quoted(&said)))
             }
             Err(Stopped::Otherwise(why)) => Err(format!("{what} {why}{}", quoted(&said))),
         }
@@ -192,7 +192,7 @@ impl Trials {
         let exit = self.end(number, Duration::ZERO)?;
         Tried { ordered: template, ready, exit }.told(&what)?;
         let (observed, tried) = forked.ok_or_else(late)??;
-        tried.told(&format!("{}, forked from its template,", program.describe())).map(|()| observed)
+        tried.told(&format!("{}, forked from the template,", program.describe())).map(|()| observed)
     }
 
     /// Starts a worker, waits until it is ready or has failed, and ends it.
@@ -316,7 +316,7 @@ fn text(error: io::Error) -> String {
 
 fn quoted(said: &str) -> String {
     let lines: String = said.lines().map(|line| format!("\n    {}", escape(line))).collect();
-    if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
+    if lines.is_empty() { String::new() } else { format!("; output:{lines}") }
 }
 
 /// Reads all output of the worker, so that the worker never blocks on the pipe. Returns the first
@@ -333,7 +333,7 @@ fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
 }
 
 fn late() -> String {
-    format!("the keeper does not answer within {ORDER_PATIENCE:?}")
+    format!("the keeper did not answer within {ORDER_PATIENCE:?}")
 }
 
 fn words(exit: keeper::Exit) -> String {
@@ -342,8 +342,8 @@ fn words(exit: keeper::Exit) -> String {
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
         keeper::Exit::Oom => "out of memory".to_owned(),
         keeper::Exit::Violation { call } => match keeper::call_name(call) {
-            "" => "it made a system call that its sandbox forbids".to_owned(),
-            name => format!("it called {name}, which its sandbox forbids"),
+            "" => "the sandbox forbids a system call that the process made".to_owned(),
+            name => format!("called {name}, which the sandbox forbids"),
         },
     }
 }
@@ -361,7 +361,7 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
     let within = |until: Instant, what: &'static str| {
         move |error: io::Error| match error.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                Stopped::Otherwise(format!("does not {what} in time; if it is no worker, run it with `exec`"))
+                Stopped::Otherwise(format!("does not {what} in time; a program without the SDK needs `exec`"))
             }
             _ if Instant::now() > until => Stopped::Otherwise(format!("does not {what} in time")),
             _ => Stopped::Closed(None),
@@ -371,7 +371,7 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
     let first = frame(&mut link, until).map_err(within(until, "say hello"));
     let (header, metadata) = first.map_err(|stopped| match (stopped, &bulkhead.program) {
         (Stopped::Closed(_), bulkhead_config::Program::Command { .. }) => Stopped::Closed(Some(
-            "a program that is not built with the worker SDK wants `exec` instead of `command`".to_owned(),
+            "a program without the worker SDK needs `exec` instead of `command`".to_owned(),
         )),
         (other, _) => other,
     })?;
@@ -379,7 +379,7 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
     let Ok((hello, _)) = hello.map_err(|_| ()).and_then(|hello| {
         if header.kind == kind::HELLO && header.number == MAGIC { Ok(hello) } else { Err(()) }
     }) else {
-        return Err(Stopped::Otherwise("does not say hello; if it is no worker, run it with `exec`".into()));
+        return Err(Stopped::Otherwise("does not say hello; a program without the SDK needs `exec`".into()));
     };
     if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
         return Err(Stopped::Otherwise(format!(
@@ -388,7 +388,7 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
         )));
     }
     let until = Instant::now() + bulkhead.start.ready;
-    welcome(&mut link, program, bulkhead).map_err(within(until, "take its welcome"))?;
+    welcome(&mut link, program, bulkhead).map_err(within(until, "read the welcome frame"))?;
     await_ready(&mut link, until, bulkhead.start.ready)
 }
 
@@ -466,6 +466,6 @@ mod tests {
     #[test]
     fn what_a_worker_wrote_is_quoted_by_lines_without_control_characters() {
         let told = quoted("one\ttwo\n\x1b[31mred\x07\rover\0");
-        assert_eq!(told, "; it wrote:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
+        assert_eq!(told, "; output:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
     }
 }

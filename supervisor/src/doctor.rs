@@ -25,7 +25,7 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => Ids::new(None, Claim::Trial).map(|_| format!("each its own, of {WORKER_UIDS}")),
+        None => Ids::new(None, Claim::Trial).map(|_| format!("separate ids, of {WORKER_UIDS}")),
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
             let misses = |part: &str| {
@@ -33,16 +33,16 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
                 lacking.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
             };
             match find_subordinate(misses, || SubordinateIds::find().map(Arc::new), None, Claim::Trial) {
-                Ok((ids, _)) => Ok(format!("each its own, of {}-{} (/etc/subuid)", ids.first, ids.last)),
+                Ok((ids, _)) => Ok(format!("separate ids, of {}-{} (/etc/subuid)", ids.first, ids.last)),
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }
         }
     };
     let what_to_do = if is_root {
-        "give root what it lacks, map the ids, or write `user = \"root\"` in `sandbox`"
+        "grant root the missing ability, map the ids, or write `user = \"root\"` in `sandbox`"
     } else {
-        "have ids in /etc/subuid and /etc/subgid (`usermod --add-subuids`) and the package uidmap, or run the supervisor \
-         as root"
+        "add ids to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the package uidmap, or run the \
+         supervisor as root"
     };
     Ability::of("worker ids", found.map(Some), what_to_do)
 }

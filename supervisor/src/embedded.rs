@@ -66,19 +66,19 @@ pub enum KeeperProgram {
 pub enum StartError {
     /// The keeper should be this program, but the program did not call [`keeper_main_if_asked`].
     #[error(
-        "failed to start the keeper: it is to be this program, which did not call `keeper_main_if_asked`: call it \
-         first thing in `main`, or name another program with `keeper`"
+        "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function first thing \
+         in `main`, or name another program with `keeper`"
     )]
     NotAKeeper,
     /// This process was started as a keeper, but runs the application.
     #[error(
-        "failed to start a supervisor: this process was started to be a keeper: call `keeper_main_if_asked` first \
+        "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` first \
          thing in `main`"
     )]
     IsToBeKeeper,
     /// The configuration was read for a supervisor with sockets.
     #[error(
-        "failed to start a supervisor: the configuration is one of a supervisor with sockets: read it with \
+        "failed to start a supervisor: the configuration is for a supervisor with sockets: read the file with \
          `config::load_embedded` or `config::parse_embedded`"
     )]
     HasSockets,
@@ -90,7 +90,7 @@ pub enum StartError {
 bulkhead_shared::debug_by_display!(StartError);
 
 /// Options for starting an embedded supervisor; see [`Supervisor::builder`].
-#[must_use = "nothing is started before `start`"]
+#[must_use = "a builder does nothing until `start` is called"]
 #[derive(Clone, Debug)]
 pub struct Builder {
     config: Config,
@@ -158,7 +158,7 @@ impl Builder {
         // thread.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
-        let panicked = |_| system("start")(io::Error::other("the thread that starts it has panicked"));
+        let panicked = |_| system("start")(io::Error::other("the starting thread has panicked"));
         let ready = thread.join().map_err(panicked)??;
         Ok(LocalSupervisor::new(ready))
     }
@@ -322,7 +322,7 @@ fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());
     }
-    let why = format!("it is that of process {owner}, of which this one was forked off");
+    let why = format!("the supervisor belongs to process {owner}, from which this process was forked off");
     Err(system("use the supervisor")(io::Error::other(why)))
 }
 

@@ -33,7 +33,7 @@ const OPEN_FILES_MIN: u64 = 128;
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(most) if most < OPEN_FILES_MIN => Err(io::Error::other(format!(
-            "there may be {most} at once, and a supervisor and its workers take {OPEN_FILES_MIN} at least; raise the \
+            "the limit is {most} files, but a supervisor with workers needs {OPEN_FILES_MIN} at least; raise the \
              limit (`ulimit -n`, LimitNOFILE= of systemd)"
         ))),
         _ => Ok(()),
@@ -55,7 +55,7 @@ pub(crate) fn raise_limits(config: &Config) {
 pub(crate) fn warn_of_limits(config: &Config) {
     for (resource, name, least, consequence) in needed(config) {
         if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < least) {
-            tracing::warn!("the inherited limit {name} is {bytes} bytes: {consequence}; raise it");
+            tracing::warn!("the inherited limit {name} is {bytes} bytes: {consequence}; raise the limit");
         }
     }
 }
@@ -63,10 +63,10 @@ pub(crate) fn warn_of_limits(config: &Config) {
 /// Returns the resource limits with their minimum in bytes and the consequence of a lower limit.
 fn needed(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
-        "with less than max_buffered and 1 GiB the supervisor may find no memory, and end";
+        "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";
     let memory = config.supervisor.max_buffered.saturating_add(ADDRESS_SPACE_BYTES);
     [
-        (Resource::Fsize, "RLIMIT_FSIZE", FILE_BYTES, "crash reports and the log are cut off there"),
+        (Resource::Fsize, "RLIMIT_FSIZE", FILE_BYTES, "crash reports and the log are cut off at that size"),
         (Resource::As, "RLIMIT_AS", memory, NO_MEMORY),
         (Resource::Data, "RLIMIT_DATA", memory, NO_MEMORY),
     ]

@@ -27,11 +27,11 @@ impl OwnFolder {
         let opened = rustix::fs::open(&path, folder::FOLDER | OFlags::RDONLY, Mode::empty());
         let folder = opened.map_err(|errno| format!("failed to open the folder {shown}: {errno}"))?;
         let found =
-            rustix::fs::fstat(&folder).map_err(|errno| format!("failed to look at {shown}: {errno}"))?;
+            rustix::fs::fstat(&folder).map_err(|errno| format!("failed to inspect {shown}: {errno}"))?;
         let is_own = found.st_uid == rustix::process::geteuid().as_raw();
         if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
             return Err(format!(
-                "{shown} is removed at the end, so it must be this user's alone: make it with mode 0700"
+                "{shown} is removed at the end, so the folder must belong to this user and have mode 0700"
             ));
         }
         Ok(Self { path, folder })

@@ -70,7 +70,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     // Before the keeper starts, because the keeper inherits the state of this process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(
-        "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
+        "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
     // Best effort: old kernels do not support this, and jobs are served anyway.
@@ -84,7 +84,9 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     if let Some(lifeline) = lifeline {
         let commander = ready.commander.clone();
         let stop = move || {
-            tracing::warn!("the descriptor of --while-open has come to its end: stopping at once");
+            tracing::warn!(
+                "the descriptor of --while-open was closed, or the process has ended: stopping at once"
+            );
             for _ in 0..2 {
                 let _ = commander.stop();
             }
@@ -219,9 +221,9 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
     let socket = try_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
-            std::io::ErrorKind::AddrInUse => "another program listens there: end it, or choose another port",
-            std::io::ErrorKind::AddrNotAvailable => "this machine does not have the address",
-            std::io::ErrorKind::PermissionDenied => "ports below 1024 are root's: choose another one",
+            std::io::ErrorKind::AddrInUse => "end the program that uses the port, or choose another port",
+            std::io::ErrorKind::AddrNotAvailable => "not an address of this machine: choose another address",
+            std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
             _ => "choose another address",
         };
         failed(format!("{error}; {hint}"))
@@ -237,8 +239,8 @@ fn warn_of_closed_folder(socket: &Path) {
     let mode = std::fs::metadata(folder).map_or(OTHERS_SEARCH, |found| found.permissions().mode());
     if mode & OTHERS_SEARCH == 0 {
         tracing::warn!(
-            "the folder {} has the mode {:04o}, so that no other user gets to the jobs socket in it: \
-             `chmod 755` it for those whom [[access]] lets in",
+            "the folder {} has the mode {:04o}, so other users cannot reach the jobs socket: run `chmod 755` on the \
+             folder to let in the users of [[access]]",
             folder.display(),
             mode & 0o7777
         );

@@ -113,10 +113,10 @@ fn entries_are_for_users_and_groups() {
     // More groups than the supervisor's first buffer for `SO_PEERGROUPS` can hold (64).
     let many: Vec<String> = (62_000..62_300).chain([STAFF]).map(|gid| gid.to_string()).collect();
     submit(&supervisor, (BOB, NOBODYS, &many.join(",")), &["back"]).is_ok();
-    submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 may not submit jobs here");
+    submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 cannot submit jobs here");
     submit(&supervisor, (BOB, NOBODYS, "62000"), &["front"]).is_forbidden("[[access]]");
-    // Only entries grant access. The supervisor's own user (here root) has no implicit entry.
-    submit(&supervisor, (0, 0, ""), &["front"]).is_forbidden("user 0 may not");
+    // Only entries count: not even the supervisor's own user has one, which is root here.
+    submit(&supervisor, (0, 0, ""), &["front"]).is_forbidden("user 0 cannot");
     // `[[access]]` does not apply to operators on the admin socket.
     assert_eq!(supervisor.snapshot("front")["done"], 2);
     assert_eq!(supervisor.snapshot("front")["submitted"], 2);
@@ -154,16 +154,16 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let (alice, bob) = ((ALICE, NOBODYS, ""), (BOB, NOBODYS, ""));
     submit(&supervisor, alice, &["front"]).is_ok();
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
-    // A client that is restricted to certain bulkheads cannot find out whether another bulkhead exists.
-    submit(&supervisor, alice, &["back"]).is_forbidden("you may not use a bulkhead 'back'");
-    submit(&supervisor, alice, &["missing"]).is_forbidden("you may not use a bulkhead 'missing'");
+    // Whether there is such a bulkhead is not told to those that may use a few.
+    submit(&supervisor, alice, &["back"]).is_forbidden("you cannot use a bulkhead 'back'");
+    submit(&supervisor, alice, &["missing"]).is_forbidden("you cannot use a bulkhead 'missing'");
 
     for tenant in ["acme", "größe 3"] {
         submit(&supervisor, bob, &["front", "--tenant", tenant]).is_ok();
     }
     let other = submit(&supervisor, bob, &["back", "--tenant", "acme2"]);
-    other.is_forbidden("you may not send jobs of tenant 'acme2' to bulkhead 'back'");
-    submit(&supervisor, bob, &["front"]).is_forbidden("must name a tenant");
+    other.is_forbidden("you cannot send jobs of tenant 'acme2' to bulkhead 'back'");
+    submit(&supervisor, bob, &["front"]).is_forbidden("must name a permitted tenant");
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));
 
@@ -269,7 +269,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
     let supervisor = Supervisor::launch(folder, "", &format!("{ECHO}[[access]]\nuid = {ALICE}\n"));
     wait_for("it warns", || {
-        supervisor.log().contains("so that no other user gets to the jobs socket").then_some(())
+        supervisor.log().contains("so other users cannot reach the jobs socket").then_some(())
     });
     open(&supervisor);
     wait_for("it is ready", || supervisor.try_get("/readyz").filter(|(status, _)| *status == 200));
@@ -374,7 +374,7 @@ fn a_worker_reaches_neither_socket() {
     let told = run_in_worker(&supervisor, "SUBMIT 2>&1; echo code=$?; STATUS 2>&1; echo code=$?");
     assert_eq!(told.matches("code=77").count(), 2, "{told}");
     assert!(told.contains("\"reason\":\"forbidden\""), "{told}");
-    assert!(told.contains("bulkhead: workers, and what they start, may not connect"), "{told}");
+    assert!(told.contains("bulkhead: workers and their descendants cannot connect"), "{told}");
 
     let events = supervisor.wait_events("worker_refused", 1);
     let event = &events[0];

@@ -460,7 +460,7 @@ fn replays_are_few_at_once_and_end_with_the_supervisor() {
         let (status, body) = wait_for("a third is refused", || {
             Some(supervisor.post(&path)).filter(|(status, _)| *status != 200)
         });
-        assert!(status == 429 && body.contains("2 replays are under way"), "{status} {body}");
+        assert!(status == 429 && body.contains("2 replays are already running"), "{status} {body}");
         assert_eq!(command(&supervisor, &["replay", &id(&report)]).status.code(), Some(75));
         supervisor.touch("end");
         for replay in begun {
@@ -510,7 +510,7 @@ fn reports_outlive_the_supervisor() {
     let mut third = Supervisor::start_with(&keys, "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n");
     reports(&third, 3);
     let (status, body) = third.post(&format!("/v1/crashes/{}/replay", id(&before[0])));
-    assert!(status == 409 && body.contains("not configured any more"), "{status} {body}");
+    assert!(status == 409 && body.contains("no longer configured"), "{status} {body}");
     third.signal(Signal::SIGTERM);
     assert!(third.wait().success());
 }

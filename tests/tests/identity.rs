@@ -378,7 +378,7 @@ fn check_hints_at_exec_for_a_program_without_the_sdk() {
     };
     config("sort");
     let (out, error) = texts(&check(path));
-    assert!(error.contains("wants `exec` instead of `command`"), "{error}");
+    assert!(error.contains("needs `exec` instead of `command`"), "{error}");
     assert!(!out.contains("# ok"), "{out}");
     config("bin/misbehave");
     let (out, error) = texts(&check(path));
@@ -544,6 +544,6 @@ fn check_says_how_a_worker_ended() {
         let output = check(folder.path());
         let (out, error) = texts(&output);
         assert_eq!(output.status.code(), Some(2), "{out}{error}");
-        assert!(error.contains(&format!("ended before it was ready {how}")), "{error}");
+        assert!(error.contains(&format!("ended before becoming ready {how}")), "{error}");
     }
 }

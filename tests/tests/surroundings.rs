@@ -185,7 +185,7 @@ fn a_limit_of_files_that_is_too_small_for_any_worker_is_refused_and_told() {
     let mut supervisor = start("--nofile=127");
     assert_eq!(supervisor.wait().code(), Some(1));
     let log = supervisor.log();
-    assert!(log.contains("127 at once") && log.contains("128 at least"), "{log}");
+    assert!(log.contains("127 files") && log.contains("128 at least"), "{log}");
     let supervisor = start("--nofile=128").until_ready();
     works(&supervisor);
 }

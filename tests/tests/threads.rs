@@ -23,7 +23,7 @@ fn the_end_of_a_thread_is_the_end_of_the_supervisor_and_of_its_workers() {
         std::fs::write(&sign, "").unwrap();
         let status = supervisor.wait();
         assert_eq!(status.code(), Some(1), "{status}: {}", supervisor.log());
-        let told = "has ended, and the supervisor cannot go on without it";
+        let told = "has ended; the supervisor cannot continue and stops";
         assert_eq!(supervisor.log().matches(told).count(), 1, "{}", supervisor.log());
         for process in workers.into_iter().chain([keeper]) {
             wait_for("nothing is left", || (!is_alive(process)).then_some(()));

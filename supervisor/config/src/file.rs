@@ -80,8 +80,8 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
 
     let (table, title) = (key::BULKHEAD, "defaults".to_owned());
     let mut shared = TableReader::open(schema::keys(), table, title, Origin::Defaults, shared, problems);
-    shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
-    shared.refuse(WHOSE, "each [bulkhead.NAME] names its own tenants");
+    shared.refuse(WHAT_RUNS, "set the program in each [bulkhead.NAME] instead");
+    shared.refuse(WHOSE, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
     // These keys were rejected in `[defaults]` and must not be inherited.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
@@ -90,7 +90,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
     if missing || named.is_some_and(|named| named.is_empty()) {
         let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
-        let help = "add a section [bulkhead.NAME] that says what to run, as in `command = [\"./worker\"]`";
+        let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
         problems.report(place, "the file has no bulkhead", help);
     }
     RawFile { supervisor, access, bulkheads, names }
@@ -102,8 +102,8 @@ fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Pro
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
         problems.report(
             name.span(),
-            format!("more than {} bulkheads in one file", defaults::BULKHEADS_MAX),
-            "run a second supervisor for some of them",
+            format!("the file has more than {} bulkheads", defaults::BULKHEADS_MAX),
+            "run a second supervisor for some of the bulkheads",
         );
         entries.truncate(defaults::BULKHEADS_MAX);
     }
@@ -145,7 +145,8 @@ fn report_not_a_bulkhead(
     problems: &mut Problems,
 ) {
     let help = match schema::find(key::BULKHEAD, name.get_ref()) {
-        Some(_) => "keys for every bulkhead go into [defaults], keys for one into [bulkhead.NAME]".to_owned(),
+        Some(_) => "set a key for all bulkheads in [defaults], or for a single bulkhead in [bulkhead.NAME]"
+            .to_owned(),
         None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
     };
     let found = values::type_name(value.get_ref());

@@ -23,11 +23,11 @@ fn known(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>) -
         Ok(Some(id)) => Ok(id),
         Ok(None) => Err(Complaint::new(
             format!("`{label}`: there is no {what} `{}`", shown(name)),
-            format!("name one that there is (`getent {database}` lists them), or add it to the system"),
+            format!("write a name from `getent {database}`, or add the missing name to the system"),
         )),
         Err(error) => Err(Complaint::new(
             format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),
-            format!("see whether `getent {database} {}` finds it", shown(name)),
+            format!("check the lookup with `getent {database} {}`", shown(name)),
         )),
     }
 }

@@ -134,13 +134,19 @@ pub enum OnReload {
 
 /// Names used by other systems for keys of a bulkhead. Each has a list of possible keys with their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
-    ("timeout", &[("deadline", "a job with its wait"), ("run_limit", "its run alone")]),
+    (
+        "timeout",
+        &[("deadline", "the waiting and running time of a job"), ("run_limit", "the running time alone")],
+    ),
     ("replicas", PROCESSES),
     ("workers", PROCESSES),
-    ("concurrency", &[("max_in_flight", "jobs at once in each worker process"), PROCESSES[0]]),
+    ("concurrency", &[("max_in_flight", "concurrent jobs in each worker process"), PROCESSES[0]]),
     (
         "memory",
-        &[("cgroup.memory", "all processes of a worker"), ("rlimits.as", "the address space of each")],
+        &[
+            ("cgroup.memory", "all processes of a worker"),
+            ("rlimits.as", "the address space of each process"),
+        ],
     ),
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];

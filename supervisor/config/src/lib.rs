@@ -109,9 +109,9 @@ fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let kind = file.metadata()?;
     if !kind.is_file() {
         let what = if kind.is_dir() {
-            "it is a directory"
+            "the path is a directory"
         } else {
-            "it is not a regular file; a pipe, as of `<(...)`, cannot be read again when the configuration is reloaded"
+            "the path is not a regular file; a pipe, as of `<(...)`, cannot be read again at a reload"
         };
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
@@ -214,8 +214,7 @@ impl ProcessEnv {
 fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
-        let message =
-            format!("cannot tell which folder \"{}\" is in: {error}", shown(&path.to_string_lossy()));
+        let message = format!("cannot find the folder of \"{}\": {error}", shown(&path.to_string_lossy()));
         ConfigErrors::of_file(path, message, "name the configuration file by an absolute path")
     })?;
     let folder = absolute.parent().unwrap_or(Path::new("/"));
@@ -225,7 +224,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
         return Err(ConfigErrors::of_file(
             path,
             message,
-            "rename the folder, or move the file to another one",
+            "rename the folder, or move the file to another folder",
         ));
     }
     let mut problems = Problems::default();

@@ -39,12 +39,12 @@ pub(super) fn program(
     }
     let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
     let help = if runs(&folder.join(name)) {
-        format!("it is in the file's folder: write \"./{}\"", shown(name))
+        format!("the program is in the file's folder: write \"./{}\"", shown(name))
     } else if name.contains(char::is_whitespace) {
         split_help(label.trim_end_matches("[0]"), name)
     } else {
         format!(
-            "looked in PATH ({searched}); install it there, or write its path, as in \"./{0}\" or \"/opt/{0}\"",
+            "install the program in PATH ({searched}), or write a path, as in \"./{0}\" or \"/opt/{0}\"",
             shown(name)
         )
     };
@@ -69,7 +69,7 @@ fn check_access(
 ) -> Result<(), Complaint> {
     may(path, access).map_err(|error| {
         let message = format!("`{label}`: {} cannot be {done}: {error}", path.display());
-        Complaint::new(message, format!("make it {able} to the user of the supervisor"))
+        Complaint::new(message, format!("make the path {able} for the supervisor's user"))
     })
 }
 
@@ -78,7 +78,7 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complain
     may(path, Access::EXEC_OK).map_err(|_| {
         Complaint::new(
             format!("`{label}`: {} is not executable", path.display()),
-            format!("run `chmod +x {}`, or name the program that is meant", path.display()),
+            format!("run `chmod +x {}`, or name another program", path.display()),
         )
     })
 }
@@ -107,7 +107,7 @@ pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(Complaint::new(
             format!("`{label}`: {} is not a folder", path.display()),
-            "name a folder, or a path where there is nothing yet",
+            "name a folder, or a path that does not exist yet",
         )),
         Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
@@ -138,8 +138,8 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
             format!("relative paths start at the file's folder, {}", folder.display()),
         ),
         _ => Complaint::new(
-            format!("`{label}`: {} cannot be looked at: {error}", path.display()),
-            "make each folder on the way to it accessible to the user of the supervisor",
+            format!("`{label}`: {} cannot be inspected: {error}", path.display()),
+            "make each parent folder accessible for the supervisor's user",
         ),
     })
 }
@@ -150,7 +150,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
     if bytes > defaults::SOCKET_PATH_BYTES_MAX {
         return Err(Complaint::new(
             format!(
-                "`{label}`: the path of a Unix socket has at most {} bytes, this one has {bytes}: {}",
+                "`{label}`: the path of a Unix socket has at most {} bytes, but this path has {bytes}: {}",
                 defaults::SOCKET_PATH_BYTES_MAX,
                 path.display()
             ),
@@ -160,7 +160,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
     if path.file_name().is_none() || path.is_dir() {
         return Err(Complaint::new(
             format!("`{label}`: {} is a folder, not a socket", path.display()),
-            format!("name a file in it, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
+            format!("name a file in the folder, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
         ));
     }
     Ok(())

@@ -153,8 +153,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
         if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
-            let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
-            return Complaint::new(message, "remove it");
+            let message = format!(
+                "`{}` has no effect: the limit of a tenant always applies per tenant",
+                self.label(name)
+            );
+            return Complaint::new(message, "remove `per`");
         }
         let place = if self.title.is_empty() {
             "at the top of the file".to_owned()
@@ -194,11 +197,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
         match (self.schema, value) {
             (key::TOP, DeValue::Table(_)) => {
-                return format!("a bulkhead is written [bulkhead.{}]", shown(name));
+                return format!("write the bulkhead as [bulkhead.{}]", shown(name));
             }
             (key::TENANTS, DeValue::Table(_)) => {
                 return format!(
-                    "one tenant's own numbers are written [bulkhead.NAME.tenant.{}]",
+                    "write the limits of a single tenant as [bulkhead.NAME.tenant.{}]",
                     shown_key(name)
                 );
             }
@@ -275,7 +278,10 @@ impl<'t, 'p> TableReader<'t, 'p> {
         };
         if let Some(beyond) = array.get(max) {
             let message = format!("`{}` has more than {max} entries", key.label);
-            self.complain(beyond.span(), Complaint::new(message, "give groups access, not single users"));
+            self.complain(
+                beyond.span(),
+                Complaint::new(message, "grant access to groups instead of single users"),
+            );
         }
         for (index, element) in array.iter().take(max).enumerate() {
             let DeValue::Table(table) = element.get_ref() else {
@@ -318,7 +324,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             value.span(),
             format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
-                (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
+                (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each bulkhead".to_owned(),
                 (key::TOP, _) => format!("write a section [{name}]"),
                 _ => match meant.zip(values::literal(value.get_ref())) {
                     Some(((_, key, _), value)) => format!("write `{name} = {{ {key} = {value} }}`"),
@@ -338,7 +344,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         for (name, _) in self.table.iter().filter(|(name, _)| names.contains(&name.get_ref().as_ref())) {
             self.problems.report(
                 name.span(),
-                format!("`{}` cannot stand in [{}]", name.get_ref(), self.title),
+                format!("`{}` is not allowed in [{}]", name.get_ref(), self.title),
                 help,
             );
         }

@@ -89,7 +89,7 @@ impl Checker<'_> {
             let told = pooled.told(units::format_size(pooled.value));
             self.problems.report(
                 place,
-                format!("`max_pooled` ({told}) has no room for a payload's memory file and a result's"),
+                format!("`max_pooled` ({told}) is too small for the memory files of a payload and a result"),
                 format!(
                     "write `max_pooled = \"{}\"` or more, or `0` for none",
                     units::format_size(POOLED_MIN)
@@ -128,8 +128,7 @@ impl Checker<'_> {
             ("[[access]]", access.first().map(|entry| entry.heading.clone())),
         ];
         for (key, span) in given.into_iter().filter_map(|(key, span)| Some((key, span?))) {
-            let message =
-                format!("an embedded supervisor has no sockets, so that `{key}` would have no effect");
+            let message = format!("an embedded supervisor has no sockets, so `{key}` would have no effect");
             self.problems.report(
                 span,
                 message,
@@ -152,7 +151,8 @@ impl Checker<'_> {
                 None => {
                     self.problems.report(
                         raw.heading.clone(),
-                        "there is no place for the jobs socket: XDG_RUNTIME_DIR is not set, and the user is not root",
+                        "there is no default path for the jobs socket: XDG_RUNTIME_DIR is not set, and the user is \
+                         not root",
                         "set `socket` in [supervisor], as in `socket = \"/tmp/bulkhead/jobs.sock\"`",
                     );
                     None
@@ -176,7 +176,7 @@ impl Checker<'_> {
             self.problems.report(
                 place.clone(),
                 format!("`socket` and `admin` are the same path: {}", socket.display()),
-                "give each a path of its own; `admin` may be left out",
+                "set different paths, or remove `admin` for the default path",
             );
         }
         (socket.unwrap_or_default(), admin.unwrap_or_default())
@@ -189,7 +189,7 @@ impl Checker<'_> {
             let address = given.value.parse().map_err(|_| {
                 Complaint::new(
                     format!("`http` must be an address and a port, not `{}`", shown(&given.value)),
-                    "write `http = \"127.0.0.1:9464\"`; an IPv6 address stands in brackets, as in \"[::1]:9464\"",
+                    "write `http = \"127.0.0.1:9464\"`; an IPv6 address needs brackets, as in \"[::1]:9464\"",
                 )
             });
             self.found(&given.span, address)
@@ -203,13 +203,13 @@ impl Checker<'_> {
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
                 http.span.clone(),
-                "`http` needs `http_token_file`: any process that connects could do everything",
+                "`http` needs `http_token_file`: without a token, any process that connects could do everything",
                 "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
             ),
             (Field::Absent, Field::Given(file)) => self.problems.report(
                 file.span.clone(),
-                "`http_token_file` is of no use without `http`",
-                "add `http = \"127.0.0.1:9464\"`, or remove it",
+                "`http_token_file` has no effect without `http`",
+                "add `http = \"127.0.0.1:9464\"`, or remove `http_token_file`",
             ),
             _ => {}
         }
@@ -287,13 +287,13 @@ impl Checker<'_> {
             &raw.heading,
             [raw.command.written("command"), raw.library.written("library"), raw.exec.written("exec")],
             Complaint::new(
-                format!("bulkhead `{name}` does not say what to run"),
-                "add one of `command = [\"./worker\"]`, `library = \"./libworker.so\"` and `exec = [\"program\"]`",
+                format!("bulkhead `{name}` has no program to run"),
+                "add `command = [\"./worker\"]`, `library = \"./libworker.so\"` or `exec = [\"program\"]`",
             ),
             |several| {
                 Complaint::new(
-                    format!("bulkhead `{name}` has {several}, but it can run only one thing"),
-                    "keep one of them; what else is to run gets a [bulkhead.NAME] of its own",
+                    format!("bulkhead `{name}` has {several}, but can run only a single program"),
+                    "keep a single key, and add a [bulkhead.NAME] section for each other program",
                 )
             },
         );
@@ -302,7 +302,7 @@ impl Checker<'_> {
         {
             self.problems.report(
                 entry.span.clone(),
-                "`entry` needs `library`: it names a function of it",
+                "`entry` needs `library`, because `entry` names a function of the library",
                 "add `library = \"./libworker.so\"`, or remove `entry`",
             );
         }
@@ -414,7 +414,7 @@ impl Checker<'_> {
                     arguments + variables,
                     units::format_size(defaults::ARGUMENT_BYTES_MAX as u64)
                 ),
-                "put what is large into a file, and name the file",
+                "put large values into a file, and pass the path of the file",
             );
         }
     }
@@ -457,7 +457,7 @@ impl Checker<'_> {
             self.problems.report(
                 place,
                 format!(
-                    "`{in_flight_name}` ({}) with a queue (`{queue_name}` is {}): what waits would never run",
+                    "`{in_flight_name}` ({}) with a queue (`{queue_name}` is {}): queued jobs would never run",
                     in_flight.told(0),
                     queue.told(queue.value)
                 ),

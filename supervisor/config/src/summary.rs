@@ -108,7 +108,7 @@ impl Lines {
             let key = entry.key;
             if key == "worker_uids" && supervisor.worker_uids.is_none() {
                 self.comment(format_args!(
-                    "worker_uids: {} for a supervisor that may use them",
+                    "worker_uids: {} if the supervisor can start workers as other users",
                     defaults::WORKER_UIDS
                 ));
                 continue;
@@ -116,7 +116,7 @@ impl Lines {
             self.entry(entry);
             if key == "socket_mode" {
                 self.comment(format_args!(
-                    "its folder, if it is missing, is made {:04o}",
+                    "the socket's folder, if missing, is created with mode {:04o}",
                     supervisor.folder_mode
                 ));
             }
@@ -199,7 +199,7 @@ impl Lines {
                 WorkerIds::Subordinate if sandbox.wants_own_ids() => {
                     "sandbox.tmp: in memory, for ids of /etc/subuid"
                 }
-                _ => "sandbox.tmp: a folder on disk, which is looked at every second",
+                _ => "sandbox.tmp: a folder on disk, which is checked every second",
             });
         }
     }
@@ -213,7 +213,8 @@ impl Lines {
                 Resource::Fsize => units::format_size(limit),
                 _ => limit.to_string(),
             };
-            let condition = if resource == Resource::Nproc { " where it counts for each worker" } else { "" };
+            let condition =
+                if resource == Resource::Nproc { " where the limit counts for each worker" } else { "" };
             self.comment(format_args!("rlimits.{}: {told} by the sandbox{condition}", resource.name()));
         }
     }
@@ -339,12 +340,12 @@ impl Write for SandboxConfig {
 /// Describes the effect of `auto` for the supervisor's user.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
-        (true, true) => "sandbox.user: auto, an id of each worker's own",
+        (true, true) => "sandbox.user: auto, a separate id for each worker",
         (true, false) => {
-            "sandbox.user: auto, one id that the bulkhead keeps, since `write` leaves files behind"
+            "sandbox.user: auto, a fixed id for the bulkhead, because `write` leaves files behind"
         }
         (false, _) => {
-            "sandbox.user: shared, the workers have the supervisor's own user, since it may start no other"
+            "sandbox.user: shared, the supervisor's own user, because starting workers as other users is not possible"
         }
     }
 }

@@ -44,7 +44,7 @@ fn colon_help(before: &str, after: &str) -> String {
     let value = after.lines().next().unwrap_or_default();
     // Inside braces, the next key is not part of the value.
     let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
-    format!("TOML has `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
+    format!("TOML has `=` between key and value: write `{} = {}`", shown(key), shown(value.trim()))
 }
 
 fn help(message: &str, written: &str, span: &Range<usize>) -> String {
@@ -52,18 +52,18 @@ fn help(message: &str, written: &str, span: &Range<usize>) -> String {
     let advice = match plain(message) {
         "string values must be quoted" if span.is_empty() => "write a value after the `=`",
         "string values must be quoted" if matches!(&*word, "yes" | "on" | "true") => {
-            "write `true`; only a text has quotes"
+            "write `true`; only a string has quotes"
         }
         "string values must be quoted" if matches!(&*word, "no" | "off" | "false") => {
-            "write `false`; only a text has quotes"
+            "write `false`; only a string has quotes"
         }
         "string values must be quoted" => return format!("write \"{}\"", shown(written.trim())),
-        "duplicate key" => "it was set above: keep one of the two",
+        "duplicate key" => "the key was set above: remove either line",
         "key with no value" => "write `key = value`",
-        "unexpected key or value" => "put each `key = value` on a line of its own",
-        "invalid unquoted key" => "a key is made of A-Z, a-z, 0-9, `_` and `-`; quote any other",
+        "unexpected key or value" => "put each `key = value` on a separate line",
+        "invalid unquoted key" => "a key consists of A-Z, a-z, 0-9, `_` and `-`; quote any other key",
         "invalid basic string" => {
-            "a string ends on its line with `\"`; write special characters as `\\n`, `\\u0000`"
+            "end the string with `\"` on the same line; write special characters as `\\n`, `\\u0000`"
         }
         what if what.starts_with("unclosed table") => "close the heading with `]`",
         what if what.starts_with("cannot extend value") => {
@@ -71,7 +71,7 @@ fn help(message: &str, written: &str, span: &Range<usize>) -> String {
         }
         _ => match message.split_once(", expected ") {
             Some((_, expected)) => return format!("expected {expected}"),
-            None => "see https://toml.io for how TOML is written",
+            None => "see https://toml.io for the syntax of TOML",
         },
     };
     advice.to_owned()

@@ -10,7 +10,7 @@ const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 /// Mode bits that the token's file must not have: the group can have read permission, others can have none.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
-const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
+const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
 /// The secret for the admin API. Stored as a hash, which is compared in constant time.
 #[derive(Clone)]
@@ -37,8 +37,11 @@ impl Token {
         let mode = about.permissions().mode() & 0o7777;
         if mode & NOT_FOR_OTHERS != 0 {
             let message =
-                format!("{shown} has the mode {mode:04o}, so that others can read or change the token");
-            return Err((message, "chmod 600 it; its group may read it at most"));
+                format!("{shown} has the mode {mode:04o}, so other users can read or change the token");
+            return Err((
+                message,
+                "run `chmod 600` on the file; at most, the file's group can have read permission",
+            ));
         }
         let mut text = Vec::new();
         file.take(*TOKEN_BYTES.end() as u64 + 2).read_to_end(&mut text).map_err(unreadable)?;

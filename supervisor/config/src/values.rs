@@ -81,10 +81,12 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
-        return format!("there is no shell: if it needs one, write `{name} = [\"sh\", \"-c\", \"{text}\"]`");
+        return format!(
+            "there is no shell: if the command needs a shell, write `{name} = [\"sh\", \"-c\", \"{text}\"]`"
+        );
     }
     let words: Vec<_> = text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
-    format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", "))
+    format!("there is no shell that would split the string: write `{name} = [{}]`", words.join(", "))
 }
 
 /// Returns an integer, saturated to the range of `i128`. Such integers are far out of range anyway.
@@ -122,7 +124,7 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
 fn out_of_range_help(key: &Named) -> String {
     match key.name {
         "queue_timeout" => {
-            "to never wait set `max_queue = 0`; to wait until the deadline leave the key out".to_owned()
+            "to never wait set `max_queue = 0`; to wait until the deadline, remove the key".to_owned()
         }
         _ => write(key, &key.example()),
     }
@@ -134,12 +136,12 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
         let help = match error {
             UnitError::NoUnit => unit_help(key, text.trim()),
             UnitError::AmbiguousMonth => {
-                "`M` is a month to some: for minutes write `m`, as in \"5m\"".to_owned()
+                "`M` can mean a month: for minutes write `m`, as in \"5m\"".to_owned()
             }
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
-            UnitError::TooFine => "a fraction must come to whole nanoseconds, as in \"1.5ms\"".to_owned(),
+            UnitError::TooFine => "a fraction must be in whole nanoseconds, as in \"1.5ms\"".to_owned(),
             UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
@@ -181,7 +183,7 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
                     let number = text.trim_end_matches(|c: char| c.is_alphabetic() || c.is_whitespace()).trim();
                     format!("write \"{number}{binary}\" for powers of 1024, or \"{number}{decimal}\" for powers of 1000")
                 }
-                UnitError::TooLarge => "that is more than can be counted in 64 bits".to_owned(),
+                UnitError::TooLarge => "the number of bytes must fit in 64 bits".to_owned(),
                 _ => {
                     "write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in \"64MiB\""
                         .to_owned()
@@ -211,9 +213,9 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
             _ => format!("from {min} to {max}"),
         };
         let nearest = number.clamp(i128::from(min), i128::from(max));
-        let why = if key.name == "attempts" && number == 1 { ": it counts the first" } else { "" };
+        let why = if key.name == "attempts" && number == 1 { ": the first attempt counts" } else { "" };
         let help = match write(key, &nearest.to_string()) {
-            help if number == -1 => format!("{help}; `-1` does not stand for no limit, the most is {max}"),
+            help if number == -1 => format!("{help}; `-1` does not mean unlimited, the maximum is {max}"),
             help => help,
         };
         return Err(Complaint::new(
@@ -275,7 +277,7 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
         (false, true) => "above 0 and at most 1",
         (false, false) => "above 0 and below 1",
     };
-    let why = if share >= 1.0 && !all { ": that leaves nothing to others" } else { "" };
+    let why = if share >= 1.0 && !all { ": nothing would be left for others" } else { "" };
     let percent = share / 100.0;
     let help = if share >= 2.0 && share.fract() == 0.0 && fits(percent) {
         format!("{} for {share} %", write(key, &units::share_literal(&percent)))
@@ -449,7 +451,7 @@ pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
         return Err(Complaint::new(message, help()));
     };
     if first > last {
-        let message = format!("`{}` starts above its end: \"{}\"", key.label, shown(text));
+        let message = format!("`{}` starts above the end: \"{}\"", key.label, shown(text));
         return Err(Complaint::new(message, write(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {
@@ -556,7 +558,7 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
         DeValue::String(text) if units::parse_size(text) == Ok(0) => Ok(Some(0)),
         _ => Err(Complaint::new(
             "`rlimits.core` is always 0: a core dump would write a job's payload to disk",
-            "leave it out, or write `core = 0`",
+            "remove `core`, or write `core = 0`",
         )),
     }
 }
@@ -565,6 +567,6 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
 pub(super) fn unreadable(key: &Named) -> Complaint {
     Complaint::new(
         format!("`{}` cannot be read by this version", key.label),
-        "this is an error in bulkhead, not in your file; leave the key out and report it",
+        "this is an error in bulkhead, not in your file; remove the key and report the error",
     )
 }

@@ -77,14 +77,14 @@ impl Access {
             if self.is_own(peer) || uid == 0 {
                 return Ok(Grant::Everything);
             }
-            let message = format!("user {uid} may not submit jobs here: only user {own} and root may");
+            let message = format!("user {uid} cannot submit jobs here: only user {own} and root can");
             return Err(Refusal::forbidden(peer, message));
         }
         let fitting = fitting(entries, peer, socket).map_err(|error| Refusal::unknown(Some(peer), &error))?;
         if fitting.is_empty() {
             let message = format!(
-                "user {uid} may not submit jobs here: no [[access]] in the supervisor's configuration is for \
-                 that user or its groups"
+                "user {uid} cannot submit jobs here: no [[access]] in the supervisor's configuration names \
+                 that user or a group of that user"
             );
             return Err(Refusal::forbidden(peer, message));
         }
@@ -120,17 +120,17 @@ pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &
     let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if reaching.peek().is_none() {
-        return Some(format!("you may not use a bulkhead '{name}'"));
+        return Some(format!("you cannot use a bulkhead '{name}'"));
     }
     // An unknown bulkhead has no tenants to check. The job is then rejected as `not_found`.
     if !is_there || reaching.any(|entry| entry.takes(tenant)) {
         return None;
     }
     Some(match cut(tenant, TENANT_BYTES_MAX) {
-        "" => format!("each of your jobs for bulkhead '{name}' must name a tenant that it may be of"),
+        "" => format!("each of your jobs for bulkhead '{name}' must name a permitted tenant"),
         tenant => {
             let tenant = tenant.escape_debug();
-            format!("you may not send jobs of tenant '{tenant}' to bulkhead '{name}'")
+            format!("you cannot send jobs of tenant '{tenant}' to bulkhead '{name}'")
         }
     })
 }

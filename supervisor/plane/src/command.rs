@@ -266,7 +266,7 @@ fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SteerError {
     /// There is no bulkhead with this name.
-    #[error("there is no bulkhead of that name")]
+    #[error("there is no bulkhead with this name")]
     NotFound,
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
@@ -296,13 +296,13 @@ pub struct ReplayOrder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
     /// The bulkhead is no longer configured.
-    #[error("its bulkhead is not configured any more")]
+    #[error("the job's bulkhead is no longer configured")]
     NotConfigured,
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
     /// The limit of concurrent replays is reached.
-    #[error("{REPLAYS_MAX} replays are under way already; try again when one has ended")]
+    #[error("{REPLAYS_MAX} replays are already running; try again when a replay has ended")]
     Busy,
 }
 
@@ -326,7 +326,7 @@ pub struct Replayed {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unheard {
     /// The queue already holds [`COMMANDS_MAX`] commands.
-    #[error("the supervisor does not take commands at the moment")]
+    #[error("the supervisor accepts no commands at the moment")]
     Busy,
     /// The data plane has ended.
     #[error("the supervisor has ended")]

@@ -112,12 +112,12 @@ impl SandboxSupport {
         match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
             Some(ability) => {
-                let why = ability.why_not.as_deref().unwrap_or("it cannot be had");
+                let why = ability.why_not.as_deref().unwrap_or("not available");
                 let what_to_do =
                     ability.what_to_do.as_ref().map(|what| format!(" ({what})")).unwrap_or_default();
                 Some(format!("{part}: {why}{what_to_do}"))
             }
-            None => Some(format!("{part}: nothing is known of it")),
+            None => Some(format!("{part}: unknown")),
         }
     }
 
@@ -366,12 +366,12 @@ fn remarks(
         return remarks;
     }
     if !missing.is_empty() {
-        remarks.push(format!("its sandbox is without {}", missing.join(", ")));
+        remarks.push(format!("the sandbox lacks {}", missing.join(", ")));
     }
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         remarks.push(
-            "its workers are root, without capabilities, and can change what root owns where the sandbox lets \
-             them: without `user` in `sandbox` they have ids of their own"
+            "workers run as root, without capabilities, and can change files of root where the sandbox permits \
+             writing; without `user` in `sandbox`, workers have separate ids"
                 .to_owned(),
         );
     }
@@ -379,7 +379,7 @@ fn remarks(
     let given = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| given().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld.iter().find(is_open) {
-        remarks.push(format!("its `read` and `write` reach the supervisor's own files: {secret}"));
+        remarks.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
     }
     remarks
 }
@@ -491,9 +491,9 @@ impl Settling<'_> {
         };
         self.refused = why.map(|why| {
             format!(
-                "`start.mode = \"fork\"` takes what cannot be had here under `profile = \"{}\"`, also with \
-                 `best_effort`, since workers of one template share a user: {why}; what it takes is in \
-                 `bulkhead-supervisor doctor`; to run without: no `start.mode`",
+                "`start.mode = \"fork\"` is not available here under `profile = \"{}\"`, also with `best_effort`, \
+                 because workers of a template share a user: {why}; see the requirements in \
+                 `bulkhead-supervisor doctor`, or remove `start.mode`",
                 profile.name(),
             )
         });
@@ -532,8 +532,8 @@ impl Settling<'_> {
             }
             IdSource::Refused(why) => {
                 self.refused = Some(format!(
-                    "root starts no worker as root unless it is told to, and it cannot start one as another user: \
-                     {why}; give it what is missing, or write `user = \"root\"` in `sandbox`"
+                    "root starts workers as root only on request, and cannot start workers as another user: {why}; \
+                     grant the missing ability, or write `user = \"root\"` in `sandbox`"
                 ));
                 WorkerIdentity::Own
             }
@@ -543,7 +543,7 @@ impl Settling<'_> {
     fn named(&mut self, name: &str) -> WorkerIdentity {
         let found = nix::unistd::User::from_name(name).ok().flatten();
         let Some(user) = found else {
-            self.lack(Layer::Identity, format!("there is no user {name} any more"));
+            self.lack(Layer::Identity, format!("the user {name} no longer exists"));
             return WorkerIdentity::Own;
         };
         let identity = Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw() };
@@ -609,8 +609,8 @@ impl Settling<'_> {
         let why = self.support.lack(Layer::ProgramScopes)?;
         let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
         if is_allowed || runs_several_at_once(bulkhead) {
-            let advice = "programs that run at once in one worker would reach each other; `max_in_flight = 1` with \
-                          more `processes` keeps them apart";
+            let advice = "concurrent programs in a worker could reach each other; `max_in_flight = 1` with more \
+                          `processes` separates the programs";
             self.lack(Layer::ProgramScopes, format!("{why}: {advice}"));
         }
         (!is_allowed).then_some(why)
@@ -689,8 +689,8 @@ impl Settling<'_> {
             profile => format!("`best_effort = [{names}]`, or another `profile` than \"{}\"", profile.name()),
         };
         Some(format!(
-            "the layer {} of the sandbox cannot be had here: {why}; what it takes is in `bulkhead-supervisor \
-             doctor`; to run without: {without}",
+            "the layer {} of the sandbox is not available here: {why}; see the requirements in \
+             `bulkhead-supervisor doctor`, or run without the layer: {without}",
             first.name(),
         ))
     }

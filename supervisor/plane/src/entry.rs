@@ -46,7 +46,7 @@ impl Refusal {
         let reason = if is_full { RejectReason::Overloaded } else { RejectReason::Unauthenticated };
         Self {
             reason,
-            message: format!("the supervisor cannot tell who you are: {error}"),
+            message: format!("the supervisor cannot identify the client: {error}"),
             peer,
             line: Vec::new(),
         }
@@ -64,13 +64,13 @@ pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> R
     match peer.descent_beside(socket, outsiders) {
         Ok(Descent::Outside) => Ok(()),
         Ok(Descent::Ours(line)) => {
-            let message = "workers, and what they start, may not connect to the supervisor that runs them; \
-                           connect from a process of your own";
+            let message = "workers and their descendants cannot connect to their own supervisor; connect from another \
+                           process";
             Err(Refusal { line, ..Refusal::forbidden(peer, message.into()) })
         }
         Ok(Descent::Ended) => {
-            let message = "the process that connected has ended, so that the supervisor cannot tell who it \
-                           was; connect from the process that goes on";
+            let message = "the process that connected has ended, so the supervisor cannot identify the client; connect \
+                           from the process that continues";
             Err(Refusal { reason: RejectReason::Unauthenticated, ..Refusal::forbidden(peer, message.into()) })
         }
         Err(error) => Err(Refusal::unknown(Some(peer), &error)),

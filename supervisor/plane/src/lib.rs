@@ -5,10 +5,7 @@
 //! - lock-free counters that both planes share
 //!
 //! This crate runs no threads or event loops, and owns no sockets.
-#![expect(
-    missing_docs,
-    reason = "the library of the supervisor documents what others than the two planes may use"
-)]
+#![expect(missing_docs, reason = "the supervisor's library documents the items that other crates can use")]
 
 pub mod access;
 pub mod bounds;

@@ -92,7 +92,7 @@ impl Speaker {
     #[inline]
     pub fn milestone(&self, milestone: Milestone) {
         let told = self.milestones.try_send(milestone);
-        debug_assert!(!matches!(told, Err(TrySendError::Full(_))), "{milestone:?} was told before");
+        debug_assert!(!matches!(told, Err(TrySendError::Full(_))), "{milestone:?} was already sent");
     }
 
     /// Sends a worker's output. Returns the output if the channel is full.

@@ -80,7 +80,8 @@ impl OpenFiles {
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
         if room < config.supervisor.max_clients {
             tracing::warn!(
-                "the limit of {limit} open files leaves room for {room} clients, not for max_clients = {}",
+                "the limit of {limit} open files is enough for {room} clients, not for max_clients = {}; raise \
+                 the limit",
                 config.supervisor.max_clients
             );
             Arc::make_mut(config).supervisor.max_clients = room;

@@ -169,6 +169,6 @@ mod tests {
         assert!(reasons(&elsewhere, Priority::Normal).contains(&"quarantined"));
         let mut reloaded = plain;
         reloaded.add(&breaker);
-        assert_eq!(ways(&reloaded), 9, "what was told stays");
+        assert_eq!(ways(&reloaded), 9, "reported transitions stay");
     }
 }

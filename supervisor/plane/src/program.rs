@@ -172,7 +172,8 @@ const HOST: &str = "bulkhead-worker";
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
-     install it beside bulkhead-supervisor, or in PATH; in an application, name it with `Builder::host`"
+     install bulkhead-worker next to bulkhead-supervisor, or in PATH; in an application, set the path with \
+     `Builder::host`"
 )]
 pub struct NoHost(String);
 

@@ -95,7 +95,7 @@ impl Fate {
         if !self.0.is_running.load(Ordering::SeqCst) {
             return;
         }
-        tracing::error!("the thread or task '{name}' has ended, and the supervisor cannot go on without it");
+        tracing::error!("the thread or task '{name}' has ended; the supervisor cannot continue and stops");
         if let Some(waker) = self.0.waker.get() {
             let _ = waker.wake();
         }

@@ -102,7 +102,7 @@ impl Ids {
         if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
             return Ok(ids);
         }
-        Err(format!("this user namespace has none of the ids {range} (/proc/self/uid_map)"))
+        Err(format!("none of the ids {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
     /// Uses the range of an unprivileged user, or its part `worker_uids`.
@@ -114,7 +114,7 @@ impl Ids {
         let whole = UidRange { first: found.first, last: found.last };
         let range = worker_uids.unwrap_or(whole);
         if range.first < whole.first || range.last > whole.last {
-            return Err(format!("`worker_uids` has others than {whole}, which /etc/subuid gives this user"));
+            return Err(format!("`worker_uids` must be within {whole}, the ids of this user in /etc/subuid"));
         }
         let locks = own_locks(claim)?;
         let ids = Self { range, maps: Vec::new(), claim, locks, state: Mutex::default() };
@@ -193,13 +193,14 @@ impl Ids {
                 return Ok(id);
             }
         }
-        Err(self.none_is_free("a bulkhead that keeps one", "name a `user`"))
+        Err(self.none_is_free("a bulkhead with a fixed id", "name a `user`"))
     }
 
     fn none_is_free(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
-            "no id of {} is free for {wanted_by}, since users of this system, processes, and workers of this and \
-             other supervisors have them: write another or a larger range as `worker_uids` in [supervisor], or {or}",
+            "no id of {} is free for {wanted_by}, because users of this system, processes, and workers of this and \
+             other supervisors use the whole range: write another or a larger range as `worker_uids` in [supervisor], \
+             or {or}",
             self.range
         ))
     }
@@ -261,7 +262,8 @@ impl Ids {
     fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
-                "the ids of workers cannot be locked in {}: {error}; make it writable, or name a `user` in `sandbox`",
+                "the ids of workers cannot be locked in {}: {error}; make the file writable, or name a `user` in \
+                 `sandbox`",
                 self.locks.display()
             ))
         };
@@ -332,16 +334,16 @@ pub fn find_subordinate(
 fn own_locks(claim: Claim) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
-    let home = user.ok_or("this user has no name")?.dir;
+    let home = user.ok_or("the user database has no entry for this user")?.dir;
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(
-            "ids are locked in the user's home, so that no two workers have the same, and {} {why}",
+            "ids are locked in the user's home, so that no two workers share an id, and {} {why}",
             home.display()
         )
     };
     if !is_own(&home) {
-        return Err(useless("does not belong to it"));
+        return Err(useless("does not belong to this user"));
     }
     let path = home.join(OWN_LOCKS);
     if claim == Claim::Lasting {
@@ -390,7 +392,7 @@ fn spans(text: &str) -> Vec<Span> {
 
 fn in_use(path: &Path, id: u32) -> io::Error {
     io::Error::other(format!(
-        "user {id}, who owns {}, is in use by other workers on this host: stop these, or `chown` it",
+        "user {id}, who owns {}, is in use by other workers on this host: stop the other workers, or `chown` the path",
         path.display()
     ))
 }
@@ -466,7 +468,7 @@ mod tests {
             few.take()
                 .unwrap_err()
                 .to_string()
-                .contains("0-40 is free for a worker, since users of this system")
+                .contains("0-40 is free for a worker, because users of this system")
         );
         assert_eq!(named_in("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
         assert_eq!(spans("         0          0 4294967295\n"), [(0, 4_294_967_294)]);

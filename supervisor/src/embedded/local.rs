@@ -184,7 +184,10 @@ fn is_any_woken(future: &Part, driven: &Part, clients: &[Part]) -> bool {
 async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let Some(ready) = ready else { return Ok(()) };
     let data_plane = &mut ready.data_plane;
-    #[expect(deprecated, reason = "what follows it is unsafe; an owned descriptor is open as long as this")]
+    #[expect(
+        deprecated,
+        reason = "the replacement is unsafe; an owned descriptor stays open as long as this value"
+    )]
     let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
     // Run one iteration before the first await, so that every call makes progress even if its future is
     // dropped there.

@@ -20,7 +20,7 @@ fn key(resource: Resource) -> Key {
             Resource::Core => Preset::Count(0),
             Resource::Fsize => Preset::Described("4GiB; without a sandbox the supervisor's own"),
             Resource::Nproc => Preset::Described(
-                "1024 where it counts for each worker: with a user id or a user namespace of its own; else the supervisor's own",
+                "1024 if the limit counts per worker, with a separate user id or user namespace; otherwise the supervisor's own",
             ),
             _ => Preset::Described("the supervisor's own"),
         },

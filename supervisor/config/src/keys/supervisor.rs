@@ -23,7 +23,7 @@ section! {
     /// socket is created with mode 0700, or 0755 if `[[access]]` and the mode admit other users.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload Waits;
     /// Unix socket of the admin API, with mode 0600. At most 107 bytes, and different from `socket`.
-    admin: String as Kind::Path, without "`admin.sock` beside `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
+    admin: String as Kind::Path, without "`admin.sock` next to `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
     /// Address and port at which the admin API is also served over TCP, such as `127.0.0.1:9464`. Needs
     /// `http_token_file`.
     http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload Waits, kept elsewhere;
@@ -63,7 +63,7 @@ section! {
     /// From 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
     /// supervisors on this host are skipped. Without privileges, the ids must be in the range that
     /// `/etc/subuid` gives the supervisor's user.
-    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor may start workers as other users; else those of `/etc/subuid`", such as "\"200000-200999\"", reload Waits;
+    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload Waits;
 }
 
 /// `[supervisor]`: sockets, and limits that all bulkheads share.

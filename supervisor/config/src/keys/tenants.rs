@@ -174,11 +174,8 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
 
 fn too_many() -> Complaint {
     Complaint::new(
-        format!(
-            "more than {} tenants with numbers of their own in one bulkhead",
-            defaults::TENANT_TABLES_MAX
-        ),
-        "set what most of them have in [bulkhead.NAME] or [bulkhead.NAME.tenants]",
+        format!("more than {} tenants with separate limits in one bulkhead", defaults::TENANT_TABLES_MAX),
+        "set common limits in [bulkhead.NAME] or [bulkhead.NAME.tenants]",
     )
 }
 
@@ -187,13 +184,13 @@ pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
     if name.is_empty() {
         return Err(Complaint::new(
             "the name of a tenant is empty",
-            "write [bulkhead.NAME.tenant.TENANT]; a job without a tenant has the bulkhead's own numbers",
+            "write [bulkhead.NAME.tenant.TENANT]; jobs without a tenant have the bulkhead's own limits",
         ));
     }
     if name.len() > TENANT_BYTES_MAX {
         return Err(Complaint::new(
-            format!("`{}` cannot name a tenant: it has {} bytes", shown(name), name.len()),
-            format!("no job can name it; a tenant's name has at most {TENANT_BYTES_MAX} bytes"),
+            format!("`{}` cannot name a tenant: the name has {} bytes", shown(name), name.len()),
+            format!("shorten the name; in a job, a tenant's name has at most {TENANT_BYTES_MAX} bytes"),
         ));
     }
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
@@ -202,7 +199,8 @@ pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
 /// Reports a value directly below `tenant`. Such keys are most likely meant for all tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> Complaint {
     let help = match is_for_all {
-        true => "keys for every tenant go into [bulkhead.NAME.tenants], keys for one into [bulkhead.NAME.tenant.TENANT]"
+        true => "set a key for all tenants in [bulkhead.NAME.tenants], or for a single tenant in \
+             [bulkhead.NAME.tenant.TENANT]"
             .to_owned(),
         false => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),
     };

@@ -39,7 +39,7 @@ impl TableReader<'_, '_> {
                 return Ok(Some(taken));
             }
             if array.is_empty() {
-                let help = format!("write the program and its arguments: `{} = {}`", key.name, key.example());
+                let help = format!("write the program and the arguments: `{} = {}`", key.name, key.example());
                 return Err(Complaint::new(format!("`{}` is empty", key.name), help));
             }
             // An invalid argument is already reported. The program is still worth looking up.
@@ -97,7 +97,7 @@ fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, 
         Kind::Words(of) => values::one_of(&label, text, of)?,
         Kind::Paths(_) => values::path_text(&label, text, key)?,
         Kind::Program if index == 0 && text.is_empty() => {
-            let message = format!("`{label}` is empty, where the program should be");
+            let message = format!("`{label}` is empty, but must name the program");
             return Err(Complaint::new(message, example()));
         }
         Kind::Program => values::no_nul(&label, text)?,
@@ -112,7 +112,7 @@ fn variable_name(name: &str) -> Result<(), Complaint> {
     }
     if name.contains(['=', '\0']) {
         return Err(Complaint::new(
-            format!("`{}` cannot name a variable: it contains `=` or a NUL byte", shown(name)),
+            format!("`{}` cannot name a variable: the name contains `=` or a NUL byte", shown(name)),
             "write `env = { NAME = \"value\" }`",
         ));
     }

@@ -47,13 +47,13 @@ impl Checker<'_> {
                 raw.group.written("group"),
             ],
             Complaint::new(
-                "an entry of `access` does not say whom it is for",
-                "add one of `uid = 1001`, `gid = 1001`, `user = \"www-data\"` and `group = \"www-data\"`",
+                "an entry of `access` names no user or group",
+                "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"` or `group = \"www-data\"`",
             ),
             |several| {
                 Complaint::new(
-                    format!("an entry of `access` has {several}, but it is for one user or group"),
-                    "keep one of them; what else is meant gets an [[access]] of its own",
+                    format!("an entry of `access` has {several}, but must name a single user or group"),
+                    "keep a single key, and add an [[access]] entry for each other user or group",
                 )
             },
         );
@@ -98,8 +98,8 @@ impl Checker<'_> {
         for name in &given.value {
             let judged = match name.value.is_empty() {
                 true => Err(Complaint::new(
-                    "`access.tenants` names a tenant without a name",
-                    "leave `tenants` out to allow jobs that name no tenant",
+                    "`access.tenants` contains an empty name",
+                    "remove `tenants` to allow jobs without a tenant",
                 )),
                 false => check_tenant_name(&name.value),
             };
@@ -115,7 +115,7 @@ impl Checker<'_> {
             self.problems.report(
                 given.span.clone(),
                 format!("`access.{name}` is empty: the entry would allow nothing"),
-                format!("name some, or remove `{name}` for {without}"),
+                format!("add a name, or remove `{name}` for {without}"),
             );
         }
     }

@@ -83,7 +83,7 @@ impl Checker<'_> {
         {
             self.problems.report(
                 slow_rate.span.clone(),
-                "`breaker.slow_rate` needs `breaker.slow_call`: it says which jobs are slow",
+                "`breaker.slow_rate` needs `breaker.slow_call`, which defines slow jobs",
                 "add `slow_call = \"1s\"`, or remove `slow_rate`",
             );
         }

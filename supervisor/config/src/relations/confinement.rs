@@ -64,7 +64,7 @@ impl Checker<'_> {
             return;
         }
         let elsewhere = match given.origin {
-            Origin::Defaults => "; a bulkhead without a sandbox says `sandbox = { profile = \"none\" }`",
+            Origin::Defaults => "; a bulkhead without a sandbox sets `sandbox = { profile = \"none\" }`",
             Origin::Own | Origin::Tenant => "",
         };
         let (default, strict) = (Profile::Default.name(), Profile::Strict.name());
@@ -119,7 +119,7 @@ impl Checker<'_> {
             self.problems.report(
                 name.span.clone(),
                 format!("`{label}` names `{}`, and there is no such system call", shown(&name.value)),
-                "write names as syscalls(2) has them, as in \"mlock\"",
+                "write a name from syscalls(2), as in \"mlock\"",
             );
         }
         given.value.iter().map(|name| name.value.clone()).collect()
@@ -143,7 +143,7 @@ impl Checker<'_> {
             self.problems.report(
                 nearest.span.clone(),
                 format!("`sandbox.syscalls` both allows and denies `{}`", shown(&denied.value)),
-                "remove it from one of the two",
+                "remove the name from `allow` or `deny`",
             );
         }
     }
@@ -154,8 +154,11 @@ impl Checker<'_> {
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {
             self.problems.report(
                 denied.span.clone(),
-                format!("`sandbox.syscalls.deny` names `{}`, without which no worker starts", denied.value),
-                "remove it; a worker of the profile \"strict\" gives up execve by itself when it is ready",
+                format!(
+                    "`sandbox.syscalls.deny` names `{}`, which every worker needs to start",
+                    denied.value
+                ),
+                "remove the name; with the profile \"strict\" a worker drops execve automatically when ready",
             );
         }
     }

@@ -24,13 +24,13 @@ impl Checker<'_> {
                 if let Some((_, before)) = written.iter().find(|(other, _)| *other == status) {
                     let message =
                         format!("`exit_status` has the status {status} in `{before}` and in `{name}`");
-                    self.problems.report(given.span.clone(), message, "remove it from one of the two");
+                    self.problems.report(given.span.clone(), message, "remove the status from either list");
                 }
                 written.push((status, name));
             }
         }
         if let Some(given) = raw.ok.given().filter(|given| given.value.is_empty()) {
-            let message = "`exit_status.ok` is empty, so that no job could be ok";
+            let message = "`exit_status.ok` is empty, so no job could end ok";
             self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
         }
         // An absent list has its default, without the statuses that another list names.
@@ -74,7 +74,11 @@ impl Checker<'_> {
             let are_absent = files.iter().all(|(_, field)| field.is_absent());
             if let Some(given) = raw.files.here.given().filter(|_| are_absent) {
                 let message = "`files` names neither `input` nor `output`";
-                self.problems.report(given.span.clone(), message, "name one of them, or remove `files`");
+                self.problems.report(
+                    given.span.clone(),
+                    message,
+                    "set `input` or `output`, or remove `files`",
+                );
             }
             return;
         };
@@ -101,10 +105,7 @@ impl Checker<'_> {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(
                 given.span.clone(),
-                format!(
-                    "`{key}` has no effect: it is about `exec`, and bulkhead `{}` has no `exec`",
-                    raw.name
-                ),
+                format!("`{key}` has no effect: bulkhead `{}` has no `exec`", raw.name),
                 format!("remove `{key}`, or run a program by `exec = [\"program\"]`"),
             );
         }

@@ -26,18 +26,20 @@ fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -
     if before.contains(&name.value) {
         return Some(Complaint::new(
             format!("`fallback` names `{}` twice", shown(&name.value)),
-            "remove one: a job tries each bulkhead at most once",
+            "remove an entry: a job tries each bulkhead at most once",
         ));
     }
     if name.value == own {
         return Some(match name.origin {
             Origin::Defaults => Complaint::new(
-                format!("bulkhead `{own}` would be its own fallback: the `fallback` of [defaults] names it"),
-                format!("give [bulkhead.{own}] a `fallback` of its own, as in `fallback = []` for none"),
+                format!(
+                    "bulkhead `{own}` would be a fallback of itself: `fallback` in [defaults] names this bulkhead"
+                ),
+                format!("set `fallback` in [bulkhead.{own}], as in `fallback = []` for no fallback"),
             ),
             Origin::Own | Origin::Tenant => Complaint::new(
-                format!("bulkhead `{}` is its own fallback", shown(own)),
-                "name another bulkhead, or remove it",
+                format!("bulkhead `{}` is a fallback of itself", shown(own)),
+                "name another bulkhead, or remove the name",
             ),
         });
     }
@@ -51,7 +53,7 @@ fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -
 fn instead(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
-        [] => "there is no other: add a section [bulkhead.NAME] for it, or remove it".to_owned(),
+        [] => "the file has no other bulkhead: add a section [bulkhead.NAME], or remove the name".to_owned(),
         others => Checker::instead(name, others, "other bulkheads"),
     }
 }

@@ -16,21 +16,17 @@ impl Checker<'_> {
         let name = &bulkhead.name;
         let complaint = match &bulkhead.program {
             Program::Exec { .. } => Complaint::new(
-                format!(
-                    "bulkhead `{name}` cannot fork its workers: with `exec` each job is a program of its own"
-                ),
-                "remove `mode`: each job has a fresh process as it is",
+                format!("bulkhead `{name}` cannot fork its workers: with `exec` each job runs a new program"),
+                "remove `mode`: each job already has a fresh process",
             ),
             Program::Library { .. } => Complaint::new(
                 format!(
-                    "bulkhead `{name}` cannot fork its workers: what a library starts with it cannot be asked"
+                    "bulkhead `{name}` cannot fork its workers: a library cannot report the state that workers start with"
                 ),
-                "remove `mode`, or write a worker with the SDK and name it in `command`",
+                "remove `mode`, or write a worker with the SDK and set `command`",
             ),
             Program::Command { .. } if bulkhead.isolation().is_some() => Complaint::new(
-                format!(
-                    "bulkhead `{name}` cannot fork its workers: its tenants are isolated, and would share a template"
-                ),
+                format!("bulkhead `{name}` cannot fork its workers: isolated tenants would share a template"),
                 "remove `mode`, or `tenants.isolate`",
             ),
             Program::Command { .. } => return,

@@ -30,7 +30,7 @@ impl Checker<'_> {
         if is_silent {
             self.problems.report(
                 here.span.clone(),
-                "`tenants` has none of `isolate`, `max_in_flight` and `max_queue`",
+                "`tenants` sets neither `isolate` nor `max_in_flight` nor `max_queue`",
                 "add `isolate = true`, `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
             );
         }
@@ -52,7 +52,7 @@ impl Checker<'_> {
         }
         let elsewhere = match given.origin {
             Origin::Defaults => {
-                "; a bulkhead whose tenants share its workers says `tenants = { isolate = false }`"
+                "; a bulkhead whose tenants share workers sets `tenants = { isolate = false }`"
             }
             Origin::Own | Origin::Tenant => "",
         };
@@ -74,11 +74,14 @@ impl Checker<'_> {
             self.problems.report(
                 place,
                 format!(
-                    "`tenants.{name}` ({}) is a share of common workers, and with `tenants.isolate` ({}) none are common",
+                    "`tenants.{name}` ({}) is a share of common workers, but with `tenants.isolate` ({}) no \
+                     workers are common",
                     share.told(share.value),
                     isolate.told(true)
                 ),
-                format!("remove one of the two; with `isolate` the bulkhead's own `{name}` is each tenant's"),
+                format!(
+                    "remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"
+                ),
             );
         }
     }
@@ -120,7 +123,9 @@ impl Checker<'_> {
         if let Some(processes) = raw.keys.processes.given() {
             self.problems.report(
                 processes.span.clone(),
-                format!("`tenant.{label}.processes` needs `tenants.isolate = true`: the workers are common"),
+                format!(
+                    "`tenant.{label}.processes` needs `tenants.isolate = true`: tenants share the workers"
+                ),
                 "add `tenants = { isolate = true }` to the bulkhead, or remove `processes`",
             );
         }
@@ -136,7 +141,7 @@ impl Checker<'_> {
                     "`tenant.{label}.rate_limit` needs `rate_limit.per = \"tenant\"` (it is {})",
                     per.told(format_args!("\"{}\"", per.value.name()))
                 ),
-                "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove this one",
+                "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove the tenant's `rate_limit`",
             );
         }
     }
@@ -150,7 +155,8 @@ impl Checker<'_> {
             self.problems.report(
                 in_flight.span.clone(),
                 format!(
-                    "`tenant.{}.max_in_flight` ({}) is above {max}: with `tenants.isolate` it is per worker process",
+                    "`tenant.{}.max_in_flight` ({}) is above {max}: with `tenants.isolate` the limit is per \
+                     worker process",
                     shown_key(&raw.name),
                     in_flight.value
                 ),

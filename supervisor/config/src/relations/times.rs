@@ -63,7 +63,7 @@ impl Checker<'_> {
         {
             self.problems.report(
                 given.span.clone(),
-                "`lookahead` has no effect with `exec`: each job is a program of its own, which is started in its turn",
+                "`lookahead` has no effect with `exec`: each job runs a new program, so no job can be prefetched",
                 "remove `lookahead`",
             );
         }

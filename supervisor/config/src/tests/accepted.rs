@@ -238,7 +238,7 @@ fn the_summary_says_what_there_is_not() {
     let summary = Folder::new().accept(&bulkhead("")).summary();
     for line in [
         "# crash_dir: none, reports are kept in memory",
-        "# worker_uids: 61184-65519 for a supervisor that may use them",
+        "# worker_uids: 61184-65519 if the supervisor can start workers as other users",
         "# cgroup: off",
     ] {
         assert!(summary.lines().any(|each| each == line), "{line} is not in\n{summary}");

@@ -47,7 +47,9 @@ fn entries_open_the_socket_unless_its_mode_is_given() {
     assert_eq!(modes(&with_mode("0600", &entry("uid = 5"))), (0o600, 0o700));
     let summary = Folder::new().accept(&entry("uid = 5")).summary();
     assert!(
-        summary.contains("socket_mode = \"0666\"\n# its folder, if it is missing, is made 0755\n"),
+        summary.contains(
+            "socket_mode = \"0666\"\n# the socket's folder, if missing, is created with mode 0755\n"
+        ),
         "{summary}"
     );
 }
@@ -58,14 +60,14 @@ fn an_entry_is_for_one_user_or_group() {
     folder.refuse_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
-        "an entry of `access` does not say whom it is for",
-        "add one of `uid = 1001`",
+        "an entry of `access` names no user or group",
+        "add `uid = 1001`",
     );
     folder.refuse_one(
         &entry("group = \"root\"\ntenants = [\"t\"]\nuid = 3"),
         (6, 7),
-        "an entry of `access` has `uid` and `group`, but it is for one user or group",
-        "keep one of them",
+        "an entry of `access` has `uid` and `group`, but must name a single user or group",
+        "keep a single key",
     );
     folder.refuse_one(
         &entry("usr = \"root\""),
@@ -97,13 +99,13 @@ fn names_of_users_and_groups_are_looked_up() {
         &entry("user = \"no-such-user\""),
         (4, 8),
         "`access.user`: there is no user `no-such-user`",
-        "name one that there is (`getent passwd` lists them), or add it to the system",
+        "write a name from `getent passwd`, or add the missing name to the system",
     );
     folder.refuse_one(
         &entry("group = \"no such group\""),
         (4, 9),
         "`access.group`: there is no group `no such group`",
-        "`getent group` lists them",
+        "a name from `getent group`",
     );
 }
 
@@ -145,7 +147,7 @@ fn tenants_of_an_entry_are_those_that_a_job_can_have() {
     let folder = Folder::new();
     let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
     folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
-    folder.refuse_one(&text("[\"\"]"), (5, 12), "a tenant without a name", "jobs that name no tenant");
+    folder.refuse_one(&text("[\"\"]"), (5, 12), "contains an empty name", "jobs without a tenant");
     folder.refuse_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.refuse_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
     folder.refuse_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");

@@ -101,8 +101,15 @@ fn shares_have_bounds() {
     let reserve = "`priority.critical_reserve` must be from 0 to below 1, not ";
     let rate = "`breaker.failure_rate` must be above 0 and at most 1, not ";
     let cases = [
-        ("priority", "critical_reserve", "1", reserve, "1: that leaves nothing to others", "reserve = 0.2`"),
-        ("priority", "critical_reserve", "1.5", reserve, "1.5: that leaves nothing to others", ""),
+        (
+            "priority",
+            "critical_reserve",
+            "1",
+            reserve,
+            "1: nothing would be left for others",
+            "reserve = 0.2`",
+        ),
+        ("priority", "critical_reserve", "1.5", reserve, "1.5: nothing would be left for others", ""),
         (
             "priority",
             "critical_reserve",
@@ -192,7 +199,7 @@ fn counts_and_durations_have_bounds() {
         ("overflow = \"evict_oldest\"", "`overflow` cannot be", "did you mean `\"evict-oldest\"`?"),
         (
             "retry = { attempts = 1 }",
-            "`retry.attempts` must be from 2 to 100, not 1: it counts the first",
+            "`retry.attempts` must be from 2 to 100, not 1: the first attempt counts",
             "write `attempts = 2`",
         ),
         ("retry = { attempts = 101 }", "`retry.attempts` must be from 2 to 100, not 101", "= 100`"),
@@ -219,7 +226,7 @@ fn a_table_says_what_it_is_for() {
         ("priority = {}", "`priority` needs `critical_reserve`", "add `critical_reserve = 0.2`, or remove"),
         (
             "tenants = {}",
-            "`tenants` has none of `isolate`, `max_in_flight` and",
+            "`tenants` sets neither `isolate` nor `max_in_flight`",
             "add `isolate = true`, `max",
         ),
         ("rate_limit.burst = 5", "`rate_limit` needs `per_second`", ""),
@@ -324,7 +331,7 @@ fn a_rate_of_slow_jobs_needs_to_know_them() {
     folder.refuse_one(
         &bulkhead("breaker = { slow_rate = 0.5 }"),
         (3, 25),
-        "`breaker.slow_rate` needs `breaker.slow_call`: it says which jobs are slow",
+        "`breaker.slow_rate` needs `breaker.slow_call`, which defines slow jobs",
         "add `slow_call = \"1s\"`, or remove `slow_rate`",
     );
     let text =

@@ -85,7 +85,7 @@ fn what_needs_a_sandbox_is_refused_without_one() {
         let column = line.find(value).unwrap() + 1;
         folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
-        folder.refuse_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox says");
+        folder.refuse_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
         // A bulkhead's own profile does not override its own keys.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.refuse_one(&text, (5, column), &message, &help);
@@ -170,7 +170,7 @@ fn a_user_is_there() {
         &sandbox("user = \"no-such-user\""),
         at,
         "`sandbox.user`: there is no user `no-such-user`",
-        "write `user = \"auto\"` or `user = \"shared\"`, or name one that there is",
+        "write `user = \"auto\"` or `user = \"shared\"`, or write a name from",
     );
     folder.refuse_one(
         &sandbox("user = 1001"),
@@ -227,7 +227,7 @@ fn ids_are_a_range() {
         ("\"-5-7\"", "is not a range of ids", example),
         ("\"+5-7\"", "is not a range of ids", example),
         ("\"5-7-9\"", "is not a range of ids", example),
-        ("\"9-5\"", "starts above its end: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"9-5\"", "starts above the end: \"9-5\"", "write `worker_uids = \"5-9\"`"),
         ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
         ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
@@ -262,7 +262,7 @@ fn system_calls_have_names() {
         &sandbox("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", \"mlock\"] }"),
         (3, column("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", ")),
         "`sandbox.syscalls` both allows and denies `mlock`",
-        "remove it from one of the two",
+        "remove the name from `allow` or `deny`",
     );
     let text = format!(
         "[defaults.sandbox]\nsyscalls = {{ deny = [\"mlock\"] }}\n{}",
@@ -355,7 +355,7 @@ fn the_summary_tells_that_the_default_profile_does_not_bound_tmp() {
     ] {
         let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
         let summary = config.summary();
-        let told = "\n# sandbox.tmp: a folder on disk, which is looked at every second\n";
+        let told = "\n# sandbox.tmp: a folder on disk, which is checked every second\n";
         assert_eq!(summary.contains(told), is_told, "{entries}: {summary}");
         assert_eq!(folder.accept(&summary), config, "{entries}");
     }

@@ -17,7 +17,7 @@ fn the_folder_may_be_there_or_still_be_made() {
         &supervisor("crash_dir = \"libthumb.so\""),
         (2, 13),
         "`crash_dir`: ",
-        "name a folder, or a path where there is nothing yet",
+        "name a folder, or a path that does not exist yet",
     );
     folder.refuse_one(
         &supervisor("crash_dir = \"\""),

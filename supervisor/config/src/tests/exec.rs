@@ -29,8 +29,13 @@ fn statuses_are_numbers_from_0_to_255_in_one_list() {
         ),
         ("ok = 1", 22, "`exit_status.ok` must be an array of exit statuses, not a number", "ok = [0, 1]"),
         ("retryable = [3, 3]", 29, "`exit_status.retryable` names 3 twice", "remove one"),
-        ("ok = [0, 1], caller = [1]", 39, "has the status 1 in `ok` and in `caller`", "remove it from one"),
-        ("ok = []", 22, "`exit_status.ok` is empty, so that no job could be ok", "ok = [0]"),
+        (
+            "ok = [0, 1], caller = [1]",
+            39,
+            "has the status 1 in `ok` and in `caller`",
+            "remove the status from either list",
+        ),
+        ("ok = []", 22, "`exit_status.ok` is empty, so no job could end ok", "ok = [0]"),
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
@@ -83,7 +88,7 @@ fn without_exec_the_keys_have_no_effect() {
         [("output_grace = \"2s\"", 16), ("exit_status = { ok = [1] }", 1), ("files = { input = \"x\" }", 1)]
     {
         let name = key.split(' ').next().unwrap();
-        let message = format!("`{name}` has no effect: it is about `exec`, and bulkhead `a` has no `exec`");
+        let message = format!("`{name}` has no effect: bulkhead `a` has no `exec`");
         folder.refuse_one(&format!("{command}{key}\n"), (3, column), &message, &format!("remove `{name}`"));
         folder.accept(&format!("[defaults]\n{key}\n{command}"));
     }

@@ -37,7 +37,12 @@ fn each_name_is_a_bulkhead_of_the_file() {
         "did you mean `thumbnail-safe`?",
     );
     folder.refuse_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
-    folder.refuse_one(&file("[\"b\"]", &[]), (3, 13), "names `b`", "there is no other: add a section");
+    folder.refuse_one(
+        &file("[\"b\"]", &[]),
+        (3, 13),
+        "names `b`",
+        "the file has no other bulkhead: add a section",
+    );
     folder.refuse_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
     let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
@@ -58,16 +63,16 @@ fn no_bulkhead_is_its_own_fallback() {
     folder.refuse_one(
         &file("[\"b\", \"a\"]", &["b"]),
         (3, 18),
-        "bulkhead `a` is its own fallback",
-        "name another bulkhead, or remove it",
+        "bulkhead `a` is a fallback of itself",
+        "name another bulkhead, or remove the name",
     );
     let defaults = "[defaults]\nfallback = [\"b\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     let text = format!("{defaults}[bulkhead.a]\nexec = [\"tool\"]\n");
     folder.refuse_one(
         &text,
         (2, 13),
-        "bulkhead `b` would be its own fallback: the `fallback` of [defaults] names it",
-        "give [bulkhead.b] a `fallback` of its own, as in `fallback = []` for none",
+        "bulkhead `b` would be a fallback of itself: `fallback` in [defaults] names this bulkhead",
+        "set `fallback` in [bulkhead.b], as in `fallback = []` for no fallback",
     );
     let config = folder.accept(&text.replace("[bulkhead.b]\n", "[bulkhead.b]\nfallback = []\n"));
     assert_eq!(config.bulkheads[0].fallback, [""; 0]);
@@ -82,7 +87,7 @@ fn no_name_stands_twice() {
         &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
         (3, 23),
         "`fallback` names `b` twice",
-        "remove one",
+        "remove an entry",
     );
     let text = "[defaults]\nfallback = [\"c\", \"c\"]\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\n\
                 exec = [\"tool\"]\n[bulkhead.c]\nexec = [\"tool\"]\nfallback = []\n";

@@ -13,7 +13,7 @@ fn neither_key_is_of_use_without_the_other() {
     let alone = supervisor("http = \"127.0.0.1:9464\"");
     folder.refuse_one(&alone, (2, 8), "`http` needs `http_token_file`", "add `http_token_file = ");
     let alone = supervisor("http_token_file = \"token\"");
-    folder.refuse_one(&alone, (2, 19), "of no use without `http`", "add `http = ");
+    folder.refuse_one(&alone, (2, 19), "has no effect without `http`", "add `http = ");
 }
 
 #[test]
@@ -54,10 +54,10 @@ fn a_token_is_a_secret_of_some_length() {
         "sésame-sésame-sésame",
     ] {
         folder.token("bad", text, 0o600);
-        folder.refuse_one(&with("bad"), (3, 19), "does not hold a token", "make one");
+        folder.refuse_one(&with("bad"), (3, 19), "does not hold a token", "create a token");
     }
-    folder.refuse_one(&with("missing"), (3, 19), "cannot be read", "make one");
-    folder.refuse_one(&with("work"), (3, 19), "", "make one");
+    folder.refuse_one(&with("missing"), (3, 19), "cannot be read", "create a token");
+    folder.refuse_one(&with("work"), (3, 19), "", "create a token");
     assert!(
         !format!("{:?}", folder.accept(&with("token"))).contains("0123456789abcdef"),
         "only its place is kept"

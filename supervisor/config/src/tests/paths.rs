@@ -42,13 +42,13 @@ fn a_bare_name_is_looked_up_in_path_alone() {
         "[bulkhead.a]\nexec = [\"nosuch\"]\n",
         (2, 9),
         "there is no program `nosuch` in PATH",
-        &format!("looked in PATH ({bin})"),
+        &format!("install the program in PATH ({bin})"),
     );
     folder.refuse_one(
         "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
         (2, 9),
         "there is no program `thumbnail-worker` in PATH",
-        "it is in the file's folder: write \"./thumbnail-worker\"",
+        "the program is in the file's folder: write \"./thumbnail-worker\"",
     );
 }
 
@@ -107,7 +107,12 @@ fn a_socket_path_fits_into_an_address() {
         format!("[supervisor]\nsocket = \"{path}\"\nadmin = \"/tmp/a\"\n{}", bulkhead(""))
     };
     folder.accept(&at(107));
-    folder.refuse_one(&at(108), (2, 10), "has at most 107 bytes, this one has 108", "choose a shorter path");
+    folder.refuse_one(
+        &at(108),
+        (2, 10),
+        "has at most 107 bytes, but this path has 108",
+        "choose a shorter path",
+    );
     let text = format!("[supervisor]\nadmin = \"{}\"\n{}", "y".repeat(100), bulkhead(""));
     folder.refuse_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
     let text = format!("[supervisor]\nsocket = \"work\"\n{}", bulkhead(""));

@@ -35,7 +35,7 @@ nonsense = true
         (7, "`deadline` must be a duration with a unit, not a bare number"),
         (10, "`exec[1]` must be a string, not a number"),
         (11, "`processes` must be from 1 to 1024, not 0"),
-        (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): what waits would never run"),
+        (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): queued jobs would never run"),
         (14, "`adaptive` needs `max`"),
         (14, "`adaptive` needs `target`"),
         (14, "`adaptive.mode` cannot be \"observe\""),
@@ -87,7 +87,7 @@ fn words_of_other_systems_get_the_line_to_write() {
             "timeout = \"5s\"",
             1,
             "unknown key",
-            "write `deadline = \"5s\"` for a job with its wait, or `run_limit = \"5s\"`",
+            "write `deadline = \"5s\"` for the waiting and running time of a job, or `run_limit = \"5s\"`",
         ),
         ("replicas = 2", 1, "unknown key", "write `processes = 2`"),
         ("workers = 2", 1, "unknown key", "write `processes = 2`"),
@@ -106,7 +106,7 @@ fn words_of_other_systems_get_the_line_to_write() {
             "max_queue = -1",
             13,
             "not -1",
-            "write `max_queue = 0`; `-1` does not stand for no limit, the most is",
+            "write `max_queue = 0`; `-1` does not mean unlimited, the maximum is",
         ),
         ("sandbox = \"strict\"", 11, "must be a table", "write `sandbox = { profile = \"strict\" }`"),
         ("rate_limit = 100", 14, "must be a table", "write `rate_limit = { per_second = 100 }`"),
@@ -160,12 +160,12 @@ fn syntax_errors_have_their_place_and_advice() {
         "write \"5s\"",
     );
     folder.refuse_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
-    folder.refuse_one("a = 1\na = 2\n", (2, 1), "duplicate key", "keep one");
-    folder.refuse_one("[a]\n[a]\n", (2, 2), "duplicate key", "keep one");
+    folder.refuse_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove either line");
+    folder.refuse_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove either line");
     folder.refuse_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
     folder.refuse_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
-    folder.refuse_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a line of its own");
-    folder.refuse_one("a = \"x\n", (1, 7), "invalid basic string", "ends on its line");
+    folder.refuse_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a separate line");
+    folder.refuse_one("a = \"x\n", (1, 7), "invalid basic string", "on the same line");
     folder.refuse_one("[bulkhead.ä]\n", (1, 11), "invalid unquoted key", "quote any other");
     let problems = folder.refuse("a = 1s\nb = 2s\n[c\n");
     let lines: Vec<_> = problems.iter().map(|problem| problem.at.unwrap().line).collect();
@@ -235,7 +235,12 @@ fn a_key_in_the_wrong_table_is_shown_the_right_one() {
         "",
         "`grace` belongs in [bulkhead.NAME]",
     );
-    folder.refuse_one(&bulkhead("[workers]"), (3, 2), "unknown key `workers`", "written [bulkhead.workers]");
+    folder.refuse_one(
+        &bulkhead("[workers]"),
+        (3, 2),
+        "unknown key `workers`",
+        "write the bulkhead as [bulkhead.workers]",
+    );
     folder.refuse_one(
         &bulkhead("[suprvisor]"),
         (3, 2),
@@ -259,7 +264,7 @@ fn a_key_in_the_wrong_table_is_shown_the_right_one() {
         &problems[0],
         (2, 12),
         "bulkhead `deadline` must be a table",
-        "keys for every bulkhead go into [defaults]",
+        "set a key for all bulkheads in [defaults]",
     );
 }
 
@@ -269,13 +274,18 @@ fn what_runs_cannot_be_a_default() {
     for key in ["command = [\"tool\"]", "exec = [\"tool\"]", "library = \"libthumb.so\"", "entry = \"e\""] {
         let name = key.split(' ').next().unwrap();
         let text = format!("[defaults]\n{key}\n{}", bulkhead(""));
-        folder.refuse_one(&text, (2, 1), &format!("`{name}` cannot stand in [defaults]"), "says for itself");
+        folder.refuse_one(
+            &text,
+            (2, 1),
+            &format!("`{name}` is not allowed in [defaults]"),
+            "set the program in each",
+        );
     }
     folder.refuse_one(
         &format!("[defaults.tenant.acme]\nmax_queue = 3\n{}", bulkhead("")),
         (1, 11),
-        "`tenant` cannot stand in [defaults]",
-        "each [bulkhead.NAME] names its own tenants",
+        "`tenant` is not allowed in [defaults]",
+        "set the tenants in each [bulkhead.NAME] instead",
     );
 }
 
@@ -339,8 +349,8 @@ fn what_cannot_be_forked_is_said() {
     let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");
     let (command, none) = ("command = [\"/bin/true\"]", "sandbox.profile = \"none\"");
     let isolated = text(command, &format!("{none}\ntenants = {{ isolate = true, max_active = 2 }}"));
-    folder.refuse_one(&isolated, (3, 14), "its tenants are isolated", "");
+    folder.refuse_one(&isolated, (3, 14), "isolated tenants would share a template", "");
     let exec = text("exec = [\"/bin/true\"]", none);
-    folder.refuse_one(&exec, (3, 14), "each job is a program of its own", "");
+    folder.refuse_one(&exec, (3, 14), "each job runs a new program", "");
     folder.refuse_one(&text("library = \"/bin/true\"", none), (3, 14), "a library", "");
 }

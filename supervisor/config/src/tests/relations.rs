@@ -155,10 +155,10 @@ fn memory_files_have_room_for_two() {
     folder.refuse_one(
         &text("1"),
         (2, 14),
-        "no room for a payload's memory file",
+        "too small for the memory files of a payload",
         "write `max_pooled = \"512KiB\"`",
     );
-    folder.refuse_one(&text("524287"), (2, 14), "no room", "or `0` for none");
+    folder.refuse_one(&text("524287"), (2, 14), "too small", "or `0` for none");
     for good in ["0", "524288"] {
         folder.accept(&text(good));
     }
@@ -178,12 +178,12 @@ fn backoff_grows() {
 #[test]
 fn exactly_one_thing_runs() {
     let folder = Folder::new();
-    folder.refuse_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` does not say what to run", "`command = [");
+    folder.refuse_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` has no program to run", "`command = [");
     folder.refuse_one(
         &bulkhead("library = \"libthumb.so\"\ncommand = [\"./thumbnail-worker\"]"),
         (4, 11),
         "bulkhead `a` has `command` and `library` and `exec`",
-        "keep one of them",
+        "keep a single key",
     );
     folder.refuse_one(&bulkhead("entry = \"handle\""), (3, 9), "`entry` needs `library`", "");
 }

@@ -97,7 +97,7 @@ fn what_is_for_isolated_tenants_needs_them() {
         &text,
         (2, 26),
         "`tenants.max_active` has no effect",
-        "a bulkhead whose tenants share its workers says `tenants = { isolate = false }`",
+        "a bulkhead whose tenants share workers sets `tenants = { isolate = false }`",
     );
     folder.accept(&format!("{text}tenants = {{ isolate = false }}\n"));
     folder.accept(&format!("{text}tenants = {{ isolate = true }}\n"));
@@ -125,9 +125,9 @@ fn isolated_tenants_share_no_workers() {
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
-                "`tenants.{name}` (2) is a share of common workers, and with `tenants.isolate` (true) none"
+                "`tenants.{name}` (2) is a share of common workers, but with `tenants.isolate` (true) no workers"
             ),
-            &format!("remove one of the two; with `isolate` the bulkhead's own `{name}` is each tenant's"),
+            &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
         );
     }
     let text = format!("[defaults]\ntenants = {{ max_queue = 2 }}\n{}", bulkhead("tenants.isolate = true"));
@@ -214,8 +214,8 @@ fn values_of_a_tenant_have_bounds_and_its_name() {
         (
             "rate_limit = { per_second = 3, per = \"tenant\" }",
             32,
-            "`tenant.acme.rate_limit.per` says nothing: a tenant's own limit is per tenant",
-            "remove it",
+            "`tenant.acme.rate_limit.per` has no effect: the limit of a tenant always applies per tenant",
+            "remove `per`",
         ),
     ];
     for (line, column, message, help) in cases {
@@ -246,8 +246,8 @@ fn names_of_tenants_are_those_that_a_job_can_have() {
     let named = |name: &str| bulkhead(&format!("[bulkhead.a.tenant.\"{name}\"]"));
     folder.accept(&named(&"x".repeat(256)));
     folder.accept(&named("Acme, Größe 3/π"));
-    folder.refuse_one(&named(""), (3, 20), "the name of a tenant is empty", "a job without a tenant has");
-    folder.refuse_one(&named(&"ä".repeat(129)), (3, 20), "it has 258 bytes", "at most 256 bytes");
+    folder.refuse_one(&named(""), (3, 20), "the name of a tenant is empty", "jobs without a tenant have");
+    folder.refuse_one(&named(&"ä".repeat(129)), (3, 20), "the name has 258 bytes", "at most 256 bytes");
     folder.refuse_one(&named("a\\u0000b"), (3, 20), "contains a NUL byte", "");
     let tables: String = (0..1025).map(|number| format!("tenant.t{number} = {{}}\n")).collect();
     folder.refuse_one(&bulkhead(&tables), (3 + 1024, 8), "more than 1024 tenants", "");
@@ -261,7 +261,7 @@ fn a_key_for_every_tenant_has_its_place() {
         &bulkhead("[bulkhead.a.tenant]\nmax_queue = 3"),
         (4, 13),
         "`tenant.max_queue` must be a table, not a number",
-        "keys for every tenant go into [bulkhead.NAME.tenants]",
+        "set a key for all tenants in [bulkhead.NAME.tenants]",
     );
     folder.refuse_one(
         &bulkhead("[bulkhead.a.tenant]\nacme = 3"),
@@ -274,7 +274,7 @@ fn a_key_for_every_tenant_has_its_place() {
         &bulkhead("[bulkhead.a.tenants.acme]\nmax_queue = 3"),
         (3, 21),
         "unknown key `acme` in [bulkhead.a.tenants]",
-        "one tenant's own numbers are written [bulkhead.NAME.tenant.acme]",
+        "write the limits of a single tenant as [bulkhead.NAME.tenant.acme]",
     );
 }
 
@@ -325,14 +325,14 @@ fn an_isolated_tenant_is_judged_as_a_bulkhead_is() {
     folder.refuse_one(
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
         (6, 13),
-        "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): what waits would never run",
+        "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
         "write `max_in_flight = 1` or more",
     );
     folder.accept(&isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5\nmax_in_flight = 1"));
     folder.refuse_one(
         &isolated("[bulkhead.a.tenant.acme]\nmax_in_flight = 4097"),
         (5, 17),
-        "`tenant.acme.max_in_flight` (4097) is above 4096: with `tenants.isolate` it is per worker process",
+        "`tenant.acme.max_in_flight` (4097) is above 4096: with `tenants.isolate` the limit is per worker process",
         "write `max_in_flight = 4096` or less",
     );
     folder.refuse_one(
