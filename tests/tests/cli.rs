@@ -694,7 +694,7 @@ fn what_is_printed_to_a_closed_standard_output_is_no_success() {
     ];
     for arguments in many {
         let ran = without_stdout(supervisor.command().args(*arguments)).expect(74);
-        let said = "failed to write to standard output: it is closed";
+        let said = "failed to write to standard output: the descriptor is closed";
         assert!(ran.stderr.contains(said), "{arguments:?}: {}", ran.stderr);
     }
     // What prints nothing there does not need it.

@@ -154,7 +154,7 @@ fn a_template_that_hangs_is_replaced() {
     kill_pid(worker, Signal::SIGKILL);
     let told = supervisor.wait_events("worker_not_started", 1);
     let message = told[0]["message"].as_str().unwrap();
-    assert!(message.contains("its template did not fork within ten seconds and was ended"), "{message}");
+    assert!(message.contains("the template did not fork within ten seconds and was killed"), "{message}");
     let [other, next, _] = who(&client);
     assert!(other != template && next != worker);
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
@@ -268,7 +268,7 @@ fn a_program_that_is_no_template_is_told_so() {
     wait_for("the admin socket", || supervisor.try_get("/livez"));
     let events = supervisor.wait_events("worker_not_started", 1);
     let text = events[0].to_string();
-    assert!(text.contains("does not speak as a template does"), "{text}");
+    assert!(text.contains("does not follow the protocol of templates"), "{text}");
 }
 
 #[test]

@@ -389,7 +389,7 @@ fn a_configured_limit_without_its_controller_is_an_error() {
             continue;
         }
         let error = root.leaf(number as u64, &limits).unwrap_err();
-        assert!(error.attempted.starts_with(&format!("have the controller `{controller}` in /")), "{error}");
+        assert!(error.attempted.starts_with(&format!("use the controller `{controller}` in /")), "{error}");
         assert!(error.to_string().ends_with(FREE_IT), "{error}");
     }
     if have.is_empty() {

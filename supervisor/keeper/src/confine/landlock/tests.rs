@@ -1,6 +1,6 @@
 //! Tests that ordinary programs work under the default rules, and that the rules deny the rest. Some tests
 //! confine only a thread, because the kernel enforces rules by thread.
-#![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe form here")]
+#![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;
 use std::io;
