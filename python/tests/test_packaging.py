@@ -33,12 +33,12 @@ def run(*command: str | Path, **variables: str) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Builds both wheels with hatchling, without access to a package index."""
     if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
-        message = "THE WHEELS ARE NOT TESTED: pip install hatchling"
+        message = "NOT RUN: hatchling is not installed: pip install hatchling"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     folder = Path(SUPERVISOR).parent
     if not all((folder / program).is_file() for program in PROGRAMS):
-        message = f"THE WHEELS ARE NOT TESTED: {', '.join(PROGRAMS)} are not all beside $BULKHEAD_SUPERVISOR"
+        message = f"NOT RUN: {', '.join(PROGRAMS)} must all be in the folder of $BULKHEAD_SUPERVISOR"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     made = tmp_path_factory.mktemp("wheels")

@@ -416,7 +416,7 @@ fn a_user_that_may_not_is_told_77() {
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
     if std::fs::metadata(folder).unwrap().uid() != 0 {
-        eprintln!("NOT RUN AS ANOTHER USER: that takes root; permissions are taken away instead");
+        eprintln!("NOT RUN: a call as another user requires root; the test removes permissions instead");
         for socket in ["jobs.sock", "admin.sock"] {
             std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
         }

@@ -121,7 +121,7 @@ fn the_own_folder_goes_with_the_supervisor() {
 #[test]
 fn what_is_mounted_in_the_own_folder_stays() {
     if !is_root() {
-        println!("NOT RUN: a mount takes root");
+        println!("NOT RUN: a mount requires root");
         return;
     }
     let outer = tempfile::tempdir().unwrap();
