@@ -77,7 +77,7 @@ fn tour() -> Result<()> {
     let ran = processes()?.len();
     supervisor.stop()?;
     nothing_left()?;
-    println!("the supervisor has stopped with status 0, and none of its {ran} processes is left");
+    println!("the supervisor has stopped with status 0, and none of the {ran} processes is left");
     Ok(())
 }
 
@@ -192,7 +192,7 @@ fn cases() -> Result<Vec<Case>> {
     let numbers: Vec<String> =
         (0..5000_u32).map(|i| (i.wrapping_mul(2_654_435_761) % 100_000).to_string()).collect();
     cases.push(Case::good("sort", "5,000 numbers", numbers.join("\n")));
-    cases.push(Case { operation: "echo", ..Case::good("hostile", "a job among the hostile ones", "hello") });
+    cases.push(Case { operation: "echo", ..Case::good("hostile", "a job among hostile jobs", "hello") });
 
     let crash = std::fs::read(data.join("crash.gif"))?;
     for _ in 0..3 {
@@ -280,11 +280,11 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
             std::fs::write(thumbnails.join(format!("{}.png", case.what)), reply.payload())?;
         }
     }
-    println!("\n{answered} jobs, each with its outcome");
+    println!("\n{answered} jobs, each with an outcome");
     if surprises > 0 {
         return Err(format!("{surprises} jobs had an unexpected outcome").into());
     }
-    println!("every honest job was answered, every hostile one contained");
+    println!("every honest job was answered, and every hostile job was contained");
     Ok(())
 }
 

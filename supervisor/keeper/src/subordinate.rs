@@ -156,7 +156,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
     }
     let said = String::from_utf8_lossy(&said).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
-        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in its unit)",
+        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in the unit)",
         _ => "",
     };
     Err(format!("{program} ended with {status}: {said}{hint}"))

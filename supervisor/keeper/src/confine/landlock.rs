@@ -299,7 +299,7 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
 
 fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
     let errno = errno::of(error, Errno::INVAL);
-    failure(&format!("list {} for its Landlock rules: {error}", folder.display()), errno)
+    failure(&format!("list {} for Landlock rules: {error}", folder.display()), errno)
 }
 
 fn failure(attempted: &str, errno: Errno) -> Failure {

@@ -92,7 +92,7 @@ fn take_all_descriptors() -> (u64, u64) {
 
 /// Makes end of file the only event that ends the keeper. Signals for the supervisor's process group, or from
 /// a user who saw the process in a list, must not kill the workers. SIGCHLD is read from a descriptor.
-#[expect(unsafe_code, reason = "setting what a signal does")]
+#[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
     const IGNORED: [Signal; 12] = [
