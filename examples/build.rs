@@ -26,6 +26,6 @@ fn main() {
     match status {
         Ok(status) if status.success() => {}
         Ok(status) => panic!("the C compiler {} ended with {status}", compiler.display()),
-        Err(error) => panic!("a C compiler is needed; {} cannot be run: {error}", compiler.display()),
+        Err(error) => panic!("failed to run the C compiler {}: {error}", compiler.display()),
     }
 }

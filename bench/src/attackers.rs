@@ -68,7 +68,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
             let mut answer = Vec::new();
             let _ = admin.read_to_end(&mut answer);
         },
-        other => Err(format!("there is no attack '{other}'").into()),
+        other => Err(format!("unknown attack '{other}'").into()),
     }
 }
 
@@ -101,7 +101,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
 /// Runs a hostile worker, which follows the protocol until it is ready.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
     // SAFETY: the supervisor handed this process the descriptor, and nothing else in it uses it.
     let mut link = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number) });
     link.write_all(&hello(role::WORKER)?)?;
@@ -131,7 +131,7 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
                 std::thread::sleep(Duration::from_millis(1));
             }
         },
-        other => Err(format!("there is no attack '{other}'").into()),
+        other => Err(format!("unknown attack '{other}'").into()),
     }
 }
 
@@ -152,7 +152,7 @@ fn pass(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Res
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor];
     if !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
-        return Err("no room for a descriptor".into());
+        return Err("the message has no space for a descriptor".into());
     }
     sendmsg(socket, &[std::io::IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
     Ok(())

@@ -93,7 +93,7 @@ const ATTACKS: [(&str, Attacker, Victim); 11] = [
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
-        eprintln!("not root: attackers have the user of the bench, no other");
+        eprintln!("not root: attackers run as the same user as the bench");
     }
     for (name, attacker, victim) in ATTACKS {
         for is_stranger in [true, false] {
@@ -270,7 +270,7 @@ async fn remember_tenants(client: &Client) -> Result<()> {
 
 fn config(scene: Scene, is_loop: bool) -> Result<String> {
     let own = std::env::current_exe()?;
-    let own = own.to_str().ok_or("this program has an odd path")?;
+    let own = own.to_str().ok_or("the path of this program is not UTF-8")?;
     let worker = processes::worker()?;
     let honest = |name: &str| format!("[bulkhead.{name}]\ncommand = [{worker}]\nmax_queue = 1000\n");
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 2000\n".to_owned();

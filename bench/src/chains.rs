@@ -21,7 +21,7 @@ impl Chains {
         let programs = processes::programs()?;
         let folder = tempfile::tempdir()?;
         let (near, far) = (folder.path().join("near"), folder.path().join("far"));
-        let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("an odd path");
+        let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("the path is not UTF-8");
         let echo = Process::part(&["echo", &text(&far)?])?;
         processes::wait_for(&far)?;
         let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;

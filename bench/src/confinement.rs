@@ -86,14 +86,14 @@ async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     for profile in accepted {
         match first_answer(&chain, profile, "ready?").await {
             Ok(_) => profiles.push(profile),
-            Err(error) => tell_missing(profile, &format!("its workers do not start: {error}")),
+            Err(error) => tell_missing(profile, &format!("workers with this profile do not start: {error}")),
         }
     }
     Ok(Some((Rc::new(chain), profiles)))
 }
 
 fn tell_missing(profile: &str, why: &str) {
-    eprintln!("NOT MEASURED: the profile `{profile}` cannot be had here: {why}");
+    eprintln!("NOT MEASURED: the profile `{profile}` is not available on this machine: {why}");
 }
 
 fn config(profiles: &[&str]) -> Result<String> {
@@ -187,7 +187,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {
-        eprintln!("NOT MEASURED: none and strict side by side, for want of `{missing}`");
+        eprintln!("NOT MEASURED: comparison of none and strict, because `{missing}` is not available");
         return Ok(Vec::new());
     }
     for profile in COMPARED {

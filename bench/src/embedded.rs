@@ -39,7 +39,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     if report.wants(LOCAL) {
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("echo");
-        let _echo = Process::part(&["echo", socket.to_str().ok_or("an odd path")?])?;
+        let _echo = Process::part(&["echo", socket.to_str().ok_or("the path is not UTF-8")?])?;
         processes::wait_for(&socket)?;
         let bare = bare::Client::connect(&socket).await?;
         let mut supervisor = Supervisor::builder(settings()?).start_local()?;

@@ -248,7 +248,7 @@ impl Driver {
         writeln!(self.orders, "{order}")?;
         let mut line = String::new();
         if self.answers.read_line(&mut line)? == 0 {
-            return Err(format!("it has ended: {}", self.process.wait()?).into());
+            return Err(format!("the peer has ended: {}", self.process.wait()?).into());
         }
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let value = answer.as_object().and_then(|object| object.values().next()?.as_f64());

@@ -202,7 +202,7 @@ impl Scene {
             self.submit();
         }
         let wanted = setting.bulkheads * setting.running;
-        if self.effects.running.len() == wanted { Ok(()) } else { Err("jobs wait that should not".into()) }
+        if self.effects.running.len() == wanted { Ok(()) } else { Err("jobs wait that should run".into()) }
     }
 
     /// Admits and releases `cycles` jobs. Returns the nanoseconds per job.

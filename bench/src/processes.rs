@@ -37,7 +37,7 @@ impl Process {
     /// Starts this program in another role, and returns its standard output.
     pub(crate) fn role_that_tells(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
-        let stdout = child.stdout.take().ok_or("a child without its standard output")?;
+        let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
         Ok((Self(child), stdout))
     }
 
@@ -79,12 +79,12 @@ pub(crate) fn worker() -> Result<String> {
 /// Returns the elements of a `command` that runs a part of a chain in this role.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
-    let parts = parts.to_str().ok_or("this program has an odd path")?;
+    let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;
     Ok(format!("{parts:?}, {role:?}"))
 }
 
 fn folder() -> Result<PathBuf> {
-    Ok(std::env::current_exe()?.parent().ok_or("this program is nowhere")?.to_owned())
+    Ok(std::env::current_exe()?.parent().ok_or("the path of this program has no folder")?.to_owned())
 }
 
 fn own() -> Result<Command> {
@@ -118,7 +118,7 @@ pub(crate) fn programs() -> Result<PathBuf> {
         }
     }
     let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
-    if status.success() { Ok(folder) } else { Err("the supervisor does not build".into()) }
+    if status.success() { Ok(folder) } else { Err("failed to build the supervisor".into()) }
 }
 
 /// Returns the CPU time of all threads of a process.
@@ -170,8 +170,7 @@ pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     if numbers(parent)?.last() == Some(&1) {
         Ok(Some(parent))
     } else {
-        Err(format!("process {pid} is in a namespace, and its parent {parent} is not the first one there")
-            .into())
+        Err(format!("process {pid} is in a namespace whose first process is not the parent {parent}").into())
     }
 }
 

@@ -173,7 +173,8 @@ impl Spread {
     async fn start(echoes: usize) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let near = folder.path().join("near");
-        let relay = Process::role(&["spread", near.to_str().ok_or("an odd path")?, &echoes.to_string()])?;
+        let relay =
+            Process::role(&["spread", near.to_str().ok_or("the path is not UTF-8")?, &echoes.to_string()])?;
         processes::wait_for(&near)?;
         Ok(Self { relay, client: bare::Client::connect(&near).await? })
     }
@@ -327,7 +328,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let took = began.elapsed().as_secs_f64() * 1e6 / count as f64;
         report.tell(Figure::alone(format!("{name}: half of them to be told of a stop"), "µs/job", took));
         if told < count {
-            return Err(format!("{told} of {count} jobs were told of the stop").into());
+            return Err(format!("only {told} of {count} jobs were rejected as `draining`").into());
         }
     }
     hangs.abort();
@@ -355,7 +356,7 @@ async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
             return Ok(());
         }
         if Instant::now() > until {
-            return Err(format!("{} jobs wait, not {count}", told["queued"]).into());
+            return Err(format!("{} jobs wait instead of {count}", told["queued"]).into());
         }
     }
 }

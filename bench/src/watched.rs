@@ -65,7 +65,7 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
         page.clear();
         request(admin, "/metrics", "close")?.read_to_end(&mut page)?;
         if !page.ends_with(b"# EOF\n") {
-            return Err("a scrape has no end".into());
+            return Err("a scrape does not end with `# EOF`".into());
         }
         for stream in &mut streams {
             while stream.read(&mut buffer).is_ok_and(|count| count == buffer.len()) {}
@@ -132,7 +132,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let elsewhere = folder.path().join("admin.sock");
     let mut page = Vec::new();
     request(&chain.admin(), "/metrics", "close")?.read_to_end(&mut page)?;
-    let text = elsewhere.to_str().ok_or("an odd path")?;
+    let text = elsewhere.to_str().ok_or("the path is not UTF-8")?;
     let _stand_in = Process::role(&["watched", text, &page.len().to_string()])?;
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
@@ -149,11 +149,11 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             if let Some(watcher) = &mut watcher
                 && watcher.has_ended()?
             {
-                return Err("the watcher has gone".into());
+                return Err("the watcher has exited".into());
             }
         }
         let [Some(alone), Some(elsewhere), Some(watched)] = found else {
-            return Err("a round is missing".into());
+            return Err("a measurement is missing from the round".into());
         };
         costs.push((alone, elsewhere, watched));
     }
@@ -179,7 +179,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 
 /// Starts a reader and waits until it has begun.
 fn watcher(admin: &Path) -> Result<Process> {
-    let (watcher, mut said) = Process::role_that_tells(&["watch", admin.to_str().ok_or("an odd path")?])?;
+    let (watcher, mut said) =
+        Process::role_that_tells(&["watch", admin.to_str().ok_or("the path is not UTF-8")?])?;
     let mut word = [0; 8];
     said.read_exact(&mut word)?;
     Ok(watcher)

@@ -133,7 +133,7 @@ def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path
         channel = pool._pool._channel
         assert channel is not None
         if not channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
-            pytest.skip("NOT RUN: this supervisor does not cancel only what has not begun")
+            pytest.skip("NOT RUN: this supervisor cannot restrict cancellation to jobs that have not begun")
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
         wait_for("the first one runs", lambda: read(tmp_path / "0"))
         thread = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True})

@@ -168,7 +168,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Creates a virtual environment with BulkheadExecutor in place of the standard one. Returns its interpreter."""
     interpreter = find_interpreter()
     if interpreter is None:
-        message = "CPYTHON'S OWN TESTS DID NOT RUN: no interpreter of 3.12 or later with test.test_concurrent_futures"
+        message = "NOT RUN: CPython's own tests need an interpreter (3.12 or later) with test.test_concurrent_futures"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     folder = tmp_path_factory.mktemp("cpython") / "venv"

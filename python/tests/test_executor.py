@@ -404,7 +404,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
     assert "leave the thread" in line
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="cloudpickle is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="NOT RUN: cloudpickle is not installed")
 def test_cloudpickle() -> None:
     word = "closed over"
     with BulkheadExecutor(1, pickler="cloudpickle") as pool:

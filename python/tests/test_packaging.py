@@ -33,12 +33,12 @@ def run(*command: str | Path, **variables: str) -> str:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Builds both wheels with hatchling, without access to a package index."""
     if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
-        message = "THE WHEELS ARE NOT TESTED: pip install hatchling"
+        message = "NOT RUN: hatchling is not installed: pip install hatchling"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     folder = Path(SUPERVISOR).parent
     if not all((folder / program).is_file() for program in PROGRAMS):
-        message = f"THE WHEELS ARE NOT TESTED: {', '.join(PROGRAMS)} are not all beside $BULKHEAD_SUPERVISOR"
+        message = f"NOT RUN: {', '.join(PROGRAMS)} must all be in the folder of $BULKHEAD_SUPERVISOR"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     made = tmp_path_factory.mktemp("wheels")
@@ -152,7 +152,7 @@ def test_programs_of_the_wheel(installed: Path) -> None:
 def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
     """mypy checks a user's program against the installed package."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
-        pytest.skip("mypy is not installed")
+        pytest.skip("NOT RUN: mypy is not installed")
     program = tmp_path / "program.py"
     program.write_text(
         "from bulkhead import BulkheadExecutor, Client, Crashed\n"
@@ -177,7 +177,7 @@ def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
 def test_what_is_submitted_has_the_types_of_the_function(tmp_path: Path) -> None:
     """A strictly typed program remains valid after a switch from the standard executors."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
-        pytest.skip("mypy is not installed")
+        pytest.skip("NOT RUN: mypy is not installed")
     program = tmp_path / "program.py"
     program.write_text(
         "from bulkhead import BulkheadExecutor, Client\n"

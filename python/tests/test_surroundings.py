@@ -155,7 +155,7 @@ def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.Capture
         assert all(pool.submit(jobs.loaded, name).result(LONG) for name in preload)
     assert "leave the thread" not in capfd.readouterr().err
     if "pyarrow" not in preload:
-        pytest.skip("NOT RUN with pandas: pandas and pyarrow are not installed")
+        pytest.skip("NOT RUN: the check with pandas, because pandas and pyarrow are not installed")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -40,7 +40,7 @@ def found(version: str) -> str | None:
 def test_an_interpreter(version: str) -> None:
     interpreter = found(version)
     if interpreter is None:
-        message = f"PYTHON {version} IS NOT TESTED: there is no such interpreter here"
+        message = f"NOT RUN: Python {version} is not installed"
         print(f"\n{message}", file=sys.__stderr__)
         pytest.skip(message)
     source = os.path.join(os.path.dirname(TESTS), "src")

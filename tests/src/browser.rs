@@ -49,7 +49,7 @@ impl Browser {
     pub fn start() -> Option<Self> {
         let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
             eprintln!(
-                "SKIPPED: there is no chromium, or no chromedriver, to look at the dashboard with: \
+                "NOT RUN: the dashboard tests need chromium and chromedriver: \
                  apt-get install chromium chromium-driver"
             );
             return None;

@@ -12,7 +12,7 @@ use crate::programs;
 pub fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        eprintln!("NOT TESTED: this needs root");
+        eprintln!("NOT RUN: requires root");
     }
     is_root
 }
@@ -21,7 +21,7 @@ pub fn is_root() -> bool {
 pub fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
-        eprintln!("NOT TESTED: there is no {path}");
+        eprintln!("NOT RUN: {path} does not exist");
     }
     is_there
 }
@@ -35,7 +35,7 @@ pub fn has_layers(layers: &[&str]) -> bool {
     let is_there = |layer: &&&str| all.iter().any(|one| one["layer"] == **layer && one["available"] == true);
     let missing: Vec<_> = layers.iter().filter(|layer| !is_there(layer)).collect();
     if !missing.is_empty() {
-        eprintln!("NOT TESTED: this machine cannot have {missing:?}");
+        eprintln!("NOT RUN: this machine lacks the layers {missing:?}");
     }
     missing.is_empty()
 }

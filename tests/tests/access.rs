@@ -26,7 +26,7 @@ fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    eprintln!("NOT RUN: to call as other users takes root");
+    eprintln!("NOT RUN: calls as other users require root");
     false
 }
 
@@ -127,7 +127,7 @@ fn entries_are_for_names_of_users_and_groups() {
     let users = ["nobody", "daemon", "mail"].into_iter().filter_map(|name| User::from_name(name).ok()?);
     let groups = ["users", "mail", "daemon"].into_iter().filter_map(|name| Group::from_name(name).ok()?);
     let (Some(user), Some(group)) = (users.clone().next(), groups.clone().next()) else {
-        eprintln!("NOT RUN: this machine has none of the users and groups that this test knows");
+        eprintln!("NOT RUN: this machine lacks the users and groups of this test");
         return;
     };
     if !may_be_others() {
@@ -463,7 +463,7 @@ fn a_client_that_cannot_be_seen_is_no_worker() {
         (has_ended || is_ready).then_some(is_ready)
     });
     if !is_ready && supervisor.log().contains("unshare") {
-        eprintln!("NOT RUN: this machine gives no PID namespace: {}", supervisor.log());
+        eprintln!("NOT RUN: this machine cannot create a PID namespace: {}", supervisor.log());
         return;
     }
     assert!(is_ready, "{}", supervisor.log());

@@ -777,7 +777,7 @@ fn what_cannot_be_written_is_no_success() {
         let output = shell.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
-        assert!(said.contains("standard output: it is closed"), "{arguments:?}: {said}");
+        assert!(said.contains("standard output: the descriptor is closed"), "{arguments:?}: {said}");
     }
 }
 

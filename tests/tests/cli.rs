@@ -416,7 +416,7 @@ fn a_user_that_may_not_is_told_77() {
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
     if std::fs::metadata(folder).unwrap().uid() != 0 {
-        eprintln!("NOT RUN AS ANOTHER USER: that takes root; permissions are taken away instead");
+        eprintln!("NOT RUN: a call as another user requires root; the test removes permissions instead");
         for socket in ["jobs.sock", "admin.sock"] {
             std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
         }
@@ -695,7 +695,7 @@ fn what_is_printed_to_a_closed_standard_output_is_no_success() {
     ];
     for arguments in many {
         let ran = without_stdout(supervisor.command().args(*arguments)).expect(74);
-        let said = "failed to write to standard output: it is closed";
+        let said = "failed to write to standard output: the descriptor is closed";
         assert!(ran.stderr.contains(said), "{arguments:?}: {}", ran.stderr);
     }
     // A command that writes nothing does not need standard output.

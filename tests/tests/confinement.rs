@@ -52,7 +52,7 @@ fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>
     let is_own = |attempt: &&Attempt| {
         let is_skipped = KERNELS_OWN.contains(&attempt.name) && !refuses_descriptors();
         if is_skipped {
-            eprintln!("skipped: {} (this kernel takes descriptors)", attempt.name);
+            eprintln!("NOT RUN: {}: this kernel accepts descriptors", attempt.name);
         }
         !is_skipped
     };

@@ -444,7 +444,7 @@ fn a_program_gives_no_privileges() {
     let attempt = |name: &str| place.attempt(&client, name, "run-set-user-id-program", &targets);
     match attempt("none") {
         Ended::Succeeded(_) => {}
-        other => eprintln!("NOT TESTED: set-user-id programs do not work here at all: {other:?}"),
+        other => eprintln!("NOT RUN: set-user-id programs do not work on this machine: {other:?}"),
     }
     for name in ["default", "strict"] {
         let ended = attempt(name);

@@ -446,7 +446,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
 fn shared_memory_by_name_is_the_workers_own() {
     for profile in profiles() {
         if !has_layers(STRICT_LAYERS) {
-            println!("NOT RUN: {profile}: a /dev/shm of one's own takes namespaces");
+            println!("NOT RUN: {profile}: a private /dev/shm requires namespaces");
             continue;
         }
         let both = bulkhead("x", WORKER, profile) + &bulkhead("y", WORKER, profile);

@@ -155,7 +155,7 @@ fn a_template_that_hangs_is_replaced() {
     kill_pid(worker, Signal::SIGKILL);
     let told = supervisor.wait_events("worker_not_started", 1);
     let message = told[0]["message"].as_str().unwrap();
-    assert!(message.contains("its template did not fork within ten seconds and was ended"), "{message}");
+    assert!(message.contains("the template did not fork within ten seconds and was killed"), "{message}");
     let [other, next, _] = who(&client);
     assert!(other != template && next != worker);
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
@@ -204,7 +204,7 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
 fn chains_of_processes_cost_no_other_workers_job() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            println!("NOT RUN: {profile} takes root and its layers");
+            println!("NOT RUN: {profile} requires root and the layers of the profile");
             continue;
         }
         let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
@@ -230,12 +230,12 @@ fn chains_of_processes_cost_no_other_workers_job() {
 #[test]
 fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-        println!("NOT RUN: a worker cannot be bound to fewer processors than one");
+        println!("NOT RUN: a worker cannot be bound to less than one processor");
         return;
     }
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            println!("NOT RUN: {profile} takes root and its layers");
+            println!("NOT RUN: {profile} requires root and the layers of the profile");
             continue;
         }
         let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))
@@ -270,7 +270,7 @@ fn a_program_that_is_no_template_is_told_so() {
     wait_for("the admin socket", || supervisor.try_get("/livez"));
     let events = supervisor.wait_events("worker_not_started", 1);
     let text = events[0].to_string();
-    assert!(text.contains("does not speak as a template does"), "{text}");
+    assert!(text.contains("does not follow the protocol of templates"), "{text}");
 }
 
 #[test]

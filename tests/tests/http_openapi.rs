@@ -252,8 +252,8 @@ fn schemathesis() -> Option<PathBuf> {
 fn made_up_requests_are_answered_as_the_document_says() {
     let Some(program) = schemathesis() else {
         eprintln!(
-            "SKIPPED: there is no schemathesis: `pip install schemathesis`, and have it in PATH or name it by \
-             SCHEMATHESIS, to have requests made up from /openapi.json"
+            "NOT RUN: schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
+             name the program in SCHEMATHESIS"
         );
         return;
     };

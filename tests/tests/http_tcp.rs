@@ -412,7 +412,7 @@ fn the_network_may_send_what_it_likes() {
 #[test]
 fn an_address_of_the_sixth_version_will_do() {
     if std::net::TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("SKIPPED: this machine has no ::1");
+        eprintln!("NOT RUN: this machine has no ::1");
         return;
     }
     let (_supervisor, place) = start_at("[::1]:0", ONE);

@@ -122,7 +122,7 @@ fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    eprintln!("NOT RUN: to call as another user takes root");
+    eprintln!("NOT RUN: a call as another user requires root");
     false
 }
 

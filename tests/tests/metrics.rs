@@ -742,7 +742,7 @@ fn prometheus_accepts_rules_and_page() {
     let promtool = |arguments: &[&str]| Command::new("promtool").args(arguments).current_dir(root()).output();
     let Ok(checked) = promtool(&["check", "rules", "deploy/prometheus/alerts.yml"]) else {
         eprintln!(
-            "NOT TESTED: there is no promtool here (Debian's package prometheus has it): alert rules are not run"
+            "NOT RUN: promtool, which tests alert rules, is not installed: install Debian's package prometheus"
         );
         return;
     };
@@ -791,7 +791,7 @@ for path, parse in ((sys.argv[1], openmetrics), (sys.argv[2], classic)):
 fn prometheus_own_parser_reads_both_formats() {
     let folder = tempfile::tempdir().unwrap();
     let Some(python) = python(folder.path()) else {
-        eprintln!("NOT TESTED: there is no Python with prometheus_client here, and pip cannot have it");
+        eprintln!("NOT RUN: prometheus_client is not installed, and pip cannot install prometheus_client");
         return;
     };
     let hostile = "a\"} 1\n# EOF\\n";

@@ -15,8 +15,8 @@ fn interpreter() -> Option<PathBuf> {
         return Some(found);
     }
     eprintln!(
-        "SKIPPED: the Python package is not tested: {} has no pytest and mypy. `.ci/run` makes it; or name another \
-         interpreter of 3.10 or later by BULKHEAD_PYTHON",
+        "NOT RUN: tests of the Python package: {} has no pytest and mypy. Run `.ci/run`, or name another interpreter \
+         (3.10 or later) in BULKHEAD_PYTHON",
         found.display()
     );
     None

@@ -77,7 +77,7 @@ impl Hanging {
 #[test]
 fn a_file_system_that_hangs_keeps_neither_jobs_nor_the_stop_waiting() {
     let Some(hanging) = Hanging::mount() else {
-        return eprintln!("NOT TRIED: no file system in user space can be mounted here");
+        return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
     };
     for twice in [false, true] {
         let mut supervisor = Supervisor::start_with("drain_timeout = \"100s\"", B);
@@ -111,7 +111,7 @@ fn a_file_system_that_hangs_keeps_neither_jobs_nor_the_stop_waiting() {
 #[test]
 fn a_reload_that_hangs_is_given_up_and_is_not_followed_by_another() {
     let Some(hanging) = Hanging::mount() else {
-        return eprintln!("NOT TRIED: no file system in user space can be mounted here");
+        return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
     };
     let supervisor = Supervisor::start(B);
     let cwd = hanging.path.join("cwd");
@@ -264,7 +264,7 @@ fn the_keeper_that_follows_goes_first_as_well() {
 #[test]
 fn as_process_1_the_supervisor_reaps_orphans() {
     if !is_root() {
-        println!("NOT RUN: a pid namespace takes root");
+        println!("NOT RUN: a pid namespace requires root");
         return;
     }
     let wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];

@@ -39,7 +39,7 @@ impl Terminal {
     /// which gives a session its terminal.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
-            eprintln!("NOT TESTED: there is no setsid here, and so no terminal for a test");
+            eprintln!("NOT RUN: setsid is not installed, which gives the test a terminal");
             return None;
         }
         let pair = openpty(&size(24, 80), None).expect("a pseudoterminal");

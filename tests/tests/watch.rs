@@ -145,7 +145,7 @@ fn a_data_plane_that_does_not_answer_is_told() {
     // Stops only the first thread, which is the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
-        eprintln!("SKIPPED: a thread of another process cannot be held here: {error}");
+        eprintln!("NOT RUN: this machine does not permit ptrace(2) of another process: {error}");
         return;
     }
     ptrace::interrupt(thread).unwrap();

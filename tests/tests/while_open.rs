@@ -69,10 +69,10 @@ fn a_descriptor_that_never_ends_is_refused() {
     let listener = std::os::unix::net::UnixListener::bind(folder.path().join("listener")).unwrap();
     let (datagrams, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
     for (number, stdin, sentence) in [
-        ("0", file(), "descriptor 0 never comes to an end: give a pipe"),
-        ("0", Stdio::null(), "descriptor 0 never comes to an end"),
-        ("0", Stdio::from(OwnedFd::from(listener)), "descriptor 0 never comes to an end"),
-        ("0", Stdio::from(OwnedFd::from(datagrams)), "descriptor 0 never comes to an end"),
+        ("0", file(), "descriptor 0 never reports an end: pass a pipe"),
+        ("0", Stdio::null(), "descriptor 0 never reports an end"),
+        ("0", Stdio::from(OwnedFd::from(listener)), "descriptor 0 never reports an end"),
+        ("0", Stdio::from(OwnedFd::from(datagrams)), "descriptor 0 never reports an end"),
         ("977", Stdio::null(), "descriptor 977 is not open"),
         ("-1", Stdio::null(), "-1"),
         ("x", Stdio::null(), "invalid value 'x'"),
@@ -121,7 +121,7 @@ fn the_own_folder_goes_with_the_supervisor() {
 #[test]
 fn what_is_mounted_in_the_own_folder_stays() {
     if !is_root() {
-        println!("NOT RUN: a mount takes root");
+        println!("NOT RUN: a mount requires root");
         return;
     }
     let outer = tempfile::tempdir().unwrap();

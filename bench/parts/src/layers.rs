@@ -1,7 +1,7 @@
 //! Layers of confinement like those of a template and its workers, with a minimum of system calls. The server gets
 //! namespaces, Landlock rules and a filter. Each child gets a session, Landlock rules, a temporary folder and a
 //! filter. Nothing is read back or recorded.
-#![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe form")]
+#![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe wrapper")]
 
 use std::collections::HashMap;
 use std::io;

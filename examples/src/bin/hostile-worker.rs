@@ -51,7 +51,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
 /// Writes to an unmapped address.
 fn segfault() -> ! {
     let nowhere = std::ptr::without_provenance_mut::<u8>(8);
-    #[expect(unsafe_code, reason = "a memory bug is what this operation is for")]
+    #[expect(unsafe_code, reason = "this operation demonstrates a memory bug")]
     // SAFETY: none. The first page is never mapped, so this ends the process and does nothing else.
     unsafe {
         nowhere.write_volatile(1);

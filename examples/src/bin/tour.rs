@@ -72,12 +72,12 @@ fn tour() -> Result<()> {
     runtime.block_on(work(&socket, &thumbnails))?;
     println!("the thumbnails are in {}", thumbnails.display());
     if let Some(status) = supervisor.0.try_wait()? {
-        return Err(format!("the supervisor ended by itself, with {status}").into());
+        return Err(format!("the supervisor ended unexpectedly with {status}").into());
     }
     let ran = processes()?.len();
     supervisor.stop()?;
     nothing_left()?;
-    println!("the supervisor has stopped with status 0, and none of its {ran} processes is left");
+    println!("the supervisor has stopped with status 0, and none of the {ran} processes is left");
     Ok(())
 }
 
@@ -88,13 +88,13 @@ impl Supervisor {
     /// Stops the supervisor and waits until the process has ended.
     fn stop(&mut self) -> Result<()> {
         let pid = i32::try_from(self.0.id())?;
-        kill_process(Pid::from_raw(pid).ok_or("the supervisor has no number")?, Signal::TERM)?;
+        kill_process(Pid::from_raw(pid).ok_or("the supervisor has no valid pid")?, Signal::TERM)?;
         let began = Instant::now();
         loop {
             match self.0.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
                 Some(status) => return Err(format!("the supervisor ended with {status}").into()),
-                None if began.elapsed() > PATIENCE => return Err("the supervisor does not stop".into()),
+                None if began.elapsed() > PATIENCE => return Err("the supervisor is still running".into()),
                 None => std::thread::sleep(Duration::from_millis(5)),
             }
         }
@@ -124,7 +124,7 @@ fn nothing_left() -> Result<()> {
             return Ok(());
         }
         if began.elapsed() > PATIENCE {
-            return Err(format!("these processes are left: {left:?}").into());
+            return Err(format!("processes are left after the stop: {left:?}").into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -133,7 +133,7 @@ fn nothing_left() -> Result<()> {
 /// Builds the programs in the profile of this program, and returns the output folder.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
-    let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
+    let folder = own.parent().ok_or("the path of this program has no folder")?.to_owned();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--bins"]);
     cargo.args(["-p", "bulkhead-supervisor", "-p", "bulkhead-worker", "-p", "bulkhead-examples"]);
@@ -143,14 +143,14 @@ fn build() -> Result<PathBuf> {
     }
     println!("building the supervisor and the examples");
     let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
-    if status.success() { Ok(folder) } else { Err("the workspace does not build".into()) }
+    if status.success() { Ok(folder) } else { Err("failed to build the workspace".into()) }
 }
 
 fn start(programs: &Path, folder: &Path) -> Result<(Supervisor, PathBuf)> {
     let socket = folder.join("jobs.sock");
     let config = include_str!("../../workers.toml")
-        .replace("../target/release", programs.to_str().ok_or("an odd path")?)
-        .replace("/tmp/bulkhead-example/jobs.sock", socket.to_str().ok_or("an odd path")?);
+        .replace("../target/release", programs.to_str().ok_or("the path is not UTF-8")?)
+        .replace("/tmp/bulkhead-example/jobs.sock", socket.to_str().ok_or("the path is not UTF-8")?);
     let file = folder.join("workers.toml");
     std::fs::write(&file, config)?;
     let log = std::fs::File::create(folder.join("log"))?;
@@ -168,7 +168,7 @@ fn start(programs: &Path, folder: &Path) -> Result<(Supervisor, PathBuf)> {
             return Err(format!("the supervisor ended with {status}:\n{}", log()).into());
         }
         if began.elapsed() > PATIENCE {
-            return Err(format!("the supervisor does not start:\n{}", log()).into());
+            return Err(format!("the supervisor did not start in time:\n{}", log()).into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -192,7 +192,7 @@ fn cases() -> Result<Vec<Case>> {
     let numbers: Vec<String> =
         (0..5000_u32).map(|i| (i.wrapping_mul(2_654_435_761) % 100_000).to_string()).collect();
     cases.push(Case::good("sort", "5,000 numbers", numbers.join("\n")));
-    cases.push(Case { operation: "echo", ..Case::good("hostile", "a job among the hostile ones", "hello") });
+    cases.push(Case { operation: "echo", ..Case::good("hostile", "a job among hostile jobs", "hello") });
 
     let crash = std::fs::read(data.join("crash.gif"))?;
     for _ in 0..3 {
@@ -275,16 +275,16 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
         println!("{:<10} {:<9} {what:<32} {name:<28} {ran:>5.0} ms{mark}", case.bulkhead, case.tenant);
         if let (Ok(reply), "thumbnail") = (&result, case.bulkhead) {
             if !reply.payload().starts_with(b"\x89PNG\r\n\x1a\n") {
-                return Err(format!("the thumbnail of {} is no PNG", case.what).into());
+                return Err(format!("the thumbnail of {} is not a PNG file", case.what).into());
             }
             std::fs::write(thumbnails.join(format!("{}.png", case.what)), reply.payload())?;
         }
     }
-    println!("\n{answered} jobs, each with its outcome");
+    println!("\n{answered} jobs, each with an outcome");
     if surprises > 0 {
-        return Err(format!("{surprises} jobs ended otherwise").into());
+        return Err(format!("{surprises} jobs had an unexpected outcome").into());
     }
-    println!("every honest job was answered, every hostile one contained");
+    println!("every honest job was answered, and every hostile job was contained");
     Ok(())
 }
 

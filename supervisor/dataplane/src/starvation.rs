@@ -200,7 +200,7 @@ mod tests {
         let own = std::process::id();
         let (mut now, mut later) = (Figures::of(own), Figures::of(own));
         if now.threads.is_empty() {
-            eprintln!("skipped: this kernel does not tell how long threads wait for a processor");
+            eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
         // An hour in which no thread waited for half an hour. This thread runs during the check, so the state is

@@ -45,12 +45,12 @@ pub fn advice(step: &str, error: &io::Error) -> &'static str {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
         "exec" | "working directory" => UNREACHABLE,
         _ if step.starts_with("mount namespace: show") => UNREACHABLE,
-        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own takes CAP_SYS_RESOURCE)",
+        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own needs CAP_SYS_RESOURCE)",
         _ => "",
     }
 }
 
-const UNREACHABLE: &str = " (see whether the worker's user can reach it, and every folder above it)";
+const UNREACHABLE: &str = " (check that the worker's user can access the path and every folder above)";
 
 /// A report of the keeper.
 ///
@@ -419,7 +419,7 @@ impl Keeper {
         process.kill()?;
         process.wait()?;
         wait::end_all(SWEEP_PATIENCE)?;
-        Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not end its workers"))
+        Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
 }
 

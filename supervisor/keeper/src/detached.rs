@@ -59,7 +59,7 @@ impl Detached {
         theirs: OwnedFd,
     ) -> io::Result<(Self, Found)> {
         let guard = start(program, is_first, theirs).map_err(|error| {
-            io::Error::new(error.kind(), format!("{} cannot be run: {error}", program.display()))
+            io::Error::new(error.kind(), format!("failed to run {}: {error}", program.display()))
         })?;
         let started = receive_ready(&guard, socket).and_then(|(message, mut descriptors)| {
             let (ready, _) = codec::decode::<Ready>(&message, &[]).map_err(|_| not_a_keeper(program))?;
@@ -119,15 +119,15 @@ impl Detached {
         let _ = pidfd_send_signal(&self.guard, Signal::KILL);
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the keeper's guard could not end what the keeper left behind",
+            "the keeper's guard could not kill the processes that the keeper left behind",
         ))
     }
 }
 
 fn not_a_keeper(program: &Path) -> io::Error {
     io::Error::other(format!(
-        "{} did not become a keeper: it must be of the same version of this library as the application, and call \
-         `keeper_main_if_asked` first thing in `main`; see what it wrote to the standard error",
+        "{} did not become a keeper: the program must use the same version of this library as the application, and \
+         call `keeper_main_if_asked` first in `main`; see the messages on the program's standard error",
         program.display()
     ))
 }
@@ -161,7 +161,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
 }
 
 /// Starts the program as an orphan.
-#[expect(unsafe_code, reason = "execve, and what is between, have no safe form")]
+#[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
 fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
     // Above the numbers of the final descriptors, so that neither `dup2` overwrites the other source.

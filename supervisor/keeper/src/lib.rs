@@ -178,12 +178,12 @@ impl SpawnOrder<'_> {
 
     fn encode(&self) -> io::Result<Vec<u8>> {
         if self.texts().any(|text| text.contains('\0')) {
-            return Err(invalid("a path, an argument or a variable of the environment contains a NUL"));
+            return Err(invalid("a path, an argument or an environment variable contains a NUL byte"));
         }
         let bytes = Order::Spawn(Box::new(self.clone())).encode()?;
         if bytes.len() > ORDER_BYTES_MAX {
             return Err(invalid(
-                "the arguments, the environment and the paths of the sandbox take too many bytes together",
+                "the arguments, the environment and the paths of the sandbox are too large together",
             ));
         }
         Ok(bytes)

@@ -2,7 +2,7 @@
 //!
 //! Versions and settings are only hints, because a distribution, a container or a security module can forbid
 //! what the kernel supports. Each trial has a time limit and leaves nothing behind.
-#![expect(unsafe_code, reason = "most of what is tried has no safe form, for want of anything to do")]
+#![expect(unsafe_code, reason = "most probes have no safe wrapper, because the calls do nothing useful")]
 
 mod cgroup;
 mod child;
@@ -82,12 +82,12 @@ fn forked(abilities: &[Ability]) -> Ability {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
-        Some(layer) => Err(format!("there is no {layer}")),
+        Some(layer) => Err(format!("{layer} is missing")),
         None => super::spawn::first_process_sees_children()
             .map(|()| None)
-            .map_err(|errno| format!("/proc does not tell the children of a thread: {}", explain(errno))),
+            .map_err(|errno| format!("/proc does not list the children of a thread: {}", explain(errno))),
     };
-    let what_to_do = "`start.mode = \"fork\"` works with `profile = \"none\"` alone: see the layer that is missing, or run \
+    let what_to_do = "`start.mode = \"fork\"` works only with `profile = \"none\"`: fix the missing layer, or run \
                       a kernel built with CONFIG_PROC_CHILDREN";
     Ability::of(FORKED, tried, what_to_do)
 }
@@ -102,16 +102,17 @@ fn tree_end(abilities: &[Ability]) -> Ability {
     let lacking = namespaces.into_iter().find(|layer| !has(layer));
     let may_make = has("CAP_SYS_ADMIN") || has("user namespace");
     let tried = match lacking.or((!may_make).then_some("user namespace")) {
-        None => Ok(Some("by the kernel: each worker is in a pid namespace of its own".to_owned())),
+        None => Ok(Some("by the kernel: each worker has a separate pid namespace".to_owned())),
         Some(layer) => Err(format!(
-            "there is no {layer}: under `default`, as under `none`, the keeper ends what a worker leaves behind; if it \
-             and the supervisor are killed in the same instant, processes that left their session stay"
+            "{layer} is missing: under `default`, as under `none`, the keeper kills the processes that a worker leaves \
+             behind; if keeper and supervisor are killed in the same instant, processes that left their session \
+             survive"
         )),
     };
     Ability::of(
         TREE_END,
         tried,
-        "have `KillMode=control-group` (or `mixed`) in the unit, or see the layer that is missing",
+        "set `KillMode=control-group` (or `mixed`) in the unit, or fix the missing layer",
     )
 }
 
@@ -127,8 +128,8 @@ fn withhold(abilities: &mut [Ability], layers: &str) {
     };
     let is_withheld = |ability: &Ability| layers.split(',').any(|layer| layer.trim() == named(ability));
     for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
-        let what_to_do = Some("remove it from that variable".into());
-        let why_not = Some(format!("{WITHOUT} names it"));
+        let what_to_do = Some("remove the layer from this variable".into());
+        let why_not = Some(format!("{WITHOUT} disables the layer"));
         *ability = Ability { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
     }
 }
@@ -155,7 +156,7 @@ fn filters() -> [Ability; 3] {
         Ability::plain(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
-            "without it a forbidden call is not told by name; run a newer kernel, or not below another supervisor",
+            "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
         ),
         Ability::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
     ]
@@ -179,7 +180,7 @@ fn seccomp_action(action: u32) -> Result<(), Errno> {
 fn descriptors() -> [Ability; 3] {
     [
         Ability::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
-        Ability::plain("peer pidfd", peer_pidfd(), "run a kernel of 6.5 or later"),
+        Ability::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
         Ability::plain("close_range", close_range(), NEWER_KERNEL),
     ]
 }
@@ -201,7 +202,7 @@ fn own_capabilities() -> [Ability; 3] {
     let own = capabilities(None).map(|sets| sets.effective);
     let tried = |wanted| match own {
         Ok(own) if own.contains(wanted) => Ok(None),
-        Ok(_) => Err("this user does not have it".to_owned()),
+        Ok(_) => Err("this user lacks the capability".to_owned()),
         Err(errno) => Err(explain(errno)),
     };
     [
@@ -209,12 +210,12 @@ fn own_capabilities() -> [Ability; 3] {
         Ability::of(
             "CAP_SYS_ADMIN",
             tried(CapabilitySet::SYS_ADMIN),
-            "not needed where user namespaces can be had",
+            "not needed if user namespaces are available",
         ),
         Ability::of(
             "CAP_SYS_RESOURCE",
             tried(CapabilitySet::SYS_RESOURCE),
-            "needed only for limits above the supervisor's own: raise those (ulimit -H, LimitNOFILE=)",
+            "needed only for limits above the supervisor's own: raise the supervisor's (ulimit -H, LimitNOFILE=)",
         ),
     ]
 }
@@ -233,7 +234,7 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     let own = own.map_err(explain)?;
     let missing: Vec<&str> =
         needed.iter().filter(|(_, one)| !own.contains(*one)).map(|(name, _)| *name).collect();
-    if missing.is_empty() { Ok(None) } else { Err(format!("this user does not have {}", missing.join(", "))) }
+    if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
 /// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
@@ -242,12 +243,12 @@ fn yama() -> Ability {
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
         Ok("0") => (
             Err("kernel.yama.ptrace_scope is 0".to_owned()),
-            "set kernel.yama.ptrace_scope = 1 with sysctl; Landlock and a user of its own stand in for it",
+            "set kernel.yama.ptrace_scope = 1 with sysctl; Landlock and separate users are used instead",
         ),
         Ok(scope) => (Ok(Some(format!("kernel.yama.ptrace_scope is {scope}"))), ""),
         Err(_) => (
-            Err("this kernel does not have it".to_owned()),
-            "boot with `yama` in `lsm=`; Landlock and a user of its own stand in for it",
+            Err("this kernel has no Yama".to_owned()),
+            "boot with `yama` in `lsm=`; Landlock and separate users are used instead",
         ),
     };
     Ability::of("yama", tried, what_to_do)

@@ -15,7 +15,7 @@
 //! - `entered`: the fork into an existing user namespace.
 //! - `ended`: the first process of a pid namespace, which is the worker's parent.
 //! - `nest`: the first process of a pid namespace with a template, which forks workers as its siblings.
-#![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
+#![expect(unsafe_code, reason = "fork, execve and the calls in a forked child have no safe wrapper")]
 
 mod barriers;
 mod ended;

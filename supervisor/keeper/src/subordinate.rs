@@ -5,7 +5,7 @@
 //! create the namespace once, with rights that the user lacks, before any worker has to wait. The process of
 //! a worker enters the namespace before it executes the program. Inside, the process has the rights that a
 //! worker started by root has on the machine.
-#![expect(unsafe_code, reason = "a fork has no safe form")]
+#![expect(unsafe_code, reason = "a fork has no safe wrapper")]
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -60,14 +60,17 @@ impl SubordinateIds {
     /// thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
-            return Err("root does not need them".to_owned());
+            return Err("root does not need subordinate ids".to_owned());
         }
         if std::env::var(super::probe::WITHOUT).is_ok_and(|layers| layers.contains("subordinate_ids")) {
-            return Err(format!("{} names them", super::probe::WITHOUT));
+            return Err(format!("{} disables subordinate ids", super::probe::WITHOUT));
         }
         // Listing the descriptors of another user's process needs a right that no namespace gives.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
-            return Err("the kernel does not count other users' descriptors: run 6.2 or later".to_owned());
+            return Err(
+                "the kernel does not count descriptors of other users' processes: run kernel 6.2 or later"
+                    .to_owned(),
+            );
         }
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let name = User::from_uid(uid.into()).ok().flatten().map(|user| user.name);
@@ -78,7 +81,7 @@ impl SubordinateIds {
         };
         let common = largest_common(&spans("/etc/subuid")?, &spans("/etc/subgid")?);
         let Span { first, last } =
-            common.ok_or("no id that /etc/subuid gives this user is one of /etc/subgid as well")?;
+            common.ok_or("/etc/subuid and /etc/subgid have no common id for this user")?;
         let namespace = make(&[("newuidmap", uid), ("newgidmap", gid)], Span { first, last })?;
         Ok(Self { first, last, namespace })
     }
@@ -117,12 +120,12 @@ fn largest_common(users: &[Span], groups: &[Span]) -> Option<Span> {
 
 /// Creates a user namespace with this process's own user and group, and with the ids of `span`.
 fn make(programs: &[(&str, u32)], span: Span) -> Result<OwnedFd, String> {
-    let child = Holder::start().map_err(|error| format!("a user namespace cannot be made: {error}"))?;
+    let child = Holder::start().map_err(|error| format!("failed to create a user namespace: {error}"))?;
     for (program, own) in programs {
         map(program, child.pid, *own, span)?;
     }
     let namespace = File::open(format!("/proc/{}/ns/user", child.pid));
-    Ok(namespace.map_err(|error| format!("its user namespace cannot be opened: {error}"))?.into())
+    Ok(namespace.map_err(|error| format!("failed to open the new user namespace: {error}"))?.into())
 }
 
 /// Runs a program that writes a map. Each id is mapped to itself.
@@ -134,9 +137,9 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
     let mut running = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => {
-            format!("there is no {program}: install the package uidmap (shadow-utils)")
+            format!("{program} is not installed: install the package uidmap (shadow-utils)")
         }
-        _ => format!("{program} cannot be run: {error}"),
+        _ => format!("failed to run {program}: {error}"),
     })?;
     if !ends_within(&running, MAP_PATIENCE).map_err(|error| format!("{program}: {error}"))? {
         let _ = running.kill(); // It can have ended by now.
@@ -153,7 +156,7 @@ fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<
     }
     let said = String::from_utf8_lossy(&said).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
-        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in its unit)",
+        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in the unit)",
         _ => "",
     };
     Err(format!("{program} ended with {status}: {said}{hint}"))

@@ -132,7 +132,7 @@ pub(super) fn end_all(patience: Duration) -> io::Result<()> {
         }
         if start.elapsed() > patience {
             let left = scan?;
-            let text = format!("{left} processes are still there {patience:?} after they were killed");
+            let text = format!("{left} processes are still alive {patience:?} after SIGKILL");
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
     }

@@ -82,7 +82,9 @@ impl Fixture {
         match this.next() {
             Report::Started { scan_always } => {
                 if scan_always {
-                    println!("NOTE: this kernel does not tell orphans apart, every death scans ... ");
+                    println!(
+                        "NOTE: this kernel cannot distinguish orphans, so that every death scans /proc ... "
+                    );
                 }
             }
             other => panic!("{other:?}"),
@@ -509,7 +511,7 @@ fn told_at_once() {
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn told_in_namespace() {
     if !rustix::process::geteuid().is_root() {
-        return print!("NOT TRIED: a pid namespace without a user namespace takes root ... ");
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
     }
     let mut fixture = Fixture::start();
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");

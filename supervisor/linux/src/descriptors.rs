@@ -1,5 +1,5 @@
 //! Closes descriptors by number.
-#![expect(unsafe_code, reason = "close_range(2) has no safe form")]
+#![expect(unsafe_code, reason = "close_range(2) has no safe wrapper")]
 
 use std::os::fd::RawFd;
 

@@ -1,5 +1,5 @@
 //! A fork that only the caller can notice.
-#![expect(unsafe_code, reason = "a fork without an exit signal has no safe form")]
+#![expect(unsafe_code, reason = "a fork without an exit signal has no safe wrapper")]
 
 use rustix::io::Errno;
 

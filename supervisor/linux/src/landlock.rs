@@ -1,6 +1,6 @@
 //! The system calls of Landlock, with access rights as numbers. Safe to use between `fork` and `execve`,
 //! because nothing here allocates.
-#![expect(unsafe_code, reason = "these system calls have no safe form without an allocation")]
+#![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 

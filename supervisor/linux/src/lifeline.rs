@@ -24,7 +24,7 @@ impl Lifeline {
     /// # Errors
     ///
     /// If the descriptor is not open, or is of a kind that never ends. The message says how to fix it.
-    #[expect(unsafe_code, reason = "a number from the command line has no other form")]
+    #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if number < 0 {
             return Err(closed(number));
@@ -43,7 +43,7 @@ impl Lifeline {
         };
         if !ends {
             return Err(io::Error::other(format!(
-                "descriptor {number} never comes to an end: give a pipe, a socket, a terminal or a pidfd"
+                "descriptor {number} never reports an end: pass a pipe, a socket, a terminal or a pidfd"
             )));
         }
         fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
@@ -81,7 +81,9 @@ fn is_connected(socket: BorrowedFd<'_>) -> bool {
 }
 
 fn closed(number: RawFd) -> io::Error {
-    io::Error::other(format!("descriptor {number} is not open: see that it is inherited (not close-on-exec)"))
+    io::Error::other(format!(
+        "descriptor {number} is not open: the supervisor must inherit the descriptor (not close-on-exec)"
+    ))
 }
 
 fn is_pidfd(number: RawFd) -> bool {

@@ -45,7 +45,7 @@ mod tests {
     fn none_begins_and_those_that_have_are_there() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(address) else {
-                eprintln!("DID NOT RUN for {address}: this machine does not have it");
+                eprintln!("NOT RUN: this machine does not have the address {address}");
                 continue;
             };
             let address = listener.local_addr().unwrap();

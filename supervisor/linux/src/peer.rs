@@ -136,7 +136,7 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
 
 /// Returns the supplementary groups that the process had when it connected. Errors are those of
 /// `getsockopt(2)`.
-#[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe form")]
+#[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe wrapper")]
 pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     let mut groups = vec![0u32; GROUPS_FIRST];
     loop {
@@ -164,7 +164,7 @@ pub fn check_sight() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
     if seen.to_str() != Some(&own.to_string()) {
-        return Err(io::Error::other("it is that of another PID namespace"));
+        return Err(io::Error::other("/proc belongs to another PID namespace"));
     }
     // No process has the pid 0, so this reads all ancestors.
     lineage(own, 0).map(drop)
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn a_client_is_told_by_descent() {
         if Command::new("python3").arg("--version").output().is_err() {
-            eprintln!("NOT RUN: this test has python3 connect");
+            eprintln!("NOT RUN: python3 is not installed");
             return;
         }
         check_sight().unwrap();

@@ -129,7 +129,7 @@ pub fn lineage(pid: u32, root: u32) -> io::Result<Vec<u32>> {
             Err(error) => trouble = Some(error),
         }
     }
-    Err(trouble.unwrap_or_else(|| io::Error::other("its ancestors kept changing")))
+    Err(trouble.unwrap_or_else(|| io::Error::other("the ancestors of the process kept changing")))
 }
 
 fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
@@ -139,7 +139,7 @@ fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
         match parent_of(last)? {
             0 => break,
             _ if line.len() > ANCESTORS_MAX => {
-                return Err(io::Error::other(format!("it has more than {ANCESTORS_MAX} ancestors")));
+                return Err(io::Error::other(format!("the process has more than {ANCESTORS_MAX} ancestors")));
             }
             parent => last = parent,
         }
@@ -165,7 +165,7 @@ fn parent_of(pid: u32) -> io::Result<u32> {
     let stat = read_small(&path)
         .map_err(|error| io::Error::new(error.kind(), format!("{path} cannot be read: {error}")))?;
     let process = parse(&stat);
-    process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} makes no sense")))
+    process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} is malformed")))
 }
 
 fn descendants(

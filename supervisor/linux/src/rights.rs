@@ -11,7 +11,7 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 
 /// Makes a Unix socket refuse descriptors: a peer that sends any gets `EPERM`. Accepted connections inherit
 /// the option from the listener. Errors are those of `setsockopt(2)`: `ENOPROTOOPT` before Linux 6.16.
-#[expect(unsafe_code, reason = "SO_PASSRIGHTS has no safe form")]
+#[expect(unsafe_code, reason = "SO_PASSRIGHTS has no safe wrapper")]
 pub fn refuse_descriptors(socket: &impl AsFd) -> rustix::io::Result<()> {
     let (fd, none): (_, libc::c_int) = (socket.as_fd().as_raw_fd(), 0);
     let bytes = size_of_val(&none) as libc::socklen_t;

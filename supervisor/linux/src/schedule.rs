@@ -10,7 +10,7 @@ use crate::errno;
 /// waits less for threads with a longer one. The thread's share of the processor does not change. A thread
 /// with a scheduling policy other than `SCHED_OTHER` or `SCHED_BATCH` is left alone. Errors are those of
 /// `sched_setattr(2)`. Linux before 6.12 accepts the slice without effect.
-#[expect(unsafe_code, reason = "sched_setattr has no safe form")]
+#[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
 pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
     // SAFETY: the structure has only numbers, for which zero is a valid value.
@@ -28,7 +28,7 @@ pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
 }
 
 #[cfg(test)]
-#[expect(unsafe_code, reason = "sched_getattr has no safe form")]
+#[expect(unsafe_code, reason = "sched_getattr has no safe wrapper")]
 mod tests {
     use super::*;
 

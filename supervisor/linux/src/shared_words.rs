@@ -42,7 +42,7 @@ impl SharedWords {
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address chosen by the kernel. The file has these bytes, and the seal
         // keeps it from shrinking.
-        #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, count })
@@ -81,7 +81,7 @@ impl SharedWords {
 impl Drop for SharedWords {
     fn drop(&mut self) {
         // SAFETY: mapped by this value with this length, and nothing borrows from the mapping any more.
-        #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
+        #[expect(unsafe_code, reason = "munmap(2) has no safe wrapper")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.count * size_of::<u64>()) };
     }
 }

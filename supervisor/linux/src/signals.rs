@@ -6,7 +6,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 /// its children would then disappear unnoticed, and a wait for a child would fail.
 pub fn let_children_be_waited_for() {
     // SAFETY: no function is installed.
-    #[expect(unsafe_code, reason = "setting what a signal does")]
+    #[expect(unsafe_code, reason = "setting the disposition of a signal")]
     let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }; // It cannot fail with these arguments.
 }
 

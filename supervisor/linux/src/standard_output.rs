@@ -9,7 +9,7 @@ static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Runs before the runtime starts.
 #[used]
-#[expect(unsafe_code, reason = "there is no safe way to run before the runtime")]
+#[expect(unsafe_code, reason = "running before the runtime has no safe wrapper")]
 // SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other.
 // This function makes a system call and stores a flag, and needs nothing of the runtime.
 #[unsafe(link_section = ".init_array")]
@@ -29,7 +29,7 @@ pub fn get() -> io::Result<io::Stdout> {
     match WAS_CLOSED.load(Ordering::Relaxed) {
         true => Err(io::Error::new(
             io::ErrorKind::NotConnected,
-            "it is closed; redirect what is not wanted to /dev/null",
+            "the descriptor is closed; redirect unwanted output to /dev/null",
         )),
         false => Ok(io::stdout()),
     }

@@ -20,7 +20,7 @@ use crate::errno;
 /// assert_eq!(bulkhead_linux::unread::bytes(&here)?, 0);
 /// # Ok::<(), std::io::Error>(())
 /// ```
-#[expect(unsafe_code, reason = "SIOCOUTQ has no safe form")]
+#[expect(unsafe_code, reason = "SIOCOUTQ has no safe wrapper")]
 pub fn bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut unread: libc::c_int = 0;
     // SAFETY: the kernel writes one int to `unread`, which outlives the call.

@@ -4,7 +4,7 @@
 //! The method is that of the C library's `posix_spawn`. The calling thread is suspended in the meantime
 //! (`CLONE_VFORK`). The child has a separate stack, and runs no signal handlers, because they would run in
 //! the parent's memory.
-#![expect(unsafe_code, reason = "clone has no safe form")]
+#![expect(unsafe_code, reason = "clone has no safe wrapper")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::mem::MaybeUninit;

@@ -46,7 +46,7 @@ fn orders() -> impl Iterator<Item = Result<Order>> {
                 Order::Rate { lanes: lanes.parse()?, bytes: bytes.parse()?, total: total.parse()? }
             }
             ["recovery", total] => Order::Recovery { total: total.parse()? },
-            _ => return Err(format!("no such order: {line}").into()),
+            _ => return Err(format!("unknown order: {line}").into()),
         })
     })
 }

@@ -49,15 +49,17 @@ const NAMED_MAX: usize = 3;
 
 /// Advice for cases in which no group can be used.
 pub(crate) const MOUNT_IT: &str =
-    "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, have it mounted";
-pub(crate) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start it by `systemd-run --user --scope -p Delegate=yes`";
+    "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, mount cgroup v2";
+pub(crate) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
+     supervisor by `systemd-run --user --scope -p Delegate=yes`";
 pub(crate) const FREE_IT: &str =
-    "delegate it (Delegate=yes); where cgroup v1 holds it, boot with cgroup v2 alone";
-const NEWER_KERNEL: &str = "run a kernel of 5.14 or later";
-const ALONE: &str = "start the supervisor in a cgroup of its own: as a unit with Delegate=yes and \
+    "delegate the controller (Delegate=yes); if cgroup v1 holds the controller, boot with cgroup v2 alone";
+const NEWER_KERNEL: &str = "run kernel 5.14 or later";
+const ALONE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
-const UNDIVIDED: &str = "raise its cgroup.max.descendants and cgroup.max.depth, or those above it";
-const LOOK: &str = "see what holds it: its cgroup.procs, and the folders in it";
+const UNDIVIDED: &str =
+    "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
+const LOOK: &str = "check which processes (cgroup.procs) and child cgroups hold the cgroup";
 
 /// Failure of an action on a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,7 +106,7 @@ fn open_own() -> Result<Folder, Failure> {
     let mounts = folder::read_proc("/proc/self/mountinfo")?;
     let cgroups = folder::read_proc("/proc/self/cgroup")?;
     let mut found = Err(Failure {
-        attempted: "find the file system of cgroup v2 that shows the supervisor's own".into(),
+        attempted: "find the cgroup v2 file system that contains the supervisor's cgroup".into(),
         errno: Errno::NOENT,
         what_to_do: MOUNT_IT,
     });
@@ -199,7 +201,7 @@ impl Root {
             let have = if available.is_empty() { "none".to_owned() } else { available.join(" ") };
             let path = self.path().display();
             return Err(Failure {
-                attempted: format!("have the controller `{missing}` in {path} (there: {have})"),
+                attempted: format!("use the controller `{missing}` in {path} (available: {have})"),
                 errno: Errno::OPNOTSUPP,
                 what_to_do: FREE_IT,
             });
@@ -274,7 +276,7 @@ impl Root {
         names.extend((others.len() > NAMED_MAX).then(|| format!("{} more", others.len() - NAMED_MAX)));
         Failure {
             attempted: format!(
-                "divide the cgroup {}, in which there are other processes than the supervisor's: {}",
+                "divide the cgroup {}, which contains processes other than the supervisor's: {}",
                 self.path().display(),
                 names.join(", ")
             ),

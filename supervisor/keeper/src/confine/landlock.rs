@@ -90,7 +90,7 @@ impl Ruleset {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
-        let root = rustix::fs::stat("/").map_err(|errno| failure("look at the root folder", errno))?;
+        let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
         let mut root_is_given = false;
         let mut granted = Vec::new();
         for grant in grants(rules, known)? {
@@ -289,7 +289,7 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
     match errno {
         Errno::XDEV => failure(
             &format!(
-                "give {path}, which leads out of a folder of `write` by a link that the worker can change"
+                "grant {path}, which leads out of a folder of `write` through a link that the worker can change"
             ),
             errno,
         ),
@@ -299,7 +299,7 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
 
 fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
     let errno = errno::of(error, Errno::INVAL);
-    failure(&format!("list {} for its Landlock rules: {error}", folder.display()), errno)
+    failure(&format!("list {} for Landlock rules: {error}", folder.display()), errno)
 }
 
 fn failure(attempted: &str, errno: Errno) -> Failure {

@@ -306,8 +306,9 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
             let entry = entry?;
             looked_at += 1;
             if looked_at > ENTRIES_MAX {
-                let text =
-                    format!("it has more than {ENTRIES_MAX} entries beside the supervisor's own files");
+                let text = format!(
+                    "the folder has more than {ENTRIES_MAX} entries in addition to the supervisor's own files"
+                );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
             // A link grants nothing. The target is granted separately, or is not granted.
@@ -335,8 +336,8 @@ fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
             looked_at += 1;
             if looked_at > SEARCHED_MAX {
                 let text = format!(
-                    "it has more than {SEARCHED_MAX} entries, and a hard link to the configuration may be one of \
-                     them: remove the other names of that file"
+                    "the folder has more than {SEARCHED_MAX} entries, and any entry can be a hard link to the \
+                     configuration: remove the other names of the configuration file"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }

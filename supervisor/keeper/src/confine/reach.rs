@@ -119,7 +119,7 @@ impl fmt::Display for Useless {
         let shared = if *is_subordinate { " (\"shared\")" } else { "" };
         write!(
             f,
-            "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to one that can{shared}"
+            "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to a user that can{shared}"
         )
     }
 }

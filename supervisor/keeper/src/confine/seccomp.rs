@@ -9,7 +9,7 @@
 //! A filter sees numbers and registers, but never the data that a pointer refers to. Rules compare the lower
 //! half of an argument, because the kernel uses only that half of a number. For a pointer, rules only check
 //! whether it is null.
-#![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe form")]
+#![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe wrapper")]
 
 mod assembler;
 mod flags;
@@ -164,7 +164,7 @@ impl Rules {
     fn set(&mut self, names: &str, rule: impl Into<Rule>) {
         let rule = rule.into();
         for name in names.split_ascii_whitespace() {
-            debug_assert!(syscalls::is_known(name), "there is no system call {name}");
+            debug_assert!(syscalls::is_known(name), "unknown system call {name}");
             if let Some(number) = syscalls::number(name) {
                 self.calls.insert(number, rule.clone());
             }
@@ -174,7 +174,7 @@ impl Rules {
     /// Replaces the rule for each of these names by a rule made from the present rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
-            debug_assert!(syscalls::is_known(name), "there is no system call {name}");
+            debug_assert!(syscalls::is_known(name), "unknown system call {name}");
             if let Some(number) = syscalls::number(name) {
                 let rule = self.rule(number).clone();
                 self.calls.insert(number, narrower(rule));

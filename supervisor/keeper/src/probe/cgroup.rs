@@ -29,9 +29,9 @@ pub(super) fn probe() -> Vec<Ability> {
         Ability::of(
             "cgroup clone",
             in_leaf(Leaf::clone_into),
-            or_delegate("run a kernel of 5.7 or later, where nothing bars clone3"),
+            or_delegate("run kernel 5.7 or later, and allow clone3 in seccomp filters"),
         ),
-        Ability::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run a kernel of 5.14 or later")),
+        Ability::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run kernel 5.14 or later")),
         Ability::of("cgroup memory", controller("memory"), FREE_IT),
         Ability::of("cgroup pids", controller("pids"), FREE_IT),
         Ability::of("cgroup cpu", controller("cpu"), FREE_IT),
@@ -51,7 +51,7 @@ impl Leaf {
         let path = own.join(format!("{LEAF_PREFIX}{}", gettid().as_raw_nonzero()));
         match fs::create_dir(&path) {
             Ok(()) => Ok(Self(path)),
-            Err(error) => Err(format!("failed to make a cgroup in {}: {error}", own.display())),
+            Err(error) => Err(format!("failed to create a cgroup in {}: {error}", own.display())),
         }
     }
 
@@ -109,7 +109,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
         }
         // A control group has either processes or children with limits, not both.
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
-            Ok(Some("once no process is in this cgroup itself".to_owned()))
+            Ok(Some("available once the cgroup itself contains no process".to_owned()))
         }
         Err(error) => Err(format!("failed to write {}: {error}", switch.display())),
     }

@@ -34,8 +34,8 @@ impl Refused {
         match self {
             Self::Errno(errno) => explain(errno),
             Self::Untrue => {
-                "the kernel says that it is in force, and it is not: is there a filter of system calls \
-                             above this process?"
+                "the kernel accepted the layer, but does not enforce the layer: check for a seccomp filter \
+                             above this process"
                     .to_owned()
             }
         }

@@ -35,7 +35,7 @@ fn parts() -> [Part; 5] {
         Part {
             layer: "landlock",
             since: 1,
-            what_to_do: "run a kernel of 5.13 or later that has Landlock, with `landlock` in its boot parameter `lsm=`",
+            what_to_do: "run kernel 5.13 or later with Landlock, and list `landlock` in the boot parameter `lsm=`",
             withheld: files(AccessFs::ReadDir),
             forbidden: list_the_root,
             refusal: Errno::ACCESS,
@@ -43,7 +43,7 @@ fn parts() -> [Part; 5] {
         Part {
             layer: "landlock truncate",
             since: 3,
-            what_to_do: "run a kernel of 6.2 or later; seccomp stands in for it",
+            what_to_do: "run kernel 6.2 or later; seccomp is used instead",
             withheld: files(AccessFs::Truncate),
             forbidden: not_tried,
             refusal: Errno::ACCESS,
@@ -51,7 +51,7 @@ fn parts() -> [Part; 5] {
         Part {
             layer: "landlock tcp",
             since: 4,
-            what_to_do: "run a kernel of 6.7 or later; seccomp stands in for it",
+            what_to_do: "run kernel 6.7 or later; seccomp is used instead",
             withheld: Withheld { network: tcp, ..NOTHING },
             forbidden: bind_tcp,
             refusal: Errno::ACCESS,
@@ -59,7 +59,7 @@ fn parts() -> [Part; 5] {
         Part {
             layer: "landlock scopes",
             since: 6,
-            what_to_do: "run a kernel of 6.12 or later; a user of each worker's own or a pid namespace stands in for it",
+            what_to_do: "run kernel 6.12 or later; a separate user for each worker or a pid namespace is used instead",
             withheld: Withheld { scopes, ..NOTHING },
             forbidden: signal_the_parent,
             refusal: Errno::PERM,
@@ -67,7 +67,7 @@ fn parts() -> [Part; 5] {
         Part {
             layer: "landlock unix sockets",
             since: 9,
-            what_to_do: "run a kernel of 7.1 or later; seccomp stands in for it",
+            what_to_do: "run kernel 7.1 or later; seccomp is used instead",
             withheld: files(AccessFs::ResolveUnix),
             forbidden: not_tried,
             refusal: Errno::ACCESS,
@@ -81,7 +81,7 @@ pub(super) fn probe() -> Vec<Ability> {
         Ok(abi) if abi >= part.since => {
             part.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(Refused::explain)
         }
-        Ok(abi) => Err(format!("version {abi} does not have it, version {} does", part.since)),
+        Ok(abi) => Err(format!("version {abi} is too old, version {} is required", part.since)),
         Err(errno) => Err(explain(errno)),
     };
     parts().iter().map(|part| Ability::of(part.layer, tried(part), part.what_to_do)).collect()

@@ -27,7 +27,7 @@ const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
         || unshare(libc::CLONE_NEWUSER),
-        "allow them with sysctl: user.max_user_namespaces, kernel.unprivileged_userns_clone = 1, \
+        "allow user namespaces with sysctl: user.max_user_namespaces, kernel.unprivileged_userns_clone = 1, \
          kernel.apparmor_restrict_unprivileged_userns = 0; or run outside of the container",
     ),
     ("network namespace", || unshare(libc::CLONE_NEWNET), NEEDS_USER_NAMESPACES),
@@ -38,13 +38,9 @@ const STEPS: [(&str, Step, &str); 9] = [
     (
         "mount_setattr",
         mount_setattr,
-        "run a kernel of 5.12 or later, and allow it in the filter of the container",
+        "run kernel 5.12 or later, and allow mount_setattr in the container's seccomp filter",
     ),
-    (
-        "own /proc",
-        own_proc,
-        "run where nothing covers parts of /proc: not in a container, or in one without masks",
-    ),
+    ("own /proc", own_proc, "run outside of a container, or in a container without masked paths in /proc"),
     ("pivot_root", pivot, NEEDS_USER_NAMESPACES),
 ];
 
@@ -76,7 +72,7 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     };
     drop(theirs);
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| hear(&ours, step, pid)).collect();
-    results.resize(STEPS.len(), Err("the process that tries it does not answer".to_owned()));
+    results.resize(STEPS.len(), Err("the probing process does not answer".to_owned()));
     // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
@@ -116,7 +112,8 @@ fn map(pid: libc::pid_t) -> Result<(), String> {
     ];
     for (file, text) in files {
         let path = format!("/proc/{pid}/{file}");
-        std::fs::write(path, text).map_err(|error| format!("failed to write its {file}: {error}"))?;
+        std::fs::write(path, text)
+            .map_err(|error| format!("failed to write {file} of the probing process: {error}"))?;
     }
     Ok(())
 }

@@ -32,7 +32,7 @@ impl Owners {
     pub(super) fn find(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
-            return Err(io::Error::other("its guard has ended"));
+            return Err(io::Error::other("the keeper's guard has ended"));
         }
         let application = rustix::io::fcntl_dupfd_cloexec(application, LINK_FD)?;
         Ok(Self { application, guard: guard_process })
@@ -51,7 +51,7 @@ pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>
     close_inherited()?;
     // The socket is standard input, and must get this number; see `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
-    assert_eq!(socket.as_raw_fd(), LINK_FD, "everything above standard error was just closed");
+    assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
     let owners = guard.map(|guard| Owners::find(guard, std::io::stdout())).transpose()?;
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     put_at(&null, libc::STDIN_FILENO)?;
@@ -92,7 +92,7 @@ fn take_all_descriptors() -> (u64, u64) {
 
 /// Makes end of file the only event that ends the keeper. Signals for the supervisor's process group, or from
 /// a user who saw the process in a list, must not kill the workers. SIGCHLD is read from a descriptor.
-#[expect(unsafe_code, reason = "setting what a signal does")]
+#[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
     const IGNORED: [Signal; 12] = [

@@ -52,7 +52,7 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
         let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
         return Err(io::Error::other(format!(
-            "the application's library is {theirs}, and this keeper of {VERSION}: name the keeper of that version"
+            "the application's library is {theirs}, and this keeper of {VERSION}: use a keeper of that version"
         )));
     }
     rustix::thread::set_name(c"bulkhead-guard")?;
@@ -89,7 +89,7 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
 }
 
 /// Forks. Returns `None` in the child.
-#[expect(unsafe_code, reason = "a fork has no safe form")]
+#[expect(unsafe_code, reason = "a fork has no safe wrapper")]
 fn fork() -> io::Result<Option<Pid>> {
     // SAFETY: this process has one thread, which continues in both processes.
     let pid = unsafe { libc::fork() };

@@ -30,8 +30,8 @@ use crate::{ReportMessage, TemplateWord, observe, wait};
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Refusal for workers whose template was hung.
-const HUNG: &str = "fork: its template did not fork within ten seconds and was ended; see whether it was stopped, or waits \
-                    in `before_fork`";
+const HUNG: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
+                    stopped, or waits in `before_fork`";
 
 /// Maximum time that a hunt waits for forks in progress. A process forked later, during a hunt, counts as
 /// left behind, and its start fails.
@@ -129,7 +129,7 @@ impl Process {
         let found = self.by_worker.get(&held.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
         let Some((pid, child)) = child.filter(|(_, child)| matches!(child.stage, Stage::Running)) else {
-            return Err(Refusal::new("fork: its template has ended", Errno::CHILD));
+            return Err(Refusal::new("fork: the template has ended", Errno::CHILD));
         };
         if self.sweep.wants_quiet() && child.nest.is_none() {
             self.held.push_back(held);
@@ -143,7 +143,7 @@ impl Process {
         if let Some(Err(name)) = inherited.map(|it| it.restore(child.process, is_template)) {
             // The template's workers would inherit the changed attribute. The next template does not have it.
             self.kill(pid);
-            return Err(Refusal::new(&format!("fork: restore its template's {name}"), Errno::PERM));
+            return Err(Refusal::new(&format!("fork: restore the template's {name}"), Errno::PERM));
         }
         let Held { worker, descriptors, .. } = held;
         let mut secret = [0; 16];
@@ -153,7 +153,7 @@ impl Process {
         }
         let secret = u128::from_ne_bytes(secret);
         let Some(template) = self.template_mut(pid) else {
-            return Err(Refusal::new("fork: not by a template", Errno::INVAL));
+            return Err(Refusal::new("fork: the worker to fork from is not a template", Errno::INVAL));
         };
         template.outbox.push(Order::Fork { worker, secret }.encode().to_vec(), descriptors);
         let fork = Fork { worker, secret, since: Instant::now(), pid: None, is_doomed: false };
@@ -183,7 +183,10 @@ impl Process {
     pub(super) fn doom(&mut self, worker: u64) {
         if let Some(at) = self.held.iter().position(|held| held.worker == worker) {
             self.held.remove(at);
-            self.report_failure(worker, &Refusal::new("fork: it was ended before", Errno::CANCELED));
+            self.report_failure(
+                worker,
+                &Refusal::new("fork: the worker was killed before the fork", Errno::CANCELED),
+            );
         }
         for pid in &self.templates {
             let template = self.children.get_mut(pid).and_then(|child| child.template.as_mut());
@@ -287,7 +290,7 @@ impl Process {
         let word = bytes.get(..length).and_then(Word::decode);
         let is_sense = word.is_some_and(|word| self.obey_template(pid, word, sender));
         if !is_sense {
-            self.end_template(pid, "it does not speak as a template does: see `start.mode`");
+            self.end_template(pid, "the program does not follow the protocol of templates: see `start.mode`");
             return None;
         }
         Some(length)
@@ -369,7 +372,11 @@ impl Process {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
         if let Some(fork) = found.underway.remove(at) {
-            self.fork_failed(template, &fork, &Refusal::new("fork: it ended at once", Errno::CHILD));
+            self.fork_failed(
+                template,
+                &fork,
+                &Refusal::new("fork: the forked process exited at once", Errno::CHILD),
+            );
         }
     }
 
@@ -431,7 +438,11 @@ impl Process {
             Ok(opened) => opened,
             Err(errno) => {
                 self.refuse_birth(template, pid);
-                let step = if errno == Errno::SRCH { "fork: it ended at once" } else { "descriptors" };
+                let step = if errno == Errno::SRCH {
+                    "fork: the forked process exited at once"
+                } else {
+                    "descriptors"
+                };
                 return Err(Refusal::new(step, errno));
             }
         };
@@ -442,9 +453,16 @@ impl Process {
                 // If the process is reaped during this read, its parent or pid, or both, are missing.
                 let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
                 let place = place.ok().filter(|_| !is_over);
-                let place = place.ok_or(Refusal::new("fork: it ended at once", Errno::CHILD))?;
+                let place =
+                    place.ok_or(Refusal::new("fork: the forked process exited at once", Errno::CHILD))?;
                 if place.parent != template || nest.has(place.inner) {
-                    self.report_failure(worker, &Refusal::new("fork: by another process", Errno::PERM));
+                    self.report_failure(
+                        worker,
+                        &Refusal::new(
+                            "fork: another process than the template forked the worker",
+                            Errno::PERM,
+                        ),
+                    );
                     return Ok(false);
                 }
                 Some(Home { nest: template, inner: place.inner, secret: None })
@@ -527,7 +545,7 @@ impl Process {
         deregister(&self.poll, &template.socket);
         let refusal = match template.is_hung {
             true => Refusal::new(HUNG, Errno::TIME),
-            false => Refusal::new("fork: its template has ended", Errno::CHILD),
+            false => Refusal::new("fork: the template has ended", Errno::CHILD),
         };
         for fork in template.underway {
             self.report_failure(fork.worker, &refusal);

@@ -208,8 +208,8 @@ fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {
     let uid = identity.map_or(0, |identity| identity.uid);
     let folder = folder.display();
     let step = format!(
-        "let user {uid} through {folder}, for what the worker is given lies there: `chmod o+x {folder}`, or set \
-         `user` in `sandbox` to one that may"
+        "let user {uid} through {folder}, which contains paths given to the worker: `chmod o+x {folder}`, or set \
+         `user` in `sandbox` to a user that can"
     );
     Refusal::new(&step, Errno::ACCESS)
 }
@@ -240,7 +240,7 @@ impl Filters {
         };
         let rules = if is_template { seccomp::with_siblings(rules) } else { rules };
         let unknown =
-            |name| Refusal::new(&format!("{}: there is no system call {name}", steps::SECCOMP), Errno::INVAL);
+            |name| Refusal::new(&format!("{}: unknown system call {name}", steps::SECCOMP), Errno::INVAL);
         let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
         let ending = if terms.seccomp_names { Ending::Notify } else { Ending::Kill };
         let filter = Arc::new(rules.compile(ending));

@@ -154,10 +154,10 @@ impl Shown {
     pub(super) fn describe(&self, step: u32) -> String {
         let shown = |path: &CString| path.to_string_lossy().into_owned();
         match step.checked_sub(COMMON) {
-            Some(0) => "make mounts its own".to_owned(),
+            Some(0) => "make mounts private".to_owned(),
             Some(cover) => {
                 let cover = self.covers.get(cover as usize - 1).map(shown).unwrap_or_default();
-                format!("lay an empty folder over {cover}")
+                format!("mount an empty folder over {cover}")
             }
             None => {
                 let at = match self.nodes.get(step as usize) {

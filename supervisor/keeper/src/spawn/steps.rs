@@ -112,7 +112,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
             format!("{ROOT}: {what}")
         }
         Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
-            format!("{LANDLOCK} read-back: the kernel took the rules, and what they forbid succeeds")
+            format!("{LANDLOCK} read-back: the kernel accepted the rules, but does not enforce the rules")
         }
         Some(SHOWN) => {
             let what = shown.map(|shown| shown.describe(failure.detail)).unwrap_or_default();
@@ -122,7 +122,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
         None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
         None if failure.step == NEST => {
             "read of the first process's children in /proc, which `start.mode = \"fork\"` \
-             takes (CONFIG_PROC_CHILDREN)"
+             needs (CONFIG_PROC_CHILDREN)"
                 .to_owned()
         }
         None => "unknown".to_owned(),

@@ -52,7 +52,8 @@ impl Folder {
         let system = rustix::fs::fstatfs(&descriptor).map_err(failed)?;
         // The field's type differs between architectures.
         if system.f_type as u64 != CGROUP2_MAGIC {
-            let attempted = format!("find cgroup v2 at {}, where something else is mounted", path.display());
+            let attempted =
+                format!("find cgroup v2 at {}, where another file system is mounted", path.display());
             return Err(Failure { attempted, errno: Errno::NODEV, what_to_do: MOUNT_IT });
         }
         Ok(Self { path: path.to_owned(), descriptor })

@@ -36,7 +36,7 @@ impl Ground {
         match made {
             Ok(folder) => Some(Self(folder)),
             Err(error) => {
-                eprintln!("NOT TESTED ({test}): failed to {error}");
+                eprintln!("NOT RUN: {test}: failed to {error}");
                 None
             }
         }
@@ -59,7 +59,7 @@ impl Ground {
     fn has_controller(&self, controller: &str) -> bool {
         let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
         if !has {
-            eprintln!("NOT TESTED: no controller `{controller}` in {}", self.path().display());
+            eprintln!("NOT RUN: no controller `{controller}` in {}", self.path().display());
         }
         has
     }
@@ -293,7 +293,7 @@ fn cgroups_nested_without_bounds_are_an_error_and_no_endless_walk() {
     for _ in 0..1100 {
         match here.make_child("d") {
             Ok(child) => here = child,
-            Err(error) => return eprintln!("NOT TESTED (abyss): failed to {error}"),
+            Err(error) => return eprintln!("NOT RUN: deep cgroup: failed to {error}"),
         }
     }
     let error = ground.0.remove().unwrap_err();
@@ -385,11 +385,13 @@ fn a_configured_limit_without_its_controller_is_an_error() {
     let have = ground.0.read_words("cgroup.controllers").unwrap();
     for (number, (controller, limits)) in all.into_iter().enumerate() {
         if have.iter().any(|name| name == controller) {
-            eprintln!("NOT TESTED: what is told without `{controller}`, which is here");
+            eprintln!(
+                "NOT RUN: error without the controller `{controller}`, because this machine has the controller"
+            );
             continue;
         }
         let error = root.leaf(number as u64, &limits).unwrap_err();
-        assert!(error.attempted.starts_with(&format!("have the controller `{controller}` in /")), "{error}");
+        assert!(error.attempted.starts_with(&format!("use the controller `{controller}` in /")), "{error}");
         assert!(error.to_string().ends_with(FREE_IT), "{error}");
     }
     if have.is_empty() {
@@ -403,7 +405,7 @@ fn controllers_are_switched_on_once_the_cgroup_is_free() {
     // The test works with any controller.
     let have = ground.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
-        return eprintln!("NOT TESTED: no controller at all in {}", ground.path().display());
+        return eprintln!("NOT RUN: no controller at all in {}", ground.path().display());
     };
     let supervisor = Shell::start(&ground.0, "sleep 1000; :");
     let root = ground.root(supervisor.pid());
@@ -461,7 +463,7 @@ fn a_worker_has_so_much_of_the_processors() {
 fn what_is_not_ours_to_write_is_told_with_what_to_do() {
     let Some(ground) = Ground::new("delegated") else { return };
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("NOT TESTED: only root can become a user without rights");
+        return eprintln!("NOT RUN: only root can become a user without rights");
     }
     const NOBODY: libc::c_long = 65534;
     let path = ground.path();
@@ -484,7 +486,7 @@ fn the_own_cgroup_is_found_or_it_is_said_why_not() {
     match Root::find(std::process::id()) {
         Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
         Err(Failure { attempted, what_to_do, .. }) => {
-            eprintln!("NOT TESTED: failed to {attempted}; {what_to_do}");
+            eprintln!("NOT RUN: failed to {attempted}; {what_to_do}");
         }
     }
     let elsewhere = Folder::open(Path::new("/")).unwrap_err();

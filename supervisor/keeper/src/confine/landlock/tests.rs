@@ -1,6 +1,6 @@
 //! Tests that ordinary programs work under the default rules, and that the rules deny the rest. Some tests
 //! confine only a thread, because the kernel enforces rules by thread.
-#![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe form here")]
+#![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;
 use std::io;
@@ -24,7 +24,7 @@ fn has_abi(least: u32) -> bool {
     match kernel_abi() {
         Ok(abi) if abi >= least => true,
         found => {
-            eprintln!("NOT TESTED: this kernel has no Landlock of version {least}, but {found:?}");
+            eprintln!("NOT RUN: requires Landlock version {least}, found {found:?}");
             false
         }
     }
@@ -34,7 +34,7 @@ fn has_abi(least: u32) -> bool {
 fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
-        eprintln!("NOT TESTED: there is no {path}");
+        eprintln!("NOT RUN: {path} does not exist");
     }
     is_there
 }
@@ -155,7 +155,7 @@ fn secrets_and_the_folders_of_others_are_closed() {
         for path in closed.iter().chain(&folders).map(Path::new).chain([other.path(), &secret]) {
             match fs::File::open(path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    eprintln!("NOT TESTED: there is no {}", path.display());
+                    eprintln!("NOT RUN: {} does not exist", path.display());
                 }
                 opened => assert!(is_refused(opened), "{} is open", path.display()),
             }
@@ -338,7 +338,7 @@ fn processes_outside_cannot_be_signalled() {
     let processes = [getppid().unwrap(), Pid::from_child(&outsider.0)];
     let tries = || processes.map(test_kill_process);
     if getppid() == Some(Pid::INIT) || tries() != [Ok(()); 2] {
-        eprintln!("NOT TESTED: the parent could not be signalled anyway");
+        eprintln!("NOT RUN: this process cannot signal its parent even without rules");
         return;
     }
     assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);

@@ -1,7 +1,7 @@
 //! The keeper's end of a listener: receives and answers notifications of forbidden calls.
 //!
 //! Never waits, because the caller has polled the listener. Decides nothing.
-#![expect(unsafe_code, reason = "the listener's ioctls have no safe form")]
+#![expect(unsafe_code, reason = "the listener's ioctls have no safe wrapper")]
 
 use std::ffi::c_void;
 use std::io;

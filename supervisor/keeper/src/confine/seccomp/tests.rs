@@ -594,7 +594,7 @@ fn the_other_ways_into_the_kernel_kill() {
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
     let finished = start(INT_80);
     if finished.status.signal() == Some(libc::SIGSEGV) {
-        eprintln!("SKIPPED: this kernel has no way in for 32-bit programs");
+        eprintln!("NOT RUN: this kernel does not run 32-bit system calls");
         return;
     }
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
@@ -670,7 +670,7 @@ fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);
     if Command::new("which").arg(program).stdout(Stdio::null()).status().is_ok_and(|found| !found.success()) {
-        eprintln!("SKIPPED: there is no {program} on this machine");
+        eprintln!("NOT RUN: {program} is not installed");
         return None;
     }
     Some(Confined::start(command, rules.compile(Ending::Notify)).finish(Errno::NOSYS))
