@@ -117,8 +117,8 @@ impl JobError {
     /// Returns the error for a connection that was lost while the job was pending.
     pub(crate) fn lost(executed: Executed, why: &str) -> Self {
         let advice = match executed {
-            Executed::No => "the job was not sent: send it again",
-            _ => "whether the job ran is unknown: send it again only if it may run twice",
+            Executed::No => "the job was not sent: send the job again",
+            _ => "whether the job ran is unknown: send the job again only if a rerun is safe",
         };
         let message = format!("the connection to the supervisor was lost ({why}); {advice}");
         Self::Disconnected { executed, message }
@@ -126,8 +126,8 @@ impl JobError {
 
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
     pub(crate) fn result_lost() -> Self {
-        let message = "the job is done, and its result was taken back before it was read: this program was stopped for \
-                       many seconds; send the job again only if it may run twice";
+        let message = "the job is done, but the result was revoked before this program read the result: this \
+                       program was stopped for many seconds; send the job again only if a second run is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
@@ -136,8 +136,8 @@ impl JobError {
         let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
         let OutcomeMessage { outcome, reason, message: said, .. } = message;
         let message = format!(
-            "the supervisor told of an outcome that this client does not know \
-             (outcome {outcome}, reason {reason}: {said}); update this program"
+            "the supervisor reported an outcome that this client does not know (outcome {outcome}, reason \
+             {reason}: {said}); update this program"
         );
         Self::Disconnected { executed, message }
     }
@@ -218,15 +218,16 @@ impl fmt::Display for JobError {
                     let limit_ms = limit.as_millis();
                     return write!(
                         f,
-                        "{outcome}: it ran for {limit_ms} ms, its run limit; allow more, or send less"
+                        "{outcome}: the job ran for {limit_ms} ms, the run limit; allow more time, or send \
+                         less"
                     );
                 }
                 write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
             }
             Self::Crashed(outcome) => {
                 let advice = match outcome.retryable {
-                    true => "it may be sent again",
-                    false => "whether the job ran is unknown: send it again only if it may run twice",
+                    true => "the job can be sent again",
+                    false => "whether the job ran is unknown: send the job again only if a rerun is safe",
                 };
                 write!(f, "{outcome}; {advice}")?;
                 outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))

@@ -31,7 +31,7 @@ impl Server {
     fn wait<F: Future>(&self, future: F) -> F::Output {
         match &self.0 {
             Some(runtime) => runtime.block_on(future),
-            None => unreachable!("it is taken only when it is dropped"),
+            None => unreachable!("the runtime is taken only when the server is dropped"),
         }
     }
 }
@@ -58,7 +58,7 @@ impl Client {
         let path = path.as_ref();
         let server = Server::start().map_err(|source| ConnectError::Unreachable {
             path: path.to_owned(),
-            hint: "no thread could be started; see the limits on threads and descriptors",
+            hint: "no thread could be started; check the limits on threads and descriptors",
             source,
         })?;
         let client = server.wait(crate::Client::connect(path))?;
@@ -80,7 +80,7 @@ impl Client {
 }
 
 /// Builder for a job; see [`crate::Job`].
-#[must_use = "a job does nothing before it is sent"]
+#[must_use = "a job does nothing until the job is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
     job: crate::Job,
@@ -177,7 +177,7 @@ impl Job {
 }
 
 /// A submitted job; see [`crate::JobHandle`].
-#[must_use = "dropping it cancels the job"]
+#[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
     handle: crate::JobHandle,

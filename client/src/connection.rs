@@ -207,7 +207,7 @@ impl Client {
         target: Target,
         requests: Option<Arc<Requests>>,
     ) -> (Self, impl Future<Output = ()> + Send + 'static) {
-        let down = || Connection::Down(Loss::now("it is not connected yet"));
+        let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let wanted = Arc::<Notify>::default();
         let driver = Driver { target: target.clone(), requests, current: sender, wanted: wanted.clone() };
@@ -324,8 +324,8 @@ impl Client {
     fn unreachable(&self, why: &str) -> JobError {
         let place = self.shared.target.describe();
         let message = format!(
-            "the supervisor {place} is not reachable ({why}); the job was not sent: \
-             see that the supervisor runs, then send it again"
+            "the supervisor {place} is not reachable ({why}); the job was not sent: check that the \
+             supervisor runs, then send the job again"
         );
         JobError::Disconnected { executed: Executed::No, message }
     }
@@ -349,12 +349,12 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     };
     let wire = connected.map_err(|source| {
         let hint = match source.kind() {
-            _ if matches!(target, Target::InProcess(_)) => "it takes no client",
+            _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
             io::ErrorKind::ConnectionRefused => "nothing listens there; is the supervisor running?",
-            io::ErrorKind::PermissionDenied => "you may not; see `socket_mode` in workers.toml",
-            io::ErrorKind::WouldBlock => "too many others wait to be accepted; try again later",
-            _ => "the socket cannot be opened; see that the path is right",
+            io::ErrorKind::PermissionDenied => "this user has no access; see `socket_mode` in workers.toml",
+            io::ErrorKind::WouldBlock => "too many clients wait to be accepted; try again later",
+            _ => "the socket cannot be opened; check that the path is right",
         };
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
@@ -441,7 +441,8 @@ async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
                     codec::decode::<ClientWelcome<'_>>(&metadata, &[]).map_err(|error| text(&error))?;
                 if welcome.version != PROTOCOL_VERSION {
                     return Err(format!(
-                        "it chose version {} of the protocol, and this client speaks only {PROTOCOL_VERSION}",
+                        "the supervisor chose version {} of the protocol, but this client speaks only \
+                         version {PROTOCOL_VERSION}",
                         welcome.version
                     )
                     .into());
@@ -585,9 +586,9 @@ async fn read(requests: &Arc<Requests>) -> String {
                     break;
                 }
                 Ok(Received::Closed) if inbox.is_mid_frame() => {
-                    return "the supervisor closed it in the middle of a frame".to_owned();
+                    return "the supervisor closed the connection in the middle of a frame".to_owned();
                 }
-                Ok(Received::Closed) => return "the supervisor closed it".to_owned(),
+                Ok(Received::Closed) => return "the supervisor closed the connection".to_owned(),
                 Err(message) => return message,
             }
         }
@@ -680,7 +681,8 @@ fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;
         return Err(format!(
-            "the supervisor announced a frame of {length} bytes, and this client takes {FRAME_BYTES_MAX}"
+            "the supervisor announced a frame of {length} bytes, but this client accepts at most \
+             {FRAME_BYTES_MAX}"
         ));
     }
     if header.kind == kind::OUTCOME {

@@ -10,7 +10,7 @@ use crate::requests::Ticket;
 
 /// A submitted job: a future that resolves to the outcome. The handle remains valid when its
 /// [`Client`](crate::Client) is dropped.
-#[must_use = "dropping it cancels the job"]
+#[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,

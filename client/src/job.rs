@@ -19,7 +19,7 @@ use crate::order::{Order, Source};
 pub(crate) const PROGRESS_MAX: usize = 16;
 
 /// Builder for a job. Nothing is sent before [`Job::send`] or [`Job::start`].
-#[must_use = "a job does nothing before it is sent"]
+#[must_use = "a job does nothing until the job is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
     client: Client,
@@ -67,7 +67,8 @@ impl Job {
     pub fn payload_file(mut self, file: File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         if !metadata.is_file() {
-            let why = "it is no ordinary file, and does not tell how much is in it: read it, and send what was read";
+            let why = "the payload is not a regular file, so the size is unknown: read the file, and send \
+                       the content";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         match usize::try_from(metadata.len()).map_err(io::Error::other)? {

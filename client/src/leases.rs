@@ -170,7 +170,7 @@ pub(crate) enum Taken {
 
 fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
     let [payload, result] =
-        <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("they did not come along"))?;
+        <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
     let mapped = Mapping::new(&result, named.bytes, false)?;
     Ok((Mapping::new(&payload, named.bytes, true)?, mapped, result))
 }

@@ -38,7 +38,7 @@ impl MappedResult {
         if self.is_whole() {
             Ok(())
         } else {
-            Err(std::io::Error::other("the result was taken back before it was read"))
+            Err(std::io::Error::other("the result was revoked before this program read the result"))
         }
     }
 

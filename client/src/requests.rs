@@ -153,12 +153,12 @@ impl Requests {
     ) -> Result<Ticket, SubmitError> {
         let payload_bytes = job.payload_bytes();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
-            let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
+            let message = format!("the supervisor does not accept {payload_bytes} bytes of payload");
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
         }
         if job.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
             let message =
-                "the supervisor is older and knows no run limit: send the job without one, or update it";
+                "the supervisor is too old: send the job without a run limit, or update the supervisor";
             return Err(SubmitError::Refused(job.refused(RejectReason::Invalid, message.into())));
         }
         let mut state = self.lock();
@@ -346,7 +346,7 @@ impl Requests {
         // Dropped after the lock is released.
         let mut unwanted = None;
         self.lock().waiters.poll(number, cx, &mut unwanted).map(|told| {
-            told.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "its outcome was taken before")))
+            told.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "the outcome was already taken")))
         })
     }
 
@@ -512,7 +512,7 @@ impl Ticket {
     #[inline]
     pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<Told> {
         let Some(requests) = &self.requests else {
-            return Poll::Ready(Err(JobError::lost(Executed::Unknown, "its outcome was taken before")));
+            return Poll::Ready(Err(JobError::lost(Executed::Unknown, "the outcome was already taken")));
         };
         let told = requests.poll(self.number, cx);
         if told.is_ready() {

@@ -187,15 +187,15 @@ fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], 
 #[cold]
 fn malformed(error: &DecodeError) -> CodecError {
     CodecError::Malformed(match error {
-        DecodeError::Utf8 { .. } => "a text in it is not UTF-8".to_owned(),
-        DecodeError::UnexpectedEnd { .. } => "it ends too soon".to_owned(),
+        DecodeError::Utf8 { .. } => "a text field is not UTF-8".to_owned(),
+        DecodeError::UnexpectedEnd { .. } => "unexpected end".to_owned(),
         other => other.to_string(),
     })
 }
 
 #[cold]
 fn cut_off() -> CodecError {
-    CodecError::Malformed("it ends within its extensions".to_owned())
+    CodecError::Malformed("unexpected end within the extensions".to_owned())
 }
 
 #[cfg(test)]
@@ -227,7 +227,7 @@ mod tests {
         // A reason, and a text of one byte.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let told = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
-        assert_eq!(told.to_string(), "the metadata is malformed: a text in it is not UTF-8");
+        assert_eq!(told.to_string(), "the metadata is malformed: a text field is not UTF-8");
 
         // A count of 2^56 extensions, with none behind it.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];

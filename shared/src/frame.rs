@@ -21,7 +21,7 @@ pub const FLAG_CRITICAL: u8 = 1;
 
 /// Kinds of frames. A number never changes its meaning; new kinds get new numbers. Earlier versions used 52
 /// and 65.
-#[expect(missing_docs, reason = "each is described with its message")]
+#[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
 pub mod kind {
     // Both protocols: the first frames of a connection.
     pub const HELLO: u8 = 1;
@@ -86,7 +86,7 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.
-    #[error("a frame says that it has {metadata_length} bytes of metadata within {length} bytes in all")]
+    #[error("a frame announces {metadata_length} bytes of metadata within {length} bytes in all")]
     MetadataBeyondFrame {
         /// Announced size of the metadata.
         metadata_length: u16,

@@ -71,7 +71,7 @@ impl Way {
 impl Party {
     /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
     /// waker can hold the last reference to a task that owns other ends.
-    #[must_use = "it is dropped without the lock"]
+    #[must_use = "drop the waker after releasing the lock"]
     fn wait(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
         if self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {

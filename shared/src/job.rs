@@ -57,6 +57,6 @@ impl std::str::FromStr for Priority {
 
     fn from_str(text: &str) -> Result<Self, String> {
         Self::of(text)
-            .ok_or_else(|| format!("'{text}' is no priority: write critical, normal or best-effort"))
+            .ok_or_else(|| format!("'{text}' is not a priority: write critical, normal or best-effort"))
     }
 }

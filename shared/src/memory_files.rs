@@ -114,18 +114,18 @@ pub struct Mapping {
 }
 
 // SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Mapping {}
 
 // SAFETY: as above. A shared reference only allows reading.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps a memory file from the supervisor, which must have `bytes` bytes. Errors are those of `mmap(2)`,
     /// or a wrong size.
     pub fn new(file: &OwnedFd, bytes: u64, is_writable: bool) -> io::Result<Self> {
-        let odd = || io::Error::other("a memory file has an odd size");
+        let odd = || io::Error::other("a memory file has an unexpected size");
         if bytes == 0 || u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(bytes) {
             return Err(odd());
         }
@@ -159,7 +159,7 @@ impl Mapping {
         assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of a memory file");
         // SAFETY: both ranges have this length, and `into` cannot overlap the mapping. Concurrent writes of
         // the other side can change the copied values, but any value is a valid byte.
-        #[expect(unsafe_code, reason = "the other side may write what is read")]
+        #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(at), into.as_mut_ptr(), into.len());
         }
@@ -175,7 +175,7 @@ impl Mapping {
         }
         // SAFETY: the mapping has `count` bytes, the vector has capacity for them, and exactly the copied
         // bytes become part of the vector.
-        #[expect(unsafe_code, reason = "the other side may write what is read")]
+        #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr(), out.as_mut_ptr().add(out.len()), count);
             out.set_len(out.len() + count);
@@ -185,10 +185,10 @@ impl Mapping {
     /// Returns the first `count` bytes of a file that only this process writes. Panics if the mapping is
     /// shorter or read-only.
     pub fn first(&self, count: usize) -> &[u8] {
-        assert!(self.is_writable && count <= self.bytes, "not within a memory file that is to be written");
+        assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
         // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
         // side can only read the file.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts(self.base.as_ptr(), count)
         }
@@ -196,10 +196,10 @@ impl Mapping {
 
     /// Returns the first `count` bytes for writing. Panics if the mapping is shorter or read-only.
     pub fn first_mut(&mut self, count: usize) -> &mut [u8] {
-        assert!(self.is_writable && count <= self.bytes, "not within a memory file that is to be written");
+        assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
         // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
         // side can only read the file.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts_mut(self.base.as_ptr(), count)
         }

@@ -307,7 +307,7 @@ fn what_to_do_is_said_when_no_supervisor_is_there() {
     assert!(stale.contains("nothing listens there; is the supervisor running?"), "{stale}");
 
     let too_long = text(&folder.path().join("x".repeat(200)));
-    assert!(too_long.contains("see that the path is right"), "{too_long}");
+    assert!(too_long.contains("check that the path is right"), "{too_long}");
 }
 
 #[test]
@@ -319,9 +319,9 @@ fn a_job_error_says_what_to_do() {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let crashed = client.job("b", "").operation("abort").send().await.unwrap_err().to_string();
         assert!(crashed.starts_with("crashed (signal)"), "{crashed}");
-        assert!(crashed.contains("send it again only if it may run twice"), "{crashed}");
+        assert!(crashed.contains("send the job again only if a rerun is safe"), "{crashed}");
         let again = client.job("b", "").operation("abort").idempotent(true).send().await.unwrap_err();
-        assert!(again.to_string().contains("; it may be sent again"), "{again}");
+        assert!(again.to_string().contains("; the job can be sent again"), "{again}");
 
         let _blocker = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
@@ -534,7 +534,7 @@ fn lies_about_a_job_end_the_connection_with_a_clear_error() {
         ("your frames are odd", refused("your frames are odd")),
         ("in the middle of a frame", outcome(1 << 32, b"result")[..60].to_vec()),
         ("in the middle of a frame", outcome(1 << 32, &vec![7; 1 << 20])[..100_000].to_vec()),
-        ("the supervisor closed it", Vec::new()),
+        ("the supervisor closed the connection", Vec::new()),
     ];
     for (expected, answer) in cases {
         against(
@@ -718,11 +718,11 @@ fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
             let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
             let (executed, text) = lost(sent.await);
             assert_eq!(executed, Executed::Unknown);
-            assert!(text.contains("send it again only if it may run twice"), "{text}");
+            assert!(text.contains("send the job again only if a rerun is safe"), "{text}");
             for handle in others {
                 let (executed, text) = lost(handle.unwrap().await);
                 assert_eq!(executed, Executed::No);
-                assert!(text.contains("the job was not sent: send it again"), "{text}");
+                assert!(text.contains("the job was not sent: send the job again"), "{text}");
             }
             assert_eq!(lost(waiting).0, Executed::No);
         },
@@ -774,7 +774,7 @@ fn a_connection_ends_with_the_last_who_needs_it() {
             let client = Client::connect(&path).await.unwrap();
             let handle = client.job("b", "x").start().await.unwrap();
             drop(client);
-            assert!(lost(handle.await).1.contains("the supervisor closed it"));
+            assert!(lost(handle.await).1.contains("the supervisor closed the connection"));
         },
     );
 }

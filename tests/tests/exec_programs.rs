@@ -405,7 +405,7 @@ fn payload_and_result_can_be_files() {
             for (operation, why) in [
                 (":", "No such file"),
                 ("ln -s /etc/hostname out.txt", "symbolic link"),
-                ("mkdir out.txt", "no regular file"),
+                ("mkdir out.txt", "not a regular file"),
             ] {
                 let error = job(operation).unwrap_err();
                 assert_eq!(code_of(&error), "no_output", "{error}");

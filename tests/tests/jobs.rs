@@ -371,7 +371,7 @@ fn an_unknown_operation_is_told_which_there_are() {
     assert_eq!(failure.code, "unknown_operation");
     assert_eq!(
         failure.message,
-        "this worker has no operation \"whom\"; it has \"template\", \"who\", \"worker\""
+        "this worker has no operation \"whom\"; the operations are \"template\", \"who\", \"worker\""
     );
 }
 

@@ -691,7 +691,7 @@ fn a_result_that_is_read_too_late_is_no_result() {
     kill_pid(worker, Signal::SIGCONT);
     wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
     let late = runtime.block_on(job).map(|reply| reply.payload().len()).unwrap_err();
-    assert!(late.to_string().contains("taken back before it was read"), "{late}");
+    assert!(late.to_string().contains("revoked before this program read the result"), "{late}");
     assert_eq!(late.executed(), Executed::Yes);
     // The client can send further jobs.
     let payload = pattern(2, MIB);

@@ -30,7 +30,7 @@ fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
-    assert!(error.to_string().contains("it ran for 3000 ms, its run limit"), "{error}");
+    assert!(error.to_string().contains("the job ran for 3000 ms, the run limit"), "{error}");
     let outcome = late(Err(error));
     assert_eq!(
         (outcome.run_limit, outcome.deadline),

@@ -68,7 +68,7 @@ where
             tokio::select! {
                 result = handler(job, ctx) => result,
                 () = ctx.order.handle.cancelled() => {
-                    Err(HandlerError::new("cancelled", "its client no longer waited"))
+                    Err(HandlerError::new("cancelled", "the client no longer waited"))
                 }
             }
         })

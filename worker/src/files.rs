@@ -20,7 +20,7 @@ pub(crate) struct Files {
 impl Files {
     fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<Self> {
         let [payload, result] =
-            <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("they did not come along"))?;
+            <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
         Ok(Self {
             payload: Mapping::new(&payload, named.bytes, false)?,
             result: Mutex::new(Mapping::new(&result, named.bytes, true)?),

@@ -49,14 +49,14 @@ pub(crate) struct Journal {
 }
 
 // SAFETY: the mapping belongs to no thread, and only the owner of this value writes frames to it.
-#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+#[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Journal {}
 
 impl Journal {
     /// Maps the journal file received from the supervisor.
     pub(crate) fn map(file: OwnedFd) -> io::Result<Self> {
         if rustix::fs::fstat(&file)?.st_size != JOURNAL_BYTES as i64 {
-            return Err(io::Error::other("the journal has an odd size"));
+            return Err(io::Error::other("the journal has an unexpected size"));
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         // SAFETY: a new mapping at an address of the kernel's choice. The file has exactly this size and is
@@ -81,7 +81,7 @@ impl Journal {
     fn number<const AT: usize>(&self) -> &'static AtomicU64 {
         const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_AT) };
         // SAFETY: within the mapping, aligned, and never unmapped.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             AtomicU64::from_ptr(self.base.as_ptr().add(AT).cast())
         }
@@ -93,7 +93,7 @@ impl Journal {
             return false;
         }
         // SAFETY: within the mapping, as checked above, and nothing else in this process points there.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             let at = self.base.as_ptr().add(FRAMES_AT + self.used);
             std::ptr::copy_nonoverlapping(frame.as_ptr(), at, frame.len());
@@ -114,7 +114,7 @@ impl Journal {
     /// Publishes the number of valid bytes. Must be called after the bytes are written.
     fn count(&self) {
         // SAFETY: the mapping begins with this number, is page-aligned, and lives as long as the process.
-        #[expect(unsafe_code, reason = "a mapping of our own")]
+        #[expect(unsafe_code, reason = "this value owns the mapping")]
         let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };
         count.store((self.used as u64).to_le(), Ordering::Release);
     }

@@ -110,8 +110,8 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                     let mut beat = None;
                     if is_lent {
                         let file =
-                            lent.pop().ok_or("its journal did not come along: see `rlimits.nofile`")?;
-                        let journal = Journal::map(file).map_err(|error| format!("its journal: {error}"))?;
+                            lent.pop().ok_or("the worker's journal did not arrive: see `rlimits.nofile`")?;
+                        let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
                         let looks_up = welcome.capabilities & welcome_capability::JOURNAL_BEATS != 0;
                         beat = looks_up.then(|| journal.beat());
                         writer.keep_journal(journal);
@@ -134,7 +134,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
             }
         }
         if received == Received::Closed {
-            return Err("the supervisor closed the link before it said welcome".into());
+            return Err("the supervisor closed the link before sending a welcome".into());
         }
     }
 }
@@ -155,12 +155,13 @@ pub(crate) fn lost(error: rustix::io::Errno) -> ! {
         Errno::PIPE | Errno::CONNRESET => end_at_once(),
         Errno::BADF | Errno::NOTSOCK | Errno::INVAL | Errno::PERM | Errno::NOTCONN => {
             ownership::leave(&format!(
-                "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that \
-             it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+                "code in this worker closed or replaced the worker's link to the supervisor, or another \
+                 descriptor that the code did not open ({error}); the worker ends here. Close only \
+                 descriptors that you opened\n"
             ))
         }
         error => ownership::leave(&format!(
-            "the worker's link to its supervisor cannot be used ({error}); the worker ends here\n"
+            "the worker's link to the supervisor cannot be used ({error}); the worker ends here\n"
         )),
     }
 }

@@ -33,8 +33,8 @@ pub(crate) fn is_worker() -> bool {
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         leave(
-            "a process forked by this worker returned from its handler; it ends here. End forked processes with \
-             _exit(), also when exec() fails\n",
+            "a process forked by this worker returned from its handler; the process ends here. End forked \
+             processes with _exit(), also when exec() fails\n",
         );
     }
 }

@@ -35,7 +35,7 @@ impl Seal {
         match result {
             0 => Ok(()),
             -1 => Err(io::Error::last_os_error()),
-            thread => Err(io::Error::other(format!("thread {thread} has a filter of its own"))),
+            thread => Err(io::Error::other(format!("thread {thread} has a separate filter"))),
         }
     }
 }

@@ -229,7 +229,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         // descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
         if let Some(call) = self.repeated.take() {
-            let message = format!("`{call}` of `Server` is called twice, and one of the two would be lost");
+            let message = format!("`{call}` of `Server` is called twice: remove a call");
             self.init = Box::new(|_| Err(HandlerError::new("server", message)));
         }
         let claimed = ownership::claim().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
@@ -281,7 +281,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
                 None => {
                     let known: Vec<String> = operations.keys().map(|name| format!("{name:?}")).collect();
                     let message = format!(
-                        "this worker has no operation {:?}; it has {}",
+                        "this worker has no operation {:?}; the operations are {}",
                         ctx.operation(),
                         if known.is_empty() { "none at all".into() } else { known.join(", ") }
                     );

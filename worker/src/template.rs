@@ -7,7 +7,7 @@
 //!
 //! In a sandbox each worker applies additional Landlock rules, so that it cannot reach the template or other
 //! workers. Before its first job the seal (`seal.rs`) removes the template's right to fork siblings.
-#![expect(unsafe_code, reason = "fork as a sibling has no safe form, and descriptors change their numbers")]
+#![expect(unsafe_code, reason = "forking a sibling and renumbering descriptors have no safe form")]
 
 use std::collections::VecDeque;
 use std::ffi::CString;
@@ -57,14 +57,15 @@ fn at(step: &'static str) -> impl Fn(Errno) -> Failed {
 impl Template {
     /// Reads the rules that the keeper left on standard input.
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
-        let failed = |error: io::Error| format!("what the keeper tells of the sandbox: {error}");
+        let failed = |error: io::Error| format!("failed to read the sandbox rules from the keeper: {error}");
         let rules = Rules::inherited().map_err(failed)?;
         if rules.are_any() {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             put_at(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
             if rules.leave_temporary_files_open() {
                 eprintln!(
-                    "`read` or `write` give what the temporary folders lie in: workers reach each other's"
+                    "workers can access each other's temporary folders: `read` or `write` names a folder \
+                     above these folders"
                 );
             }
         }
@@ -90,7 +91,7 @@ impl Template {
     /// worker. In the template, returns only on an error.
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
-        let failed = |error: Errno| format!("the keeper's socket: {error}");
+        let failed = |error: Errno| format!("failed to use the keeper's socket: {error}");
         self.say(Word::Ready).map_err(failed)?;
         let template = rustix::process::getpid();
         let mut doomed = VecDeque::new();
@@ -197,7 +198,7 @@ impl Template {
             return Ok(());
         }
         let threads = std::fs::read_dir("/proc/self/task");
-        let threads = threads.map_err(|error| format!("failed to read its threads: {error}"))?;
+        let threads = threads.map_err(|error| format!("failed to list the threads: {error}"))?;
         let own = rustix::thread::gettid().as_raw_nonzero().get().to_string();
         let others: Vec<String> = threads
             .flatten()
@@ -210,8 +211,8 @@ impl Template {
             return Ok(());
         }
         Err(format!(
-            "`start.mode = \"fork\"` takes a process of one thread, and `init` or `before_fork` left {} beside it: \
-             start threads in `after_fork`, or leave `start.mode` out",
+            "`start.mode = \"fork\"` needs a process with a single thread, but `init` or `before_fork` left \
+             {}: start threads in `after_fork`, or leave `start.mode` out",
             others.join(", ")
         ))
     }
@@ -259,8 +260,8 @@ impl Template {
         // Verifies the rules: the template must be out of reach.
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
-            Err(errno) => return Err(("its template has ended", errno)),
-            Ok(()) => return Err(("landlock read-back: it can signal its template", Errno::PERM)),
+            Err(errno) => return Err(("the worker's template has ended", errno)),
+            Ok(()) => return Err(("landlock read-back: the worker can signal the template", Errno::PERM)),
         }
         if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {
             for variable in OF_FOLDER {

@@ -153,7 +153,7 @@ impl Requests {
             named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
         });
         let (Some(lease), Some(named)) = (lease, named) else {
-            return Err("the supervisor told of a result in a file that this client does not have".into());
+            return Err("the supervisor reported a result in a file that this client does not have".into());
         };
         let bytes = named.bytes as usize;
         if !lease.is_whole() {
@@ -222,7 +222,7 @@ impl Requests {
             }
             kind::REFUSED => {
                 let message = decode::<Refused<'_>>(metadata)?.message;
-                Err(format!("the supervisor ended it: {message}"))
+                Err(format!("the supervisor ended the connection: {message}"))
             }
             unknown if header.is_critical() => Err(format!(
                 "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
@@ -246,6 +246,6 @@ fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
 }
 
 fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Extensions<'m>), String> {
-    let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
+    let malformed = |error| format!("the supervisor sent a message that cannot be read: {error}");
     codec::decode::<M>(metadata, &[tag::LEASE]).map_err(malformed)
 }

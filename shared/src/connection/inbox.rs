@@ -339,7 +339,7 @@ impl<'b> Batch<'b> {
     /// After an error the connection cannot be used any more.
     #[expect(
         clippy::should_implement_trait,
-        reason = "the items are told apart from an error that ends them"
+        reason = "an error ends the batch, and `Iterator` cannot express that"
     )]
     pub fn next(&mut self) -> Result<Option<Item<'b>>, FrameError> {
         loop {

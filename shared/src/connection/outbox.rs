@@ -245,7 +245,7 @@ impl Outbox {
             self.tail_is_open = true;
         }
         let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
-            unreachable!("the last segment is one of bytes, as was just seen")
+            unreachable!("the code above ensures that the last segment holds bytes")
         };
         // Grows in powers of two, so that a buffer that can be kept as a spare does not become too large for
         // that.

@@ -139,7 +139,7 @@ impl Background {
             Done::Keeper(keeper) => Some(keeper),
             _ => None,
         });
-        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts it has ended")))
+        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts the keeper has ended")))
     }
 }
 

@@ -288,7 +288,7 @@ impl BulkheadEntry {
     pub(super) fn tenants(&mut self) -> &mut Isolated {
         match self.isolated() {
             Some(isolated) => isolated,
-            None => unreachable!("a bulkhead whose layout changes is another one"),
+            None => unreachable!("the layout of a bulkhead never changes"),
         }
     }
 

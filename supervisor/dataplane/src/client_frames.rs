@@ -33,8 +33,8 @@ pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String>
     }
     let (name, version) = (cut(hello.name, 64), cut(hello.version, 64));
     Err(format!(
-        "{name} {version} speaks the protocol versions {version_min} to {version_max}, this supervisor version \
-         {PROTOCOL_VERSION}: {help}"
+        "{name} {version} speaks the protocol versions {version_min} to {version_max}, this supervisor \
+         speaks version {PROTOCOL_VERSION}: {help}"
     ))
 }
 
@@ -169,7 +169,7 @@ impl DataPlane {
                 self.lease_frame(index, header, metadata).map_err(Some)
             }
             (Stage::Open, unknown) if header.is_critical() => {
-                let message = format!("a frame of kind {unknown} must be understood, and is not");
+                let message = format!("a frame of the unknown kind {unknown} must be understood");
                 Err(Some(Breach(RejectReason::Invalid, message)))
             }
             (Stage::Open, _) => {

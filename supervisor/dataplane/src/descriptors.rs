@@ -35,7 +35,7 @@ const CLOSERS: usize = 4;
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
 /// Message for the sender.
-pub(crate) const NOT_TAKEN: &str = "it sent descriptors, which are not taken here";
+pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
 /// Returns the number of descriptor slots to keep free for received descriptors.
 pub fn reserve() -> u64 {

@@ -51,7 +51,7 @@ const RETURN_WITHIN: Duration = Duration::from_secs(5);
 const LOST_MAX: usize = LEASES_MAX;
 
 /// Message for a client that uses a revoked lease.
-const LOST: &str = "this lease was called back, and not returned in time; send the job again";
+const LOST: &str = "this lease was recalled and not returned in time; send the job again";
 
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
@@ -543,7 +543,7 @@ impl DataPlane {
         (named, payload): (Option<Named>, usize),
     ) -> Result<Named, (RejectReason, String)> {
         let invalid = |message: &str| (RejectReason::Invalid, message.to_owned());
-        let named = named.ok_or_else(|| invalid("the name of a lease is not 16 bytes"))?;
+        let named = named.ok_or_else(|| invalid("the name of a lease must have 16 bytes"))?;
         let lease = match self.leases.by_number.get(&named.lease) {
             Some(lease) if lease.session == session => lease,
             // A client that was stopped for a while may not have received the recall.
@@ -556,8 +556,8 @@ impl DataPlane {
             }
             _ => {
                 return Err(invalid(
-                    "this client has no such lease: it was returned, or never its own; send the payload with the \
-                     job, or ask for another lease",
+                    "this client has no such lease: the lease was returned, or never belonged to this \
+                     client; send the payload with the job, or ask for another lease",
                 ));
             }
         };
@@ -571,7 +571,7 @@ impl DataPlane {
             return Err(invalid("this lease is for another bulkhead or tenant"));
         }
         if payload > 0 || named.bytes > lease.bytes || named.bytes <= WORTH_A_FILE_BYTES as u64 {
-            return Err(invalid("the payload is not in the file of the lease, or too small for it"));
+            return Err(invalid("the payload is not in the file of the lease, or too small for a file"));
         }
         Ok(named)
     }
@@ -720,8 +720,7 @@ impl DataPlane {
         let is_its = |leased: &&mut Leased| {
             leased.lease == named.lease && leased.given_to == Some(spawn) && named.bytes <= leased.files.bytes
         };
-        let leased =
-            leased.filter(is_its).ok_or("it says that a result is in a file that its job has not")?;
+        let leased = leased.filter(is_its).ok_or("the worker reported a result in a file of another job")?;
         leased.result = Some(named.bytes);
         Ok(())
     }

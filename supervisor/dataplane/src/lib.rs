@@ -121,7 +121,7 @@ const FIRST_CONNECTION: usize = 4;
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
 /// Message for a peer that has sent out-of-band data.
-const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
+const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
 
 /// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
 /// records small.
@@ -781,7 +781,7 @@ impl DataPlane {
 
     fn end_keeper(self) {
         if let Err(error) = self.keeper.end(&self.background) {
-            tracing::error!("the keeper did not end well: {error}");
+            tracing::error!("the keeper ended with an error: {error}");
         }
     }
 }

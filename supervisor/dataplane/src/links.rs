@@ -176,7 +176,7 @@ impl DataPlane {
             Ok(Origin::Fork(template)) => Some(template),
             Ok(Origin::Awaited) => return,
             Err(error) => {
-                let message = format!("its template could not be prepared: {error}");
+                let message = format!("the template could not be prepared: {error}");
                 return self.defer_spawn_failure(compartment, worker, message);
             }
         };
@@ -319,7 +319,7 @@ impl DataPlane {
             self.keeper.kill(self.links[index].spawn, self.now);
             self.want_housekeeping();
         } else if self.keeper.forget_wanted(compartment, worker) {
-            let message = "it was ended before it was started".to_owned();
+            let message = "the worker was ended before the start".to_owned();
             self.defer_spawn_failure(compartment, worker, message);
         } else if let Some(message) = self.forget_fork(compartment, worker) {
             self.defer_spawn_failure(compartment, worker, message);
@@ -339,8 +339,9 @@ impl DataPlane {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
             // Ignoring this would make the link's count of jobs differ from the policy's.
-            debug_assert!(false, "{job} was answered before it was sent");
-            return self.break_link(index, "a job for it was answered before it was sent".to_owned());
+            debug_assert!(false, "{job} was answered before the supervisor sent the job");
+            return self
+                .break_link(index, "a job was answered before the supervisor sent the job".to_owned());
         };
         if record.held.file.is_some() {
             return self.dispatch_leased(compartment, index, job, remaining);
@@ -438,7 +439,7 @@ impl DataPlane {
             let Reads::Closed { at: closed_at } = link.reads else { continue };
             let (compartment, worker) = (link.compartment, link.worker);
             if now.since(closed_at) >= EXIT_AFTER_CLOSE && !link.has_ended() {
-                let message = "it closed its link and lives on".to_owned();
+                let message = "the worker closed the link and still runs".to_owned();
                 self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
             } else {
                 // The report of the death may be late. A keeper that does not report at all is replaced.

@@ -156,10 +156,10 @@ impl DataPlane {
     ) -> Option<(Holder, Priority)> {
         let Compartment { policy, bulkhead, .. } = &mut self.compartments[compartment];
         let Some(record) = policy.cargo_mut(job) else {
-            debug_assert!(false, "{job} was just taken or dispatched, and is not there");
+            debug_assert!(false, "{job} was just taken or dispatched, but has no record");
             return None;
         };
-        debug_assert_eq!(record.charge.bytes, 0, "something is held for it already");
+        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
         let (bulkhead, session, bytes, class) = (*bulkhead, record.session, count(record), record.priority);
         let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
@@ -267,8 +267,9 @@ impl DataPlane {
 
     pub(super) fn memory_full(&self) -> (RejectReason, String) {
         let most = self.limits.buffered_bytes_max;
-        let message =
-            format!("what waits holds max_buffered ({most} bytes), and its client no less than others");
+        let message = format!(
+            "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
+        );
         (RejectReason::Overloaded, message)
     }
 }

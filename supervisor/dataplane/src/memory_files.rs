@@ -129,5 +129,5 @@ pub(super) fn lend(
     control.push(SendAncillaryMessage::ScmRights(files));
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
-    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("a part of the frame was sent")) }
+    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("only a part of the frame was sent")) }
 }

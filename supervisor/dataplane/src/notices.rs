@@ -90,8 +90,8 @@ impl Notices {
         }
         if self.beyond > BEYOND_MAX {
             return Err(format!(
-                "it sent more than {BEYOND_MAX} frames beyond its budget that answer nothing, such as heartbeats, \
-                 progress and status"
+                "the worker sent more than {BEYOND_MAX} frames beyond the budget for frames that answer no \
+                 job, such as heartbeats, progress and status"
             ));
         }
         Ok(())

@@ -169,8 +169,8 @@ impl Replay {
     }
 
     fn fail_unread(&mut self) {
-        let how = self.cause.as_ref().map_or("it was ended", |cause| &cause.message);
-        self.fail(format!("the worker ended before it had the job: {how}"));
+        let how = self.cause.as_ref().map_or("the worker was ended", |cause| &cause.message);
+        self.fail(format!("the worker ended before receiving the job: {how}"));
     }
 
     fn finish(self) {

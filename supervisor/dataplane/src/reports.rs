@@ -71,7 +71,7 @@ impl DataPlane {
             }
             Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
-                if self.template_failed(worker, &format!("failed to start its template: {step}: {error}")) {
+                if self.template_failed(worker, &format!("failed to start the template: {step}: {error}")) {
                     return;
                 }
                 let Some(link) = self.take_link(worker) else { return };
@@ -254,7 +254,7 @@ impl DataPlane {
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links.by_spawn.remove(&spawn)?;
         let Some(link) = self.links.retire(index) else {
-            unreachable!("the keeper's names are of links that are there")
+            unreachable!("the keeper names only existing links")
         };
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.links.again.retain(|&link| link != index);
@@ -335,7 +335,7 @@ impl DataPlane {
 
     pub(super) fn look_after_keeper(&mut self) {
         if self.keeper.kill_if_silent(self.now) {
-            self.note_trouble("the keeper process does not answer", "it is killed, and replaced");
+            self.note_trouble("the keeper process does not answer", "the keeper is killed and replaced");
         } else if self.keeper.is_asked() {
             self.want_housekeeping();
         }

@@ -235,8 +235,8 @@ impl DataPlane {
         if is_full {
             let most = self.limits.clients_max;
             let message = format!(
-                "{most} clients are connected already, which is as many as max_clients and the limit of open files \
-                 allow; share a client by cloning it"
+                "{most} clients are connected already, the maximum that max_clients and the limit of open \
+                 files allow; share a client by cloning the client"
             );
             self.refuse_session(index, RejectReason::Overloaded, &message);
         }
@@ -285,7 +285,7 @@ impl DataPlane {
         let idle = if grant.is_ok() && is_full { self.sessions.idle_for(peer.uid) } else { None };
         if grant.is_ok() && is_full && idle.is_none() {
             let message = format!(
-                "{most} clients are connected already, which is as many as max_clients and the limit of open \
+                "{most} clients are connected already, the maximum that max_clients and the limit of open \
                  files allow; try again later"
             );
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
@@ -314,8 +314,8 @@ impl DataPlane {
 
     /// Closes an idle connection in favour of another user.
     fn close_idle(&mut self, index: SessionIndex) {
-        let message = "this connection was idle, and its user has most of the connections that there may be \
-                       (max_clients): another user needs one; connect again";
+        let message = "this connection was idle, and this user has most of the connections that max_clients \
+                       allows: another user needs a connection; connect again";
         self.refuse_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
         self.drop_session(index);

@@ -129,7 +129,7 @@ impl Shares {
 
     pub(super) fn subtract(&mut self, holder: Holder, kind: Kind, bytes: usize) {
         self.change(holder, Bytes::of(kind, bytes), |held, by| {
-            debug_assert!(*held >= by, "more is given back than was held");
+            debug_assert!(*held >= by, "more bytes are returned than were held");
             *held = held.saturating_sub(by);
         });
         self.forget(holder);
@@ -305,7 +305,7 @@ impl Shares {
             }
             let above = self.node(parent);
             if above.children.get(&key) != Some(&at) {
-                debug_assert!(false, "a holder is forgotten twice");
+                debug_assert!(false, "a holder is removed twice");
                 return;
             }
             above.children.remove(&key);

@@ -21,7 +21,7 @@ macro_rules! indices {
         impl SlabIndex for $name {
             #[inline]
             fn from_number(number: usize) -> Self {
-                debug_assert!(u32::try_from(number).is_ok(), "there are not as many descriptors, nor as much memory");
+                debug_assert!(u32::try_from(number).is_ok(), "more entries than memory or descriptors allow");
                 Self(number as u32)
             }
 
@@ -163,7 +163,7 @@ impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     fn index(&self, index: I) -> &T {
         match self.get(index) {
             Some(value) => value,
-            None => unreachable!("{index:?} names nothing: its holder outlived it"),
+            None => unreachable!("{index:?} has no entry: the index outlived the entry"),
         }
     }
 }
@@ -173,7 +173,7 @@ impl<I: SlabIndex, T> IndexMut<I> for Slab<I, T> {
     fn index_mut(&mut self, index: I) -> &mut T {
         match self.get_mut(index) {
             Some(value) => value,
-            None => unreachable!("{index:?} names nothing: its holder outlived it"),
+            None => unreachable!("{index:?} has no entry: the index outlived the entry"),
         }
     }
 }

@@ -302,33 +302,31 @@ impl DataPlane {
             Layout::Isolated(isolated) => {
                 let is_new = !isolated.own.contains_key(tenant);
                 if is_new && isolated.own.len() >= OWN_MAX {
-                    return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
+                    return unfit(format!("{OWN_MAX} tenants, the maximum, already have separate numbers"));
                 }
                 let mut limits = isolated.limits_of(tenant);
                 numbers.put_into(&mut limits);
                 let (processes, in_flight) = (limits.processes, limits.max_in_flight);
                 check_programs(self.bulkheads[bulkhead].program.sandbox(), in_flight)?;
                 if u64::from(in_flight) > IN_FLIGHT_CEILING {
-                    return unfit(format!(
-                        "max_in_flight, of each worker, must be at most {IN_FLIGHT_CEILING}"
-                    ));
+                    return unfit(format!("max_in_flight (per worker) must be at most {IN_FLIGHT_CEILING}"));
                 }
                 if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
                     return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
                 }
                 check_adaptive(&limits, processes, in_flight)?;
                 if in_flight == 0 && limits.max_queue > 0 {
-                    return unfit("this tenant's max_in_flight is 0: nothing in its queue would run".into());
+                    return unfit("this tenant's max_in_flight is 0: no queued job would run".into());
                 }
                 check_workers(processes, limits.start.spares, isolated.max_active)
             }
             Layout::Shared(compartment) => {
                 let own = &self.bulkheads[bulkhead].own;
                 if !own.contains_key(tenant) && own.len() >= OWN_MAX {
-                    return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
+                    return unfit(format!("{OWN_MAX} tenants, the maximum, already have separate numbers"));
                 }
                 if numbers.processes.is_some() {
-                    return unfit("processes of its own need tenants.isolate = true".into());
+                    return unfit("a tenant's own processes need tenants.isolate = true".into());
                 }
                 let limit = self.compartments[*compartment].policy.limits().rate_limit;
                 let is_common = limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
@@ -421,7 +419,8 @@ fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.one_at_once() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Unfit(format!(
-            "max_in_flight must be at most 1, since programs of one worker would reach each other: {why}"
+            "max_in_flight must be at most 1, because programs of the same worker could reach each other: \
+             {why}"
         ))),
         _ => Ok(()),
     }
@@ -432,7 +431,8 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
         Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Unfit(format!(
-            "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower it in the file first",
+            "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower adaptive.max in the \
+             file first",
             adaptive.max
         ))),
         _ => Ok(()),
@@ -496,7 +496,7 @@ pub(super) fn check_fit(
     let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
     let has_own = own.values().any(|own| own.rate_limit.is_some());
     if max_active.is_none() && is_common && has_own {
-        let message = "tenants have rate limits of their own, which needs rate_limit.per = \"tenant\"";
+        let message = "some tenants have a separate rate limit, which needs rate_limit.per = \"tenant\"";
         return unfit(message.into());
     }
     max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))

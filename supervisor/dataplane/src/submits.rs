@@ -53,7 +53,7 @@ impl DataPlane {
         let has_room = session.requests.len() < REQUESTS_MAX;
         let (bulkhead, submit, extras) = match self.check_submit(index, header, metadata) {
             Ok(_) if !has_room => {
-                let message = format!("this client has {REQUESTS_MAX} jobs under way");
+                let message = format!("this client already has {REQUESTS_MAX} unfinished jobs");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
                 return Ok(());
             }
@@ -192,7 +192,7 @@ impl DataPlane {
         }
         let run_limit = extensions.get(tag::RUN_LIMIT).map(read_run_limit);
         if run_limit == Some(None) {
-            return invalid("the run limit is not 8 bytes that count microseconds from 1 on".into());
+            return invalid("the run limit must be 8 bytes that count microseconds, at least 1".into());
         }
         let mut size = header.payload_length() as u64;
         let leased = match extensions.get(tag::LEASE).map(Named::from_bytes) {

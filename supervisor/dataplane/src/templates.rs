@@ -164,7 +164,7 @@ impl DataPlane {
             if let Some(at) = template.wanted.iter().position(|(wanted, _)| *wanted == worker) {
                 template.wanted.remove(at);
                 let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-                return Some(format!("its template was not ready in time{words}"));
+                return Some(format!("the template was not ready in time{words}"));
             }
         }
         None
@@ -198,7 +198,7 @@ impl DataPlane {
         let how = match exit {
             _ if template.stage == Stage::Late => "was not ready within `start.ready`".to_owned(),
             Some(exit) => format!("ended: {}", self.death(spawn, exit)),
-            None => "ended with its keeper".to_owned(),
+            None => "ended with the keeper".to_owned(),
         };
         let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
         let message = format!("the template of {} {how}{words}", template.program.describe());
@@ -223,7 +223,7 @@ impl DataPlane {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_too_much {
-            template.words = Some("it has more than `tmp` in its temporary folder".to_owned());
+            template.words = Some("the temporary folder holds more than `tmp` allows".to_owned());
             self.keeper.kill(spawn, self.now);
             self.want_housekeeping();
         }

@@ -61,7 +61,8 @@ impl DataPlane {
     pub(super) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
         let &bulkhead = self.bulkheads.by_name.get(name).ok_or(SteerError::NotFound)?;
         let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else {
-            let message = "the tenants of this bulkhead share its workers: see `tenants` in its snapshot";
+            let message = "the tenants of this bulkhead share workers: see `tenants` in the bulkhead's \
+                           snapshot";
             return Err(SteerError::Unfit(message.into()));
         };
         let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;

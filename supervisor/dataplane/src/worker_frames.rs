@@ -213,7 +213,7 @@ impl DataPlane {
                 self.note_status((compartment, worker), JobId(number), status);
                 if let Some(named) = named {
                     if size > 0 {
-                        return Err("its result stands in a memory file, and in the frame as well".to_owned());
+                        return Err("the worker sent a result in a memory file and in the frame".to_owned());
                     }
                     let at = (compartment, worker);
                     self.result_in_file(at, self.links[index].spawn, JobId(number), named)?;
@@ -246,7 +246,7 @@ impl DataPlane {
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
                 if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
-                    return Err(format!("a program cannot die by the signal {}", crashed.signal));
+                    return Err(format!("a program cannot be killed by the signal {}", crashed.signal));
                 }
                 let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
@@ -267,7 +267,7 @@ impl DataPlane {
             kind::RETURNED => {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let arrival = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
-                let arrival = arrival.ok_or("it gave a job back without its arrival number")?;
+                let arrival = arrival.ok_or("the worker returned a job without the arrival number")?;
                 self.job_returned(index, JobId(number), u64::from_le_bytes(arrival));
             }
             _ => self.worker_notice(index, header, metadata)?,
@@ -314,9 +314,11 @@ impl DataPlane {
                 self.progress(compartment, worker, header.number, progress);
                 return Ok(());
             }
-            kind::HELLO => return Err("it said hello twice".into()),
+            kind::HELLO => return Err("the worker said hello twice".into()),
             unknown if header.is_critical() => {
-                return Err(format!("it sent a frame of kind {unknown} that must be understood"));
+                return Err(format!(
+                    "the worker sent a frame of the unknown kind {unknown} that must be understood"
+                ));
             }
             _ => return Ok(()),
         };
@@ -331,13 +333,13 @@ impl DataPlane {
         metadata: &[u8],
     ) -> Result<(), String> {
         if header.kind != kind::HELLO || header.number != MAGIC {
-            return Err("its first frame is not a hello".into());
+            return Err("the worker's first frame is not a hello".into());
         }
         let hello = decode::<Hello<'_>>(metadata)?;
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         if hello.role != role::WORKER {
-            return Err("it says hello in the role of a client".into());
+            return Err("the worker says hello in the role of a client".into());
         }
         if let Err(message) = check_version(&hello, "build the worker with a matching SDK") {
             let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
@@ -443,7 +445,7 @@ impl DataPlane {
     pub(super) fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
         match self.links.get(index).map(|link| &link.stage) {
             Some(Stage::Welcomed { strays, .. }) if *strays > JOBS_UNKNOWN_MAX => {
-                Err(format!("it sent more than {JOBS_UNKNOWN_MAX} replies for jobs that it does not have"))
+                Err(format!("the worker sent more than {JOBS_UNKNOWN_MAX} replies for unknown jobs"))
             }
             _ => Ok(()),
         }
@@ -485,12 +487,12 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
 /// end would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
-        return Err(format!("it did not say hello: its first frame is of kind {}", header.kind));
+        return Err(format!("the worker did not say hello: the first frame is of kind {}", header.kind));
     }
     // A result that is too large is discarded, whatever the size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
-        return Err(format!("it began a frame of kind {} with {} bytes", header.kind, header.length));
+        return Err(format!("the worker began a frame of kind {} with {} bytes", header.kind, header.length));
     }
     Ok(())
 }
@@ -508,7 +510,7 @@ fn check_result(metadata: &[u8]) -> Result<(Option<Named>, Option<&[u8]>), Strin
     }
     let (_, extensions) = decode_all::<Empty>(metadata, &[tag::LEASE])?;
     let named = extensions.get(tag::LEASE).map(|bytes| {
-        Named::from_bytes(bytes).ok_or_else(|| "it named a lease by other than 16 bytes".to_owned())
+        Named::from_bytes(bytes).ok_or_else(|| "the lease name does not have 16 bytes".to_owned())
     });
     Ok((named.transpose()?, extensions.get(tag::STATUS)))
 }

@@ -97,7 +97,7 @@ impl Admission {
 /// Permission for one call. Must be returned by [`Breaker::record`] or [`Breaker::give_back`]. Not `Clone`,
 /// so that no call counts twice.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "a probe's claim that is dropped leaves the breaker half-open for ever"]
+#[must_use = "a dropped claim of a probe leaves the breaker half-open for ever"]
 pub(crate) enum Claim {
     /// An ordinary call.
     Call { epoch: u64 },

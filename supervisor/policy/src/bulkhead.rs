@@ -566,7 +566,8 @@ impl<T> Bulkhead<T> {
             && let Some(index) = self.jobs.find(id)
         {
             let message =
-                "the memory for waiting jobs is used up, and its client holds most of it".to_owned();
+                "the memory for waiting jobs is used up, and the client of the job holds most of the memory"
+                    .to_owned();
             self.leave_queue(
                 now,
                 index,

@@ -14,7 +14,7 @@ use crate::rate::RateLimit;
 
 /// Limits of one bulkhead.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Limits {
     pub processes: u32,
     pub max_in_flight: u32,
@@ -48,7 +48,7 @@ pub struct Limits {
 /// Thresholds for queue pressure, as shares of the queue's capacity. Above `reject`, only critical jobs are
 /// accepted.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Pressure {
     pub warn: f64,
     pub reject: f64,
@@ -93,7 +93,7 @@ pub struct OwnNumbers {
 
 /// Restart policy for workers that have ended.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+#[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Restart {
     pub policy: RestartPolicy,
     pub backoff: Duration,

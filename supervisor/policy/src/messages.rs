@@ -486,21 +486,21 @@ pub enum KillReason {
 }
 
 impl KillReason {
-    /// Returns a sentence for operators and clients. Its subject "it" is the worker.
+    /// Returns a description for operators and clients.
     pub fn describe(&self) -> String {
         match self {
-            Self::Deadline => "a job in it went on after its deadline, run limit or cancellation, or after a result that \
-                               was too large"
+            Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
+                               or after a result that was too large"
                 .into(),
-            Self::Hung => "it no longer sent heartbeats".into(),
-            Self::Protocol(how) => format!("it broke the protocol: {how}"),
-            Self::NoHello => "it did not say hello within start.handshake; \
-                              a program that is not built with the worker SDK wants `exec` instead of `command`"
+            Self::Hung => "the worker no longer sent heartbeats".into(),
+            Self::Protocol(how) => format!("protocol violation: {how}"),
+            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
+                              built with the worker SDK needs `exec` instead of `command`"
                 .into(),
-            Self::NotReady => "it was not ready within start.ready".into(),
-            Self::Overdue => "it was asked to stop and did not".into(),
-            Self::Unwanted => "it had not begun, and is not needed any more".into(),
-            Self::KeeperDied => "the keeper died, and all workers with it by SIGKILL".into(),
+            Self::NotReady => "the worker was not ready within start.ready".into(),
+            Self::Overdue => "the worker was asked to stop and did not".into(),
+            Self::Unwanted => "the worker had not begun a job and is no longer needed".into(),
+            Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
         }
     }
 }
@@ -526,7 +526,7 @@ vocabulary! {
 vocabulary! {
     /// Cause of a worker restart, as used in metrics.
     #[repr(u8)]
-    #[expect(missing_docs, reason = "the names say it")]
+    #[expect(missing_docs, reason = "the names are self-explanatory")]
     RestartCause {
         // The previous worker ended by itself.
         Exit = "exit",

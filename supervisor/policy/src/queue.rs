@@ -220,7 +220,7 @@ impl Jobs {
             self.table.resize(index + 1, None);
         }
         let is_new = self.table[index].is_none();
-        debug_assert!(is_new, "job {job} waits already");
+        debug_assert!(is_new, "job {job} is already in the queue");
         if is_new {
             self.table[index] = Some(entry);
         }

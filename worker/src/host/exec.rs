@@ -150,8 +150,8 @@ impl Host {
         rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.leave_temporary_files_open() {
             eprintln!(
-                "programs of this worker can read each other's temporary files: `read` or `write` names a folder \
-                 above them"
+                "programs of this worker can read each other's temporary files: `read` or `write` names a \
+                 folder above these files"
             );
         }
         let rules = Arc::new(rules);
@@ -177,7 +177,7 @@ impl Host {
             Err(error) => {
                 let name = self.plan.input.as_deref().unwrap_or_default();
                 let is_full = error.kind() == io::ErrorKind::StorageFull;
-                let advice = if is_full { "; allow more by `sandbox.tmp`" } else { "" };
+                let advice = if is_full { "; raise `sandbox.tmp` to allow more" } else { "" };
                 let message = format!("failed to write the payload to the file `{name}`: {error}{advice}");
                 let error = HandlerError::new("io", message);
                 Reply::Failed(if is_full { error.caller() } else { error })
@@ -211,12 +211,12 @@ impl Host {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         folder.open_up();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {
-            Err(Errno::LOOP) => return Err(none(&"it is a symbolic link")),
+            Err(Errno::LOOP) => return Err(none(&"the file is a symbolic link")),
             file => file.map_err(|error| none(&error))?,
         };
         let found = fstat(&file).map_err(|error| none(&error))?;
         if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
-            return Err(none(&"it is no regular file"));
+            return Err(none(&"the file is not a regular file"));
         }
         let mut output = Vec::new();
         File::from(file).take(most + 1).read_to_end(&mut output).map_err(|error| none(&error))?;
@@ -263,7 +263,7 @@ impl Host {
                 self.reply(run, pid, status, folder, ctx.result_bytes_max())
             }
             (Err(error), _) | (_, Err(error)) => {
-                let message = format!("failed to talk to {}: {error}", self.plan.program);
+                let message = format!("failed to communicate with {}: {error}", self.plan.program);
                 Reply::Failed(HandlerError::new("io", message))
             }
         }
@@ -353,7 +353,7 @@ impl Host {
     fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
         if let End::Cancelled = run.end {
-            return Reply::Failed(HandlerError::new("cancelled", "the program was killed with its job"));
+            return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
         }
         if let End::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
@@ -404,9 +404,9 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
     let message = format!(
-        "the program exited, but its {output} was still open in {holders} after {} ms, and the rest was killed: have the \
-         program wait for it, redirect its output, or raise `output_grace`; `output_grace = \"0s\"` drops what is \
-         written after the exit",
+        "the program exited, but the {output} was still open in {holders} after {} ms, and the rest was \
+         killed: have the program wait for child processes, redirect the output of child processes, or raise \
+         `output_grace`; `output_grace = \"0s\"` drops output that is written after the exit",
         grace.as_millis()
     );
     HandlerError::new("output_incomplete", message)

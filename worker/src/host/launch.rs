@@ -147,7 +147,7 @@ impl Launch {
         };
         // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory
         // prepared before. It neither allocates nor takes a lock.
-        #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
+        #[expect(unsafe_code, reason = "vfork(2) shares memory with the child")]
         let child = unsafe { vfork::spawn(execute) }?;
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
@@ -167,7 +167,7 @@ impl Launch {
 fn give_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
         // SAFETY: plain descriptor numbers, and the child has a separate descriptor table.
-        #[expect(unsafe_code, reason = "the safe form wants to own what it replaces")]
+        #[expect(unsafe_code, reason = "the safe dup2(2) must own the replaced descriptor")]
         errno::check(unsafe { libc::dup2(own, stream) })?;
     }
     Ok(())
@@ -176,7 +176,7 @@ fn give_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
 /// Creates a pipe. Both ends are above the standard streams, where a later `dup2` would replace them.
 fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = std::io::pipe()?;
-    debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has its standard streams");
+    debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has open standard streams");
     Ok((reader, writer))
 }
 
@@ -219,10 +219,11 @@ pub(super) fn describe(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOEXEC) => {
             format!(
-                "{error}: it is neither a program of this machine nor a script that names its interpreter (#!)"
+                "{error}: the file is neither a program for this machine nor a script that names an \
+                 interpreter (#!)"
             )
         }
-        Some(libc::ENOTRECOVERABLE) => "the Landlock rules for it are not in force".to_owned(),
+        Some(libc::ENOTRECOVERABLE) => "the Landlock rules for the program are not in force".to_owned(),
         _ => error.to_string(),
     }
 }

@@ -92,16 +92,19 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     // SAFETY: the header declares the marker with this type. A library without the marker is rejected before
     // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
-        cannot(format!("{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into it once"))
+        cannot(format!(
+            "{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into the library once"
+        ))
     })?;
     // SAFETY: `dlsym` found the object, which is a `const uint32_t`.
     let version = unsafe { **version };
     if version != ABI_VERSION {
         return Err(cannot(format!(
-            "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: rebuild it"
+            "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: \
+             rebuild the library"
         )));
     }
-    let symbol = CString::new(entry).map_err(|_| cannot("the entry's name holds a NUL".into()))?;
+    let symbol = CString::new(entry).map_err(|_| cannot("the name of `entry` contains a NUL byte".into()))?;
     // SAFETY: the header declares the entry with this signature.
     let handle = unsafe { library.get::<Handle>(symbol.as_bytes_with_nul()) }
         .map_err(|_| cannot(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
@@ -153,7 +156,7 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
 }
 
 /// Returns the call that belongs to a job pointer from the library.
-#[expect(unsafe_code, reason = "a pointer comes back from C")]
+#[expect(unsafe_code, reason = "the C library passes the pointer back")]
 fn call_of<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call
     // until the handler returns. A library that breaks this rule harms only this process.

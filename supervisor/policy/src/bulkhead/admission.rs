@@ -117,7 +117,8 @@ impl<T> Bulkhead<T> {
         }
         if self.is_quarantined(now, submission.digest) {
             let message = format!(
-                "alone where it ran, this payload has crashed it, {} times at least; `reset` lets it in again",
+                "this payload has crashed the worker or program at least {} times while no other job ran \
+                 there; `reset` lifts the quarantine",
                 self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
             );
             return Err(refusal(RejectReason::Quarantined, message));
@@ -180,7 +181,8 @@ impl<T> Bulkhead<T> {
             }
             Err(Excess::ForEver) => {
                 let message = format!(
-                    "it costs {}, and rate_limit.burst is {}: no wait will do",
+                    "the job costs {}, and rate_limit.burst is {}: waiting does not help; lower the cost, or \
+                     raise the burst",
                     submission.cost, limit.burst
                 );
                 let verdict = Verdict::Rejected { reason: RejectReason::RateLimited, message };
@@ -230,10 +232,10 @@ impl<T> Bulkhead<T> {
         if is_over || !has_share && self.waiting_max() == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
-                0 => format!("tenant '{name}' has its share of this bulkhead already"),
+                0 => format!("tenant '{name}' already has the full share of this bulkhead"),
                 withheld => format!(
-                    "tenant '{name}' has its share of this bulkhead already; {withheld} of its places are withheld \
-                     until the workers that its jobs ended are replaced"
+                    "tenant '{name}' already has the full share of this bulkhead; {withheld} places of the \
+                     share are withheld until the workers that the tenant's jobs ended are replaced"
                 ),
             };
             return Err(refusal(RejectReason::TenantQuota, message));

@@ -460,7 +460,7 @@ impl<T> Bulkhead<T> {
         self.heard(now, id);
         let Some(worker) = self.worker(id) else { return };
         if arrival > worker.taken {
-            let message = format!("it gave back the job {job}, which was not taken back");
+            let message = format!("the worker returned the job {job}, which was not recalled");
             return self.kill(id.place, KillReason::Protocol(message), out);
         }
         let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).arrival == arrival) else {
@@ -548,7 +548,9 @@ impl<T> Bulkhead<T> {
             rejection(RejectReason::Draining)
         } else if !job.is_repeatable {
             let message =
-                "the worker gave the job back, and the supervisor kept no copy of the payload: send the job again".to_owned();
+                "the worker returned the job, and the supervisor kept no copy of the payload: send the job \
+                 again"
+                    .to_owned();
             Verdict::Rejected { reason: RejectReason::Unavailable, message }
         } else if self.live_slots == 0 {
             Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker() }
@@ -593,7 +595,7 @@ impl<T> Bulkhead<T> {
         job: JobId,
         out: &mut Vec<Action<T>>,
     ) {
-        let message = format!("it answered the job {job}, which was still ahead, or taken back");
+        let message = format!("the worker answered the job {job}, which had not begun or had been recalled");
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };

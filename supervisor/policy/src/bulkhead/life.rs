@@ -626,14 +626,14 @@ impl<T> Bulkhead<T> {
         // Under other policies, even a clean exit can be the last one.
         if is_unfit || self.limits.restart.policy != RestartPolicy::Always {
             self.last_trouble = match (was_ready, last_words) {
-                (true, _) if is_unfit => format!("the worker ended without having done a job: {sentence}"),
+                (true, _) if is_unfit => format!("the worker ended before completing a job: {sentence}"),
                 (true, _) => format!("the worker ended: {sentence}"),
                 (false, None) if is_mute => format!(
-                    "the worker did not start: {sentence} before it said hello; a program that is not built with \
-                     the worker SDK wants `exec` instead of `command`"
+                    "the worker did not start: {sentence} before the worker said hello; a program that is \
+                     not built with the worker SDK needs `exec` instead of `command`"
                 ),
                 (false, None) => format!("the worker did not start: {sentence}"),
-                (false, Some(words)) => format!("the worker did not start: {sentence}; it said: {words}"),
+                (false, Some(words)) => format!("the worker did not start: {sentence}; last status: {words}"),
             };
         }
         if is_proven {
@@ -784,7 +784,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         if reason == StopReason::Policy {
-            self.last_trouble.push_str("; restart.policy does not start it again");
+            self.last_trouble.push_str("; restart.policy allows no restart");
         }
         self.reject_if_none_is_left(now, out);
         let message = self.last_trouble.clone();
@@ -916,16 +916,14 @@ impl std::fmt::Display for Death {
             Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
             Self::Violation("") => write!(
                 f,
-                "made a system call that its sandbox forbids; which, the kernel does not tell (calls of 32 bits have no name)"
+                "made a system call that the sandbox forbids; the kernel does not report which call (32-bit \
+                 calls have no name)"
             ),
-            Self::Violation(call) => write!(f, "made the system call {call}, which its sandbox forbids"),
+            Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
             Self::Overfull => {
-                write!(
-                    f,
-                    "ended by the supervisor: it had more in its temporary folder than sandbox.tmp allows"
-                )
+                write!(f, "ended by the supervisor: the temporary folder held more than sandbox.tmp allows")
             }
-            Self::Oom => write!(f, "killed by the kernel: it had more memory than it may"),
+            Self::Oom => write!(f, "killed by the kernel: the memory limit was exceeded"),
         }
     }
 }

@@ -18,7 +18,7 @@ const REASONS: usize = RejectReason::ALL.len() + 1;
 
 /// Number of jobs by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "each is the outcome of that name")]
+#[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
     /// Number of submissions, whatever their outcome.
     pub submitted: u64,
@@ -110,7 +110,7 @@ vocabulary! {
 
 /// State of one worker, for snapshots.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct WorkerView {
     pub id: WorkerId,
     pub slot: u32,
@@ -136,7 +136,7 @@ pub struct WorkerView {
 
 /// Brief state of one worker.
 #[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct StaffView {
     pub slot: u32,
     pub pid: Option<u32>,
@@ -188,7 +188,7 @@ pub struct HeldJob {
 
 /// State of one tenant, for snapshots.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct TenantView {
     pub name: Arc<str>,
     pub in_flight: u32,
