@@ -58,7 +58,8 @@ const TENANT: Parameter =
     Parameter("tenant", Schema::Text, "The part of one tenant, if tenants are isolated.");
 const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Only entries of this bulkhead.");
 const SINCE: Parameter = Parameter("since", Schema::Count, "Only events after this sequence number.");
-const LIMIT: Parameter = Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
+const LIMIT: Parameter =
+    Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
 const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether to continue with new entries.");
 
 const ROUTES: &[Route] = &[
@@ -158,8 +159,11 @@ async fn without_query(request: Request, next: Next) -> Response {
         None => next.run(request).await,
         Some(query) => {
             let query = cut(query, QUERY_BYTES_TOLD);
-            let what =
-                format!("{} takes no query, but the request has \"{}\"", request.uri().path(), query.escape_debug());
+            let what = format!(
+                "{} takes no query, but the request has \"{}\"",
+                request.uri().path(),
+                query.escape_debug()
+            );
             problem(StatusCode::BAD_REQUEST, &what)
         }
     }
