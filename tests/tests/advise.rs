@@ -98,7 +98,7 @@ fn what_is_seen_is_what_was_there() {
         let seen = wait_seen(&supervisor, "b", "all five", |seen| seen["concurrency"]["p50"] == 5);
         assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
         assert!(
-            advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since its limits were changed")
+            advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since the limits were changed")
         );
 
         // With isolated tenants, the statistics are per tenant.

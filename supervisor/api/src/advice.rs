@@ -118,7 +118,7 @@ pub struct Seen {
 /// A distribution, by its quantiles and maximum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct Marks<T: Default> {
     pub p50: T,
     pub p99: T,

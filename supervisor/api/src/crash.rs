@@ -175,7 +175,7 @@ vocabulary! {
 
 /// Resource usage of a process and its reaped descendants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct Usage {
     pub user_ms: u64,
     pub system_ms: u64,
@@ -185,7 +185,7 @@ pub struct Usage {
 
 /// A crash report, as shown by `GET /v1/crashes/{id}` and stored in `crash_dir`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
+#[expect(missing_docs, reason = "the names match the events and are self-explanatory")]
 pub struct CrashReport {
     #[schemars(with = "String")]
     pub id: CrashId,
@@ -235,7 +235,7 @@ const fn one() -> u32 {
 
 /// A job in a crash report.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
+#[expect(missing_docs, reason = "the names match the events and are self-explanatory")]
 pub struct CrashJob {
     pub job: String,
     pub operation: String,
@@ -281,7 +281,7 @@ pub struct Crashes {
 /// An entry in the list of crashes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Crash")]
-#[expect(missing_docs, reason = "the names are those of the report")]
+#[expect(missing_docs, reason = "the names match the report")]
 pub struct Summary {
     #[schemars(with = "String")]
     pub id: CrashId,
@@ -381,7 +381,7 @@ pub struct Replay {
 
 /// A job that was run again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "the names are those of an outcome and of the report")]
+#[expect(missing_docs, reason = "the names match the outcome and the report")]
 pub struct ReplayedJob {
     pub cause: Option<Cause>,
     /// Index of the job in the report.

@@ -55,7 +55,7 @@ macro_rules! events {
         /// Kind of an event, with its fields.
         #[derive(Clone, Debug, PartialEq, Deserialize)]
         #[serde(tag = "kind")]
-        #[expect(missing_docs, reason = "the fields are named as in the documentation and say what they hold")]
+        #[expect(missing_docs, reason = "the fields are named as in the documentation")]
         pub enum What {
             $($(#[doc = $sentence])+
             $(#[serde($flag)])?
@@ -93,7 +93,7 @@ macro_rules! events {
             pub fn fields(&self) -> Vec<(&'static str, Value)> {
                 match self {
                     $(Self::$variant { $($field,)* $($($more,)*)? } => {
-                        #[allow(unused_mut, reason = "not every kind has fields that may be absent")]
+                        #[allow(unused_mut, reason = "not every kind has optional fields")]
                         let mut fields = vec![$((stringify!($field), json!($field))),*];
                         $($(fields.extend($more.as_ref().map(|value| (stringify!($more), json!(value))));)*)?
                         fields
@@ -273,7 +273,7 @@ mod tests {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations.md is not what is told; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations.md is out of date; run this test with UPDATE_DOCS=1");
     }
 
     #[test]

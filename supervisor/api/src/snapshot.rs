@@ -21,7 +21,7 @@ pub struct Bulkheads {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Bulkhead")]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Snapshot {
     pub name: String,
     /// The isolated tenant, if this is the state of one tenant's part of the bulkhead.
@@ -116,7 +116,7 @@ pub struct Adaptive {
 /// A rate limit in force.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are those of the configuration")]
+#[expect(missing_docs, reason = "the names match the configuration")]
 pub struct Rate {
     pub per_second: f64,
     pub burst: u32,
@@ -137,7 +137,7 @@ impl From<RateLimit> for Rate {
 /// A tenant's share of a bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names say what they hold")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct Tenant {
     pub name: String,
     pub in_flight: u32,
@@ -149,7 +149,7 @@ pub struct Tenant {
 /// Run times and queue times of jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Latencies {
     pub run: Percentiles,
     pub queue: Percentiles,
@@ -158,7 +158,7 @@ pub struct Latencies {
 /// Percentiles in milliseconds; `null` without measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Percentiles {
     pub p50: Option<f64>,
     pub p90: Option<f64>,
@@ -169,7 +169,7 @@ pub struct Percentiles {
 /// A worker process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+#[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Worker {
     /// The only tenant that the worker serves.
     #[serde(skip_serializing_if = "Option::is_none")]

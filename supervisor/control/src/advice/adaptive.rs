@@ -8,7 +8,7 @@ pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
         format!(
-            "the adaptive limit, {} of at most {}, is what holds jobs back: more would run only if they took less time",
+            "the adaptive limit, {} of at most {}, holds jobs back: more jobs can run only if jobs take less time",
             adaptive.limit,
             in_all(adaptive, adaptive.max)
         )
@@ -29,25 +29,23 @@ pub(super) fn in_words(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
     let [min, max] = [adaptive.min, adaptive.max].map(|each| in_all(adaptive, each));
     let Some(latency) = adaptive.latency_ms else {
-        return format!(
-            "too few jobs have ended to tell how long they take beside the target of {target_ms} ms"
-        );
+        return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
     };
-    let moved = format!("it grew {} times and fell {} times", adaptive.raised, adaptive.lowered);
-    let took = format!("nine of ten jobs took up to {latency} ms, of {target_ms} ms");
+    let moved = format!("the limit grew {} times and fell {} times", adaptive.raised, adaptive.lowered);
+    let took = format!("90 % of the jobs took at most {latency} ms, with a target of {target_ms} ms");
     let is_late = latency > *target_ms;
     let verdict = match &adaptive.mode {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
-            format!("with mode = \"enforce\" it would let {limit} run at once")
+            format!("with mode = \"enforce\" the limit would let {limit} jobs run at once")
         }
-        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" it would hold nothing back".to_owned(),
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would hold back no job".to_owned(),
         _ if is_late && *limit <= min => {
-            "although only the least may run at once: their time does not depend on how many run, so look at what they \
-             wait for, or give them a longer target"
+            "although the limit is at the minimum: the job time does not depend on the number of concurrent jobs, so \
+             check why jobs wait, or set a longer target"
                 .to_owned()
         }
-        _ if !is_below_max(adaptive) => format!("so that all {max} may run at once"),
-        _ => format!("and {limit} may run at once"),
+        _ if !is_below_max(adaptive) => format!("so all {max} can run at once"),
+        _ => format!("and {limit} can run at once"),
     };
     format!("{took}; {verdict}; {moved}")
 }

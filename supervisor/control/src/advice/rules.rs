@@ -49,20 +49,20 @@ type Verdicts = (Vec<Proposal>, Vec<Kept>);
 pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
     if setup.permits() == 0 {
-        let reason = "it is 0, which rejects every job: give it at least 1".to_owned();
+        let reason = "a value of 0 rejects every job: set at least 1".to_owned();
         verdicts.keep("max_in_flight", Setting::Count(0), reason);
         return verdicts;
     }
     if seen.concurrency.max == 0 {
         let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
-        let reason = format!("no job has run, so that there is nothing to go by; rejected were: {rejected}");
+        let reason = format!("no job has run, so there are no measurements; rejected were: {rejected}");
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
         return verdicts;
     }
     let busy = seen.busy_ms as f64 / millis(seen.watched).max(1.0);
     if busy < IDLE_MAX && lost(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
         let reason = format!(
-            "jobs were in flight for {} of the time: too little to judge the needs of this bulkhead",
+            "jobs were in flight for {} of the time, which is too little to size this bulkhead",
             percent(busy)
         );
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
@@ -132,8 +132,8 @@ fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut V
     if seen.time_short_of_workers > SHORT_MAX {
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
-            "workers were missing for {missing} of the time with jobs, so that it cannot be told how many are needed: \
-             see first why they end or do not start"
+            "workers were missing for {missing} of the time with jobs, so the required number is unknown: first find \
+             out why workers end or do not start"
         );
         verdicts.keep(lever.key, now, reason);
         return limit;
@@ -163,7 +163,7 @@ fn wanted_below_limit(seen: &Seen) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
     let why = format!(
-        "for 99 % of the time with jobs at most {p99} {} in flight (at one time {}), and 25 % on top is {wanted}",
+        "for 99 % of the time with jobs at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
         were(p99),
         seen.concurrency.max
     );
@@ -181,15 +181,15 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
     let wanted = needed.clamp(limit, 2 * limit);
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
-        "no permit was free for {at_limit} of the time with jobs, so that the {p99} in flight say only what the limit \
-         is; with those that waited there were {demand}"
+        "no permit was free for {at_limit} of the time with jobs, so the {p99} in flight only show the limit; with \
+         waiting jobs there were {demand}"
     );
     if in_all > 0 {
-        why += &format!(", and {in_all} of {} jobs were turned away ({})", seen.jobs, reasons(lost(seen)));
+        why += &format!(", and {in_all} of {} jobs were not served ({})", seen.jobs, reasons(lost(seen)));
     }
     why += &match needed > wanted {
-        true => format!("; that would be {needed}, but no more than twice as many at a time"),
-        false => format!("; 25 % on top is {wanted}"),
+        true => format!("; the need would be {needed}, but one step at most doubles the value"),
+        false => format!("; with 25 % headroom: {wanted}"),
     };
     (wanted, why)
 }
@@ -214,15 +214,15 @@ fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, setup, machine).unwrap_or(u64::MAX);
     match (by_processors, by_memory) {
-        (u64::MAX, u64::MAX) => "; more there cannot be".to_owned(),
+        (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
-            "; but a job uses {} of a processor while it runs, and of the {} here more than {processors} would only \
-             take from each other",
+            "; but a running job uses {} of a processor, and on the {} processors here more than {processors} jobs \
+             would only compete",
             percent(seen.processors_per_job.unwrap_or(1.0)),
             machine.processors
         ),
         (_, memory) => format!(
-            "; but more than {memory} could come to over {} of the {} of memory here",
+            "; but more than {memory} jobs at once could need over {} of the {} of memory here",
             percent(MEMORY_SHARE),
             size(machine.memory_bytes.unwrap_or(0))
         ),
@@ -253,7 +253,7 @@ fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool
 fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
     let (Some(each), Some(all)) = (seen.rss_max_bytes, machine.memory_bytes) else { return String::new() };
     let total = each.saturating_mul(processes);
-    format!("; at {} each, they hold up to {} of {}", size(each), size(total), size(all))
+    format!("; at {} each, the workers hold up to {} of {}", size(each), size(total), size(all))
 }
 
 // The queue.
@@ -263,11 +263,11 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
     let (turned_away, in_vain) = (turned_away(seen), waited_in_vain(seen));
     let used = format!("at most {} of {now} places were taken", seen.queued.max);
     let Some(useful) = useful_places(seen, setup, permits) else { return };
-    let in_time = format!("what {permits} at once work off in {}", patience_in_words(seen, setup));
+    let in_time = format!("the capacity of {permits} permits in {}", patience_in_words(seen, setup));
     if is_many(in_vain, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{in_vain} of {} jobs waited in vain, and {in_time} are {useful} jobs: what cannot be served in time \
-             had better hear it at once",
+            "{in_vain} of {} jobs waited in vain, and {in_time} is {useful} jobs: jobs that cannot be served in time \
+             should be rejected at once",
             seen.jobs
         );
         return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
@@ -277,21 +277,21 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
         let others = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let rejected = match seen.rejected.is_empty() {
             true => "no job was rejected".to_owned(),
-            false => format!("no job was rejected for want of a place (rejected were: {others})"),
+            false => format!("no job was rejected for lack of a queue place (rejected were: {others})"),
         };
         return verdicts.keep(key, now_set, format!("{rejected}, and {used}"));
     }
     let why =
-        format!("{turned_away} of {} jobs were turned away ({})", seen.jobs, reasons(turned_away_by(seen)));
+        format!("{turned_away} of {} jobs were rejected ({})", seen.jobs, reasons(turned_away_by(seen)));
     if permits > setup.permits() {
-        return verdicts.keep(key, now_set, format!("{why}, but more at once comes before more that wait"));
+        return verdicts.keep(key, now_set, format!("{why}, but more permits come before a longer queue"));
     }
     let wanted = (2 * now).max(setup.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
-        let reason = format!("{why}, but {in_time} are {useful} jobs: more would wait in vain");
+        let reason = format!("{why}, but {in_time} is {useful} jobs: more jobs would wait in vain");
         return verdicts.keep(key, now_set, reason);
     }
-    let reason = format!("{why}; {in_time} are {useful} jobs, and no more than twice as many at a time");
+    let reason = format!("{why}; {in_time} is {useful} jobs, and one step at most doubles the queue");
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
@@ -311,7 +311,7 @@ fn patience_ms(seen: &Seen, setup: &Setup) -> f64 {
 fn patience_in_words(seen: &Seen, setup: &Setup) -> String {
     let patience = time(patience_ms(seen, setup));
     match setup.queue_timeout {
-        Some(timeout) if millis(timeout) <= patience_ms(seen, setup) => format!("queue_timeout, {patience},"),
+        Some(timeout) if millis(timeout) <= patience_ms(seen, setup) => format!("queue_timeout ({patience})"),
         _ => format!("the {patience} that the deadline leaves"),
     }
 }
@@ -330,7 +330,7 @@ fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     let proposed = rounded_down(setup.deadline - run);
     let reason = format!(
         "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 % of \
-         the jobs), and who hears it then can still go elsewhere",
+         the jobs), and a client that is rejected then can still try elsewhere",
         seen.jobs,
         format_duration(proposed),
         format_duration(setup.deadline),
@@ -358,21 +358,21 @@ fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     if is_many(by_own, seen.ran) {
         let ran = seen.ran;
         let why = format!(
-            "{by_own} of {ran} jobs were stopped at the deadline, so that it is not known how long they take: twice as \
-             long, unless they hang"
+            "{by_own} of {ran} jobs were stopped at the deadline, so the run time is unknown: double the deadline, \
+             unless the jobs hang"
         );
         return longer(2.0 * deadline, why, verdicts);
     }
     if p99 >= DEADLINE_NEAR * deadline {
-        return longer(1.5 * p99, format!("{used}: half as much again leaves room"), verdicts);
+        return longer(1.5 * p99, format!("{used}: 50 % more leaves room"), verdicts);
     }
     let wait = seen.queue_ms.max.max(setup.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_LEAST);
     if may_shrink(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= setup.deadline {
         let reason = format!(
-            "the longest job took {} with its wait, and one that hangs holds a permit for {}: five times the longest \
-             is room enough",
+            "the longest job took {} with the wait, and a job that hangs holds a permit for {}: five times the longest \
+             job is enough",
             time(longest),
             format_duration(setup.deadline)
         );
@@ -394,15 +394,14 @@ fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) if 2 * wanted <= limit && may_shrink(seen) => {
-            let reason =
-                format!("{most}, and {} would let one that leaks take far more than that", size(limit));
+            let reason = format!("{most}, and {} would let a leaking worker take far more", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
         None if setup.is_memory_bounded => {}
         None => {
             let reason = format!(
-                "{most}, and nothing bounds what one that leaks takes: replace it at about twice as much"
+                "{most}, and nothing bounds a leaking worker: replace workers at about twice as much"
             );
             verdicts.propose("recycle.rss", Setting::Unset, double, reason);
         }

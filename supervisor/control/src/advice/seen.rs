@@ -66,7 +66,7 @@ pub(super) fn missing(seen: &Seen) -> Option<String> {
         format!("{watched} of {}", format_duration(ENOUGH_TIME))
     });
     let missing: Vec<String> = jobs.into_iter().chain(time).collect();
-    let since = if seen.was_changed { " since its limits were changed" } else { "" };
+    let since = if seen.was_changed { " since the limits were changed" } else { "" };
     (!missing.is_empty()).then(|| format!("seen too little{since}: {}", missing.join(", ")))
 }
 

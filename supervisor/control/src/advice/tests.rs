@@ -82,7 +82,7 @@ fn all_is_well_and_said_to_be() {
     assert!(advice.enough && advice.advice.is_empty(), "{advice:?}");
     let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
     assert_eq!(keys, ["processes", "max_queue", "deadline"]);
-    assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (at one time 4)"), "{advice:?}");
+    assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
 #[test]
@@ -103,10 +103,10 @@ fn an_adaptive_limit_that_holds_jobs_back_is_the_reason_and_not_the_processes() 
     assert_eq!(proposed(overloaded(), &with(adaptive.clone()), "processes"), None);
     assert!(kept(overloaded(), &with(adaptive.clone()), "processes").contains("1 of at most 4"));
     let least = kept(overloaded(), &with(adaptive.clone()), "adaptive");
-    assert!(least.contains("80 ms, of 50 ms") && least.contains("longer target"), "{least}");
+    assert!(least.contains("80 ms, with a target of 50 ms") && least.contains("longer target"), "{least}");
     let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
     assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
-    assert!(kept(overloaded(), &with(monitored), "adaptive").contains("it would let 2 run at once"));
+    assert!(kept(overloaded(), &with(monitored), "adaptive").contains("would let 2 jobs run at once"));
 }
 
 #[test]
@@ -125,8 +125,8 @@ fn tenants_that_are_apart_have_an_adaptive_limit_each() {
         Setup { adaptive: Some(adaptive), sets_of_workers: 3, ..setup() }
     };
     assert!(kept(overloaded(), &of_three(6), "processes").contains("6 of at most 12"));
-    assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although only the least"));
-    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 may run at once"));
+    assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although the limit is at the minimum"));
+    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 can run at once"));
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn too_little_is_called_that() {
     assert!(!few.enough && !few.advice.is_empty(), "provisional: {few:?}");
     let short =
         advice(Seen { watched: Duration::from_secs(90), was_changed: true, ..overloaded() }, &setup());
-    let missing = "seen too little since its limits were changed: 1m 30s of 10m";
+    let missing = "seen too little since the limits were changed: 1m 30s of 10m";
     assert_eq!(short.missing.as_deref(), Some(missing));
     let hardly_any = advice(Seen { jobs: PROVISIONAL_JOBS - 1, ..overloaded() }, &setup());
     assert!(!hardly_any.enough && hardly_any.advice.is_empty() && hardly_any.kept.is_empty());
@@ -197,17 +197,20 @@ fn one_process_that_does_several_jobs_is_given_more_of_them() {
 fn processors_and_memory_hold_it_back() {
     let hot = Seen { processors_per_job: Some(0.95), ..overloaded() };
     let reason = kept(hot.clone(), &Setup { processes: 5, ..setup() }, "processes");
-    assert!(reason.contains("95 % of a processor") && reason.contains("the 4 here more than 5"), "{reason}");
+    assert!(
+        reason.contains("95 % of a processor") && reason.contains("the 4 processors here more than 5"),
+        "{reason}"
+    );
     let (processes, reason) = proposed(hot, &setup(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(5));
-    assert!(reason.contains("only take from each other"), "{reason}");
+    assert!(reason.contains("would only compete"), "{reason}");
     let large = Seen { rss_max_bytes: Some(2 << 30), ..overloaded() };
     let (processes, reason) = proposed(large, &setup(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(6));
     assert!(reason.contains("80 % of the 16GiB of memory here"), "{reason}");
     let tenants = Setup { sets_of_workers: 64, ..setup() };
     let reason = kept(overloaded(), &tenants, "processes");
-    assert!(reason.contains("more than 2 could come to"), "{reason}");
+    assert!(reason.contains("more than 2 jobs at once could need"), "{reason}");
 }
 
 #[test]
@@ -258,16 +261,16 @@ fn a_queue_is_as_long_as_what_can_be_served_in_time() {
     let bound = Seen { processors_per_job: Some(1.0), ..overloaded() };
     let (places, reason) = proposed(bound.clone(), &setup(), "max_queue").unwrap();
     assert_eq!(places, Setting::Count(40));
-    assert!(reason.contains("the 4.1 s that the deadline leaves are 46 jobs"), "{reason}");
+    assert!(reason.contains("the 4.1 s that the deadline leaves is 46 jobs"), "{reason}");
     let setup = setup();
     let (places, _) =
         proposed(bound.clone(), &Setup { max_queue: 40, ..setup.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(46));
     let reason = kept(bound.clone(), &Setup { max_queue: 46, ..setup.clone() }, "max_queue");
-    assert!(reason.contains("more would wait in vain"), "{reason}");
+    assert!(reason.contains("more jobs would wait in vain"), "{reason}");
     let impatient = Setup { queue_timeout: Some(Duration::from_secs(1)), ..setup.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
-    assert!(reason.contains("queue_timeout, 1.0 s, are 11 jobs"), "{reason}");
+    assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
     // Too many jobs wait in vain.
     let vain = Seen { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
@@ -277,7 +280,7 @@ fn a_queue_is_as_long_as_what_can_be_served_in_time() {
     let (places, _) = proposed(bound, &Setup { max_queue: 0, ..setup.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
-    assert!(kept(overloaded(), &setup, "max_queue").contains("more at once comes before"));
+    assert!(kept(overloaded(), &setup, "max_queue").contains("more permits come before"));
 }
 
 #[test]

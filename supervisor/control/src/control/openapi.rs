@@ -132,7 +132,7 @@ impl Schemas {
         let mut responses = Map::new();
         responses.insert(
             status.to_string(),
-            json!({"description": "What was asked for.", "content": content(contents, &mut self.answered)}),
+            json!({"description": "The requested data.", "content": content(contents, &mut self.answered)}),
         );
         let unknown = (!is_open).then_some(401);
         for status in PROBLEMS.iter().chain(route.problems).copied().chain(unknown) {
@@ -174,21 +174,21 @@ fn content(contents: &[Content], generator: &mut SchemaGenerator) -> Value {
 
 fn meaning(status: u16) -> &'static str {
     match status {
-        400 => "The request makes no sense.",
+        400 => "The request is invalid.",
         401 => "The token is missing or wrong.",
-        403 => "The client may not, or another site asks through a browser.",
-        404 => "There is no such thing.",
-        408 => "The request did not come whole in time.",
-        409 => "Not in this state.",
+        403 => "The client has no permission, or a page of another site sent the request.",
+        404 => "The requested object does not exist.",
+        408 => "The request was not complete in time.",
+        409 => "The current state does not permit the request.",
         413 => "The body is too large.",
         415 => "The body is not JSON.",
-        422 => "The handler failed, or there is nothing that could be done.",
-        429 => "Slow down.",
+        422 => "The handler failed, or the request cannot be executed.",
+        429 => "Too many requests.",
         499 => "The job was cancelled.",
-        502 => "The worker died with the job in its hands.",
-        503 => "Not now.",
+        502 => "The worker that had the job died.",
+        503 => "Temporarily unavailable.",
         504 => "The deadline has passed.",
-        _ => "Something went wrong here.",
+        _ => "Unexpected error.",
     }
 }
 

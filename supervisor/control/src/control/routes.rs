@@ -55,85 +55,86 @@ const fn json<T: JsonSchema>() -> Content {
 const OBJECT: Content = (JSON, Schema::Object);
 
 const TENANT: Parameter =
-    Parameter("tenant", Schema::Text, "One tenant's part of it, where tenants are apart.");
-const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Only what concerns this one.");
-const SINCE: Parameter = Parameter("since", Schema::Count, "Only what came after this one.");
-const LIMIT: Parameter = Parameter("limit", Schema::Count, "At most so many, the newest.");
-const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether what comes is wanted too.");
+    Parameter("tenant", Schema::Text, "The part of one tenant, if tenants are isolated.");
+const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Only entries of this bulkhead.");
+const SINCE: Parameter = Parameter("since", Schema::Count, "Only events after this sequence number.");
+const LIMIT: Parameter =
+    Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
+const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether to continue with new entries.");
 
 const ROUTES: &[Route] = &[
-    route!(get "/healthz" "healthz" readiness::healthz, "Whether the data plane turns.",
+    route!(get "/healthz" "healthz" readiness::healthz, "Reports whether the data plane responds.",
         (200, &[("text/plain; charset=utf-8", Schema::Text)])),
-    route!(get "/readyz" "readyz" readiness::readyz, "Whether jobs can be sent. 503 has the same document.",
+    route!(get "/readyz" "readyz" readiness::readyz, "Reports whether jobs can be sent. 503 has the same document.",
         (200, &[json::<Readiness>()]),
-        query: &[Parameter("bulkhead", Schema::Text, "Asks for one.")], problems: &[404]),
+        query: &[Parameter("bulkhead", Schema::Text, "Checks only this bulkhead.")], problems: &[404]),
     route!(get "/openapi.json" "openapi" show_document, "This document.", (200, &[OBJECT])),
     route!(get "/metrics" "metrics" metrics::show, "All metrics, in the format that `Accept` prefers.",
         (200, &[("application/openmetrics-text; version=1.0.0; charset=utf-8", Schema::Text),
             ("text/plain; version=0.0.4; charset=utf-8", Schema::Text)])),
-    route!(get "/v1/config" "config" config::show, "The configuration in force, without its secrets.",
+    route!(get "/v1/config" "config" config::show, "The configuration in force, without secrets.",
         (200, &[OBJECT])),
     route!(get "/v1/bulkheads" "listBulkheads" bulkheads::bulkheads, "The state of every bulkhead.",
         (200, &[json::<Bulkheads>()])),
     route!(get "/v1/bulkheads/{name}" "showBulkhead" bulkheads::bulkhead, "The state of a bulkhead.",
         (200, &[json::<Snapshot>()]), query: &[TENANT], problems: &[404, 409]),
     route!(patch "/v1/bulkheads/{name}" "changeBulkhead" bulkheads::change,
-        "Puts other numbers in force, at once and without dropping a job.", (200, &[json::<Snapshot>()]),
+        "Changes limits of a bulkhead, at once and without dropping a job.", (200, &[json::<Snapshot>()]),
         body: Some(json::<Change>()), problems: &[404, 409, 413, 415]),
     route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" bulkheads::change_tenant,
-        "Puts other numbers in force for one tenant.", (200, &[json::<TenantChange>()]),
+        "Changes limits of one tenant.", (200, &[json::<TenantChange>()]),
         body: Some(json::<TenantChange>()), problems: &[404, 409, 413, 415]),
     route!(post "/v1/bulkheads/{name}/jobs" "submitJob" jobs::submit,
-        "Runs a job: the body is the payload, the answer its result.",
+        "Runs a job: the body is the payload, the response the result.",
         (200, &[("application/octet-stream", Schema::Bytes)]),
         headers: JOB_HEADERS, body: Some(("application/octet-stream", Schema::Bytes)),
         problems: &[404, 413, 422, 429, 499, 502, 504]),
-    route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "What its workers wrote to stdout and stderr.",
+    route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "The output of the workers: stdout and stderr.",
         (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
-        "What its limits should be, from what was seen, with the reasons.", (200, &[json::<Advice>()]), problems: &[404]),
-    route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces its workers, one by one.",
+        "Recommended limits, from measurements, with reasons.", (200, &[json::<Advice>()]), problems: &[404]),
+    route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces the workers, one by one.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
-    route!(post "/v1/bulkheads/{name}/drain" "drain" bulkheads::drain, "It takes no more jobs.",
+    route!(post "/v1/bulkheads/{name}/drain" "drain" bulkheads::drain, "Makes the bulkhead reject new jobs.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
-    route!(post "/v1/bulkheads/{name}/resume" "resume" bulkheads::resume, "It takes jobs again.",
+    route!(post "/v1/bulkheads/{name}/resume" "resume" bulkheads::resume, "Makes the bulkhead accept jobs again.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/reset" "reset" bulkheads::reset,
-        "Clears its breaker, restart history and quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
+        "Clears the breaker, restart history and quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/reload" "reload" reload::over_http,
-        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json::<Reloaded>()]),
-        query: &[Parameter("dry_run", Schema::Boolean, "Only says what would change.")], problems: &[409, 422, 500]),
-    route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, the oldest first.",
+        "Reads and applies the configuration again, or reports the changes.", (200, &[json::<Reloaded>()]),
+        query: &[Parameter("dry_run", Schema::Boolean, "Only reports the changes.")], problems: &[409, 422, 500]),
+    route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, oldest first.",
         (200, &[json::<Crashes>()]), query: &[BULKHEAD, LIMIT], problems: &[404]),
     route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json::<CrashReport>()]),
         problems: &[404, 500]),
     route!(post "/v1/crashes/{id}/replay" "replayCrash" crashes::replay, "Runs the job of a crash report again.",
         (200, &[json::<Replay>()]),
-        query: &[Parameter("job", Schema::Count, "Which of its jobs.")], problems: &[404, 409, 422, 429, 500]),
+        query: &[Parameter("job", Schema::Count, "Index of the job in the report.")], problems: &[404, 409, 422, 429, 500]),
     route!(get "/v1/events" "events" streams::events,
-        "Events: those kept and those that come, or, with `follow=false`, those kept.",
+        "The stored events and then new events; with `follow=false`, only the stored events.",
         (200, &[(EVENTS, Schema::Text), (LINES, Schema::Text)]),
         query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
     route!(get "/v1/watch" "watch" watch::show,
-        "The state of every bulkhead, at once and every second, and events, in one stream that does not end.",
+        "An endless stream of events and the state of every bulkhead, at once and every second.",
         (200, &[(EVENTS, Schema::Text)]), query: &[SINCE, LIMIT]),
     route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
 const JOB_HEADERS: &[Parameter] = &[
-    Parameter("Bulkhead-Operation", Schema::Text, "What the handler is to do."),
-    Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "How long the job may take, in milliseconds."),
-    Parameter("Bulkhead-Run-Limit-Ms", Schema::Positive, "How long each attempt may run, in milliseconds."),
+    Parameter("Bulkhead-Operation", Schema::Text, "Operation for the handler."),
+    Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "Deadline of the job, in milliseconds."),
+    Parameter("Bulkhead-Run-Limit-Ms", Schema::Positive, "Time limit of each attempt, in milliseconds."),
     Parameter(
         "Bulkhead-Priority",
         Schema::OneOf(&["critical", "normal", "best-effort"]),
-        "How much it matters.",
+        "Priority of the job.",
     ),
-    Parameter("Bulkhead-Tenant", Schema::Text, "On whose behalf."),
-    Parameter("Bulkhead-Cost", Schema::Count, "What it counts against a rate limit; 0 counts as 1."),
-    Parameter("Bulkhead-Idempotent", Schema::Boolean, "Whether it may run twice."),
-    Parameter("traceparent", Schema::Text, "A trace context of the W3C; the worker is given it."),
+    Parameter("Bulkhead-Tenant", Schema::Text, "Tenant of the job."),
+    Parameter("Bulkhead-Cost", Schema::Count, "Cost of the job against a rate limit; 0 counts as 1."),
+    Parameter("Bulkhead-Idempotent", Schema::Boolean, "Whether the job can run twice."),
+    Parameter("traceparent", Schema::Text, "W3C trace context, also for the worker."),
 ];
 
 /// Not `async`, because the type of the future would depend on the table that contains this function.
@@ -158,8 +159,11 @@ async fn without_query(request: Request, next: Next) -> Response {
         None => next.run(request).await,
         Some(query) => {
             let query = cut(query, QUERY_BYTES_TOLD);
-            let what =
-                format!("{} takes no query, and has \"{}\"", request.uri().path(), query.escape_debug());
+            let what = format!(
+                "{} takes no query, but the request has \"{}\"",
+                request.uri().path(),
+                query.escape_debug()
+            );
             problem(StatusCode::BAD_REQUEST, &what)
         }
     }
