@@ -321,8 +321,11 @@ fn the_limits_of_the_sandbox_are_told_unless_the_file_has_its_own() {
     let folder = Folder::new();
     let told = |lines: &str| {
         let summary = folder.accept(&bulkhead(lines)).summary();
-        ["# rlimits.fsize: 4GiB by the sandbox\n", "# rlimits.nproc: 1024 by the sandbox where it counts"]
-            .map(|line| summary.contains(line))
+        [
+            "# rlimits.fsize: 4GiB by the sandbox\n",
+            "# rlimits.nproc: 1024 by the sandbox where the limit counts",
+        ]
+        .map(|line| summary.contains(line))
     };
     assert_eq!(told(""), [true, true]);
     assert_eq!(told("rlimits = { fsize = \"1MiB\" }"), [false, true]);
