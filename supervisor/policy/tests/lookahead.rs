@@ -335,7 +335,7 @@ fn an_unbegun_job_goes_to_an_idle_worker() {
     let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let job = stage.job();
     assert_eq!(stage.holder(job), stuck);
-    stage.wait(100 * MS);
+    stage.wait(102 * MS);
     assert_eq!(stage.taken_back, [job]);
     assert_ne!(stage.holder(job), stuck);
     stage.reply(job);
@@ -375,6 +375,17 @@ fn deadline_and_cancellation_of_an_unbegun_job_cost_no_worker() {
         stage.wait(2 * SECOND);
         assert!(stage.killed.is_empty(), "{:?}", stage.killed);
     }
+}
+
+#[test]
+fn a_payload_that_is_kept_nowhere_is_not_prefetched() {
+    let mut stage = stage(limits(1, 1, 10));
+    let _running = stage.job();
+    stage.submitted += 1;
+    let submission = Submission { is_repeatable: false, ..Submission::new(stage.submitted) };
+    let job = stage.apply(Event::Submit(submission)).unwrap();
+    assert!(ahead(&stage).is_empty() && stage.bulkhead.queued() == 1);
+    assert!(stage.verdicts(job).is_empty());
 }
 
 #[test]
@@ -423,7 +434,7 @@ fn a_payload_that_is_kept_nowhere_stays_with_its_worker() {
 fn who_answers_what_was_taken_back_is_ended() {
     let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let job = stage.job();
-    stage.wait(100 * MS);
+    stage.wait(102 * MS);
     stage.apply(Event::Replied { worker: stuck, job, reply: Reply::Ok });
     assert!(matches!(stage.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
     stage.reply(job);

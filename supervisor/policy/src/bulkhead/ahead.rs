@@ -59,7 +59,9 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let due = job.patience_until.map_or(job.deadline_at, |at| at.min(job.deadline_at));
             let (tenant, bytes, deadline_at) = (job.tenant, job.bytes, job.deadline_at);
-            let is_fit = due > soon && job.returned < RETURNS_MAX && job.before.is_none();
+            // Without a copy of the payload a job cannot be taken back.
+            let can_return = job.returned < RETURNS_MAX && job.is_repeatable;
+            let is_fit = due > soon && can_return && job.before.is_none();
             let is_kept_out = self.is_quarantined(now, self.jobs.digest(index));
             let lookahead = self.limits.lookahead;
             let Some(worker) = self.workers[place as usize].as_mut() else { return };

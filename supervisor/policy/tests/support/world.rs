@@ -448,12 +448,12 @@ impl World {
         if known.is_none() && !self.random.percent(20) {
             return None;
         }
-        if self.random.percent(2)
+        if self.random.percent(6)
             && let Some(ahead) = process.ahead.pop_back()
         {
             return Some(Event::Replied { worker, job: ahead, reply: Reply::Ok });
         }
-        if self.random.percent(1)
+        if self.random.percent(4)
             && let Some(taken) = process.taken.pop()
             && !process.jobs.contains(&taken)
             && !process.ahead.contains(&taken)

@@ -47,6 +47,7 @@ impl Model {
         self.queue.retain(|&waiting| waiting != job);
         let entry = self.jobs.get_mut(&job).expect("a job that waits is known");
         assert!(!entry.is_answered && entry.deadline_at > self.now && entry.before.is_none());
+        assert!(entry.is_repeatable, "{job:?} is prefetched and cannot be taken back");
         entry.ahead = Some(id.place);
         self.live_mut(id).expect("it is live").ahead.push(job);
         self.sent(id, job);
