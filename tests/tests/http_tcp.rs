@@ -326,9 +326,10 @@ fn a_worker_cannot_read_the_token() {
 fn a_place_that_cannot_be_had_is_told_at_start() {
     let (_first, place) = start();
     let Place::Tcp(address) = place else { panic!() };
-    for (address, hint) in
-        [(address.to_string(), "choose another port"), ("192.0.2.1:9464".into(), "does not have")]
-    {
+    for (address, hint) in [
+        (address.to_string(), "choose another port"),
+        ("192.0.2.1:9464".into(), "not an address of this machine"),
+    ] {
         let folder = folder();
         let config = format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nhttp = \"{address}\"\nhttp_token_file = \"token\"\n\
