@@ -588,7 +588,7 @@ mod tests {
 
     /// Models several threads that submit when a connection becomes available.
     #[test]
-    fn of_jobs_that_take_a_place_at_once_the_first_goes_and_then_the_next() {
+    fn simultaneous_jobs_are_submitted_in_queue_order() {
         let (requests, _there) = in_memory();
         let send = |place: &mut Place<'_>| {
             place.submit(&mut Order::new("resize".into(), b"picture".to_vec()), &mut None)
@@ -608,7 +608,7 @@ mod tests {
 
     /// Such an outcome ends the connection, which also ends the job.
     #[test]
-    fn a_result_in_a_file_that_there_is_not_leaves_no_caller_waiting() {
+    fn result_in_a_missing_file_leaves_no_caller_waiting() {
         let (requests, _there) = in_memory();
         let mut job = Order::new("resize".into(), b"picture".to_vec());
         let Ok(mut ticket) = requests.submit(&mut job, &mut None, None) else { panic!("it was not sent") };

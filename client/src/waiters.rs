@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_wait_are_told_and_those_that_were_keep_what_they_have() {
+    fn tell_all_answers_waiters_and_keeps_earlier_results() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.enter(waiter(), Some(task.clone()))).collect();

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_in_order_and_no_more_of_them_than_there_is_room_for() {
+    fn bytes_arrive_in_order_within_the_buffer_limit() {
         let (here, there) = pair();
         let bytes: Vec<u8> = (0..3 * UNREAD_BYTES_MAX + 77).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut found) = (0, Vec::new());
@@ -336,8 +336,9 @@ mod tests {
         fn wake(self: Arc<Self>) {}
     }
 
+    /// The replaced waker can hold the last reference to the other end.
     #[test]
-    fn a_waker_that_is_replaced_may_be_the_last_that_holds_the_other_end() {
+    fn replacing_a_waker_can_close_the_other_end() {
         let waits: [fn(&End, &mut Context<'_>) -> Poll<()>; 2] = [End::poll_readable, End::poll_writable];
         for wait in waits {
             let (here, there) = pair();
@@ -366,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn files_come_with_their_bytes_and_are_closed_with_those_that_are_not_read() {
+    fn files_arrive_with_their_bytes_or_are_closed_unread() {
         let open = || std::fs::File::open("/dev/null").unwrap().into();
         let (here, there) = pair();
         here.write(b"before ").unwrap();

@@ -463,8 +463,9 @@ fn frame(link: &mut UnixStream, until: Instant) -> io::Result<(Header, Vec<u8>)>
 mod tests {
     use super::*;
 
+    /// Each line is indented. Tabs are kept.
     #[test]
-    fn what_a_worker_wrote_is_quoted_by_lines_without_control_characters() {
+    fn quotes_worker_output_without_control_characters() {
         let told = quoted("one\ttwo\n\x1b[31mred\x07\rover\0");
         assert_eq!(told, "; output:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
     }

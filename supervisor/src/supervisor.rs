@@ -296,8 +296,9 @@ mod tests {
         println!("\nthe rest has ended, lost: {:?}, {}", fate.lost(), ran.unwrap_err());
     }
 
+    /// The keeper ends before the remaining threads.
     #[test]
-    fn a_panic_of_the_data_plane_is_the_end_of_all_else_and_an_error() {
+    fn data_plane_panic_stops_the_supervisor_with_an_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "supervisor::tests::helper", "--nocapture"])
             .env(MARK, "")

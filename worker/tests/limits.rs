@@ -242,7 +242,7 @@ fn limits_that_come_with_the_welcome_count() {
 }
 
 #[test]
-fn limits_that_come_while_the_worker_drains_neither_hold_it_up_nor_cost_jobs() {
+fn new_limits_during_drain_neither_delay_it_nor_lose_jobs() {
     let mut worker = Worker::of_sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_made_has_its_mode_and_one_that_is_there_keeps_it() {
+    fn creates_folders_with_mode_and_keeps_existing_modes() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -266,8 +266,9 @@ mod tests {
         }
     }
 
+    /// A renewed socket cannot be taken by another supervisor.
     #[test]
-    fn what_was_removed_is_made_again_and_is_not_another_supervisors_to_take() {
+    fn renews_removed_socket_unless_another_supervisor_took_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/jobs.sock");
         let mut bound = Bound::bind(&path, 0o660, 0o755).unwrap();

@@ -141,8 +141,9 @@ mod tests {
 
     use super::*;
 
+    /// The report follows when there is time to accept connections again.
     #[test]
-    fn connections_that_come_while_none_is_accepted_are_announced_when_there_is_time() {
+    fn reports_connections_that_arrived_while_not_accepting() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
         let mut poll = Poll::new().unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();

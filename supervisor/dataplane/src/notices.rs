@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_over_it_is_read_less_often_and_one_that_floods_is_ended() {
+    fn pauses_worker_over_budget_and_ends_flooding_worker() {
         // As many notices as a socket holds if each is sent by itself.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));

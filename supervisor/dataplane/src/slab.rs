@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_of_what_was_retired_is_not_used_again_within_the_turn() {
+    fn retired_index_is_not_reused_in_the_same_iteration() {
         let mut slab: Slab<LinkIndex, &str> = Slab::default();
         let (first, second) = (slab.insert("first"), slab.insert("second"));
         assert_eq!(slab.retire(first), Some("first"));

@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_that_were_alive_at_nearly_the_same_time_are_due_together() {
+    fn workers_with_nearly_equal_beats_are_due_together() {
         let (second, ms) = (Duration::from_secs(1), Duration::from_millis);
         let now = Time::ZERO + ms(10_000);
         let of = |since| beat_at(now, ms(since), second);
@@ -216,7 +216,7 @@ mod tests {
 
     /// The arguments are numbers of seconds in a ten-second window.
     #[test]
-    fn a_thread_is_starved_if_it_was_ready_most_of_the_time_and_did_not_run() {
+    fn starved_thread_was_mostly_ready_but_did_not_run() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
             let thread = |seconds: [u64; 2], is_ready| {
                 let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_sends_little_does_not_wait_for_those_that_always_have_more() {
+    fn quiet_connection_does_not_wait_for_busy_ones() {
         let mut crowd = Crowd::new(vec![1; 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);

@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_is_filled_while_it_is_emptied_holds_up_no_other() {
+    fn folder_filled_during_removal_does_not_delay_others() {
         let mut folders = Folders::default();
         let (filled, other) = (folders.make(1, None).unwrap(), folders.make(2, None).unwrap());
         let wait = |is_done: &dyn Fn() -> bool, what: &str| {
@@ -265,7 +265,7 @@ mod tests {
     /// Root can do everything. Other users cannot move a folder without access to it.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
-    fn folders_that_are_locked_in_each_other_are_removed_without_privileges() {
+    fn removes_nested_locked_folders_without_privileges() {
         use std::os::unix::fs::PermissionsExt;
         const NOBODY: libc::uid_t = 65534;
         let remove_all = || {
@@ -344,8 +344,9 @@ mod tests {
         std::fs::remove_dir(&top).unwrap();
     }
 
+    /// Another keeper sweeps the same parent folder while folders are created.
     #[test]
-    fn keepers_that_sweep_at_the_same_time_do_not_take_each_others_folders() {
+    fn concurrent_sweep_does_not_remove_new_folders() {
         let parent = tempfile::tempdir().unwrap();
         let is_over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_keeper_left_is_swept_and_what_a_living_one_has_is_not() {
+    fn sweeps_folders_of_killed_keepers_only() {
         let parent = tempfile::tempdir().unwrap();
         let (left, lock) = create(parent.path()).unwrap();
         std::fs::write(left.join("file"), "x").unwrap();

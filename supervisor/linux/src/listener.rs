@@ -59,8 +59,9 @@ mod tests {
         }
     }
 
+    /// Clients connect one after the other while the listener stops. All established connections are answered.
     #[test]
-    fn clients_that_connect_one_after_the_other_are_all_answered_at_the_end() {
+    fn stopped_listener_loses_no_connection() {
         for round in 0..30 {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn other_limits_leave_the_demand_and_forget_what_the_old_ones_did() {
+    fn changed_limits_keep_demand_and_discard_old_observations() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.stood(level(0, 4, 20), at(100));

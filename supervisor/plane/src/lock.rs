@@ -72,8 +72,9 @@ fn try_within<T, E>(
 mod tests {
     use super::*;
 
+    /// A lock that is released in time is taken.
     #[test]
-    fn a_lock_that_is_let_go_of_is_waited_for_and_one_that_is_kept_is_not() {
+    fn waits_for_a_lock_only_for_the_given_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let held = lock_within(Duration::ZERO, &path).unwrap();

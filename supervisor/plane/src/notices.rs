@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_storm_of_events_takes_no_descriptors_and_no_milestones_along() {
+    fn flood_of_events_drops_no_outputs_and_no_milestones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let (speaker, mut listener) = ways();
         while speaker.notice(event()) {}

@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_the_system_names_or_that_are_not_mapped_are_passed_over() {
+    fn skips_ids_that_users_have_or_that_are_not_mapped() {
         let folder = tempfile::tempdir().unwrap();
         // Ids up to 40 include users of every system (root, daemon, bin), and no higher id is mapped.
         let mut few = ids(0, 40, folder.path());

@@ -608,7 +608,7 @@ mod tests {
 
     /// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission`.
     #[test]
-    fn only_so_many_probes_pass_and_one_that_is_given_back_frees_a_place() {
+    fn limits_probes_and_replaces_a_returned_probe() {
         let mut breaker = opened(at(0));
         let mut claims: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
         for _ in 0..2 {
@@ -704,8 +704,9 @@ mod tests {
 
     /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval. resilience4j
     /// resets the interval at each closing, which would never slow down flapping.
+    /// Here the interval is reset only after the breaker was closed for a whole window.
     #[test]
-    fn open_for_doubles_up_to_eightfold_until_it_was_closed_for_a_window() {
+    fn open_for_doubles_up_to_eightfold() {
         let mut breaker = opened(at(0));
         let mut now = at(0);
         for expected in [5, 10, 20, 40, 40, 40] {

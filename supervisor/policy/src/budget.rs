@@ -156,7 +156,7 @@ mod tests {
 
     /// Finagle, `RetryBudget.Empty`.
     #[test]
-    fn without_limits_or_with_a_budget_of_nothing_there_are_no_retries() {
+    fn no_retries_without_limits_or_with_empty_budget() {
         assert_eq!(spend(&mut RetryBudget::new(None), Time::ZERO), 0);
         assert_eq!(spend(&mut budget(5, 0.0), Time::ZERO), 0);
     }

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_loaded_comes_first_and_the_lowest_number_among_equals() {
+    fn prefers_least_load_then_lowest_number() {
         let mut load = Load::default();
         assert_eq!(load.least(), None);
         load.insert(70, 0);

@@ -182,8 +182,9 @@ mod tests {
         assert!(!poison.is_quarantined(at(110), d(7)));
     }
 
+    /// The number of remembered payloads stays bounded.
     #[test]
-    fn a_flood_of_new_payloads_takes_no_more_memory_and_frees_no_quarantined_one() {
+    fn flood_of_new_payloads_evicts_no_quarantined_payload() {
         let mut poison = poison();
         for _ in 0..3 {
             poison.record_crash(at(0), d(7));

@@ -104,8 +104,9 @@ mod tests {
     use super::*;
     use crate::limits::Limits;
 
+    /// An early death happens during a worker's first jobs. Restarts are immediate after the first few in a row.
     #[test]
-    fn deaths_in_vain_are_answered_at_once_until_there_are_many_in_a_row() {
+    fn spaces_restarts_only_after_many_early_deaths() {
         let mut spacing = Spacing::default();
         let now = Time(5_000_000_000);
         for _ in 0..=IN_VAIN_AT_ONCE {
@@ -120,8 +121,9 @@ mod tests {
         assert_eq!(spacing.died(later, true), later);
     }
 
+    /// The first restart is immediate. A failed slot gets only probes until a worker is proven.
     #[test]
-    fn the_first_at_once_then_doubling_below_the_ceiling_then_failed() {
+    fn restart_delay_doubles_until_the_slot_fails() {
         let limits = Limits::default().restart;
         let mut history = History::default();
         let most = u64::MAX;

@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenant_with_jobs_keeps_its_number_and_the_longest_idle_is_forgotten() {
+    fn forgets_longest_idle_tenant_but_none_with_jobs() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_enter("busy");
         tenants.begin(busy);

@@ -214,8 +214,9 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
+    /// The number of empty places is bounded by the number of set timers.
     #[test]
-    fn timers_that_are_set_in_order_take_no_more_places_than_there_are_of_them() {
+    fn timers_set_in_order_take_bounded_space() {
         let mut timers = Timers::default();
         // One timer stays at the front while later timers come and go.
         timers.set(0, Time(0));

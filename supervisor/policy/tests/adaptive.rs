@@ -109,7 +109,7 @@ fn cores(count: usize) -> impl Fn(usize) -> Duration {
 }
 
 #[test]
-fn it_settles_where_jobs_take_the_target_and_follows_a_step_of_the_service_time() {
+fn limit_settles_at_target_and_follows_service_time() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     assert_eq!(load.limit(), 64, "it begins with all");
     // Sixteen concurrent jobs take 20 ms on four cores.
@@ -142,8 +142,9 @@ fn it_comes_down_within_a_second_and_is_up_again_within_seconds() {
     assert_eq!(load.limit(), 64);
 }
 
+/// Slow jobs count although quick jobs end first.
 #[test]
-fn jobs_of_which_a_third_is_slow_count_although_the_quick_ones_end_first() {
+fn limit_stays_low_if_a_third_of_jobs_is_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
     let turn = std::cell::Cell::new(0);
     load.run(20 * SECOND, |_| {
@@ -155,7 +156,7 @@ fn jobs_of_which_a_third_is_slow_count_although_the_quick_ones_end_first() {
 }
 
 #[test]
-fn an_unused_limit_does_not_grow_and_a_few_slow_jobs_do_not_lower_it() {
+fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
     let mut load = Load::new(crowded(1, 32, adaptive(2, 32, 50 * MS)), 100);
     load.run(5 * SECOND, |_| 500 * MS);
     assert_eq!(load.limit(), 2);
@@ -216,8 +217,9 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert!(least_limit(&[("a", 8, slow)]) < Some(8), "one tenant alone has the only vote");
 }
 
+/// A hung job counts at its deadline.
 #[test]
-fn failures_that_come_quickly_say_nothing_and_hung_jobs_count_at_their_deadline() {
+fn quick_failures_do_not_count_but_deadline_misses_do() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
     (limits.deadline, limits.grace) = (200 * MS, 3600 * SECOND);
     limits.deadline_max = limits.deadline;
@@ -281,8 +283,9 @@ fn monitoring_never_rises_while_jobs_take_too_long() {
     }
 }
 
+/// The last report names the final limit.
 #[test]
-fn operators_hear_of_it_at_most_every_ten_seconds_and_of_where_it_ended() {
+fn reports_limit_changes_at_most_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     load.run(60 * SECOND, cores(4));
     load.run(60 * SECOND, cores(64));
@@ -327,7 +330,7 @@ fn where_it_ended_is_told_though_no_job_comes() {
 }
 
 #[test]
-fn other_numbers_hold_at_once_and_what_was_learned_stays_within_them() {
+fn reloaded_numbers_bound_the_learned_limit_at_once() {
     let mut load = Load::new(crowded(2, 8, adaptive(1, 16, 50 * MS)), 50);
     load.run(5 * SECOND, |_| 500 * MS);
     assert!(load.limit() <= 2);
@@ -346,7 +349,7 @@ fn other_numbers_hold_at_once_and_what_was_learned_stays_within_them() {
 
 /// The reserve is a share of the current limit, not of the maximum.
 #[test]
-fn the_reserve_for_critical_jobs_is_a_share_of_the_adaptive_limit() {
+fn critical_reserve_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));
     limits.critical_reserve = 0.2;
     let mut stage = Stage::ready(limits);

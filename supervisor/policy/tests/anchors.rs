@@ -126,7 +126,7 @@ fn partitions_never_overshoot() {
 /// `queueWaitTime` of a request with 60 s is 15 s. Here the wait is configured. Without it, a job waits until
 /// its deadline.
 #[test]
-fn the_wait_in_the_queue_is_bounded_by_the_deadline_and_by_the_file() {
+fn queue_wait_is_bounded_by_queue_timeout_or_deadline() {
     let deadline = 60 * SECOND;
     for (queue_timeout, wait, reason) in [
         (Some(deadline / 4), 15 * SECOND, ("rejected", Some("queue_timeout"))),

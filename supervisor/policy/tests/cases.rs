@@ -95,7 +95,7 @@ fn the_permit_of_a_killed_holder_returns() {
 /// tower: a dropped future returns its permit. Here the client disconnects, and the permit returns only when
 /// the worker replies or exits, because the job may still run.
 #[test]
-fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
+fn cancelled_job_keeps_its_permit_until_the_work_ends() {
     for obeys in [true, false] {
         let mut stage = Stage::ready(limits(1, 1, 0));
         let (worker, job) = (stage.newest_worker(), stage.job());
@@ -118,7 +118,7 @@ fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
 /// The client is told about a result that is too large when the result begins. The permit returns when all of
 /// the result has arrived. This does not count as a late reply, and until then the worker gets no new job.
 #[test]
-fn the_permit_of_a_result_that_is_too_large_returns_with_its_end() {
+fn oversized_result_keeps_its_permit_until_its_end() {
     let mut stage = Stage::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
     let (worker, job) = (stage.newest_worker(), stage.job());
     stage.apply(Event::Oversized { worker, job, failure: too_large() });
@@ -316,7 +316,7 @@ fn the_short_deadline_of_one_does_not_end_its_neighbour() {
 
 /// Semantics 3: at the bulkhead's own deadline the worker is killed, together with its other jobs.
 #[test]
-fn the_deadline_of_the_bulkhead_ends_the_worker_and_the_neighbours() {
+fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
     let mut stage = Stage::ready(limits);
     let (stuck, innocent) = (stage.job(), stage.job_with(Some(60 * SECOND)));
@@ -366,7 +366,7 @@ fn the_run_limit_counts_from_each_dispatch() {
 /// Semantics 3: at the bulkhead's own run limit the worker is killed. At a client's run limit it is killed
 /// only if it has no other job.
 #[test]
-fn only_the_run_limit_of_the_bulkhead_ends_a_worker_that_others_share() {
+fn only_bulkhead_run_limit_kills_a_shared_worker() {
     let mut stage = Stage::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
     let hasty = stage.job_that_runs_for(SECOND);
     let patient = stage.job_that_runs_for(60 * SECOND);

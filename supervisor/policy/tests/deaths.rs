@@ -11,7 +11,7 @@ use stage::{SECOND, Stage, limits};
 
 /// The client does not wait for the descendants, but the slot does.
 #[test]
-fn a_death_is_answered_at_once_and_its_slot_is_filled_once_it_is_swept() {
+fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
     let mut stage = Stage::ready(limits(1, 2, 5));
     let worker = stage.newest_worker();
     let (first, second, waits) = (stage.job(), stage.job(), stage.job());

@@ -105,7 +105,7 @@ fn nothing_is_ahead_where_a_full_queue_drops_its_oldest() {
 }
 
 #[test]
-fn none_is_ahead_of_a_worker_that_is_not_able_or_has_done_nothing() {
+fn prefetch_requires_support_and_a_completed_job() {
     let mut stage = Stage::ready(Limits { lookahead: 100 * MS, ..limits(1, 1, 10) });
     warm_up(&mut stage, 1);
     jobs(&mut stage, 3);
@@ -389,7 +389,7 @@ fn a_payload_that_is_kept_nowhere_is_not_prefetched() {
 }
 
 #[test]
-fn a_job_cancelled_as_soon_as_it_is_sent_leaves_its_worker_available() {
+fn immediate_cancellation_leaves_the_worker_available() {
     for workers in [1, 2] {
         let mut stage = stage(limits(workers, 2, 0));
         for worker in stage.spawned.clone() {
@@ -441,8 +441,9 @@ fn who_answers_what_was_taken_back_is_ended() {
     stage.expect(job, "ok", None);
 }
 
+/// The job was recalled and is prefetched by the new worker. The worker that replies for it is killed.
 #[test]
-fn an_answer_for_a_job_ahead_of_another_worker_takes_nothing_from_that_worker() {
+fn stale_reply_for_moved_job_leaves_the_new_worker_intact() {
     let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let all = jobs(&mut stage, 6);
     let other = stage.spawned[1];

@@ -29,8 +29,9 @@ fn deadlines_and_patience_are_those_of_the_time_a_job_came_in() {
     stage.expect(before, "rejected", Some("queue_timeout"));
 }
 
+/// Queued jobs start only after the excess jobs have ended.
 #[test]
-fn fewer_permits_are_a_debt_and_a_shorter_queue_throws_nobody_out() {
+fn lower_limits_drop_neither_running_nor_queued_jobs() {
     let mut stage = Stage::ready(limits(2, 2, 10));
     let jobs: Vec<_> = (0..10).map(|_| stage.job()).collect();
     reconfigure(&mut stage, limits(1, 1, 2));

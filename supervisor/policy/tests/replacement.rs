@@ -131,7 +131,7 @@ fn what_was_killed_before_it_was_replaced_is_no_debt() {
 /// If the new worker of a slot has exited again, the jobs of the replaced worker count against the share of
 /// this slot, not against that of others.
 #[test]
-fn a_debt_is_that_of_its_own_slot_as_long_as_nothing_has_taken_it() {
+fn jobs_of_a_replaced_worker_count_against_its_slot() {
     let mut stage = Stage::ready(limits(2, 2, 4));
     let jobs: Vec<_> = (0..4).map(|_| stage.job()).collect();
     stage.apply(Event::Restart);

@@ -99,8 +99,9 @@ mod tests {
         }
     }
 
+    /// A part that was not woken is not polled.
     #[test]
-    fn a_part_is_polled_when_it_was_woken_and_the_whole_is_woken_when_it_sleeps() {
+    fn woken_part_is_polled_and_wakes_a_sleeping_whole() {
         let (whole, outer) = (Arc::<Whole>::default(), Arc::<Counts>::default());
         let waker: Waker = outer.clone().into();
         let part = Part::new(&whole);

@@ -451,7 +451,7 @@ fn an_adaptive_limit_is_not_above_what_can_run() {
 }
 
 #[test]
-fn an_adaptive_limit_is_not_above_what_an_isolated_tenant_can_run() {
+fn adaptive_max_is_bounded_by_isolated_tenant_permits() {
     let folder = Folder::new();
     let isolated = format!("max_in_flight = 6\ntenants = {{ isolate = true }}\n{ADAPTIVE}\n");
     let tenant = |key: &str| bulkhead(&format!("{isolated}tenant.acme = {{ {key} }}"));

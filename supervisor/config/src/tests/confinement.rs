@@ -317,7 +317,7 @@ fn a_control_group_has_bounds() {
 }
 
 #[test]
-fn the_limits_of_the_sandbox_are_told_unless_the_file_has_its_own() {
+fn summary_shows_sandbox_rlimits_unless_overridden() {
     let folder = Folder::new();
     let told = |lines: &str| {
         let summary = folder.accept(&bulkhead(lines)).summary();
@@ -345,7 +345,7 @@ fn the_summary_has_the_whole_sandbox() {
 }
 
 #[test]
-fn the_summary_tells_that_the_default_profile_does_not_bound_tmp() {
+fn summary_notes_that_default_profile_does_not_bound_tmp() {
     let folder = Folder::new();
     let strict = "profile = \"strict\", user = \"root\"";
     for (entries, is_told) in [

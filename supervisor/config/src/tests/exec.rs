@@ -69,7 +69,7 @@ fn files_have_plain_names() {
 }
 
 #[test]
-fn files_exclude_a_working_directory_and_need_a_temporary_folder() {
+fn files_exclude_cwd_and_require_a_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));

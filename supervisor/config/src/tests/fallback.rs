@@ -9,8 +9,9 @@ fn file(fallback: &str, others: &[&str]) -> String {
     format!("{}{others}", bulkhead(&format!("fallback = {fallback}")))
 }
 
+/// A bulkhead's array replaces the array of the defaults instead of extending it.
 #[test]
-fn names_are_taken_in_order_and_the_array_replaces_that_of_the_defaults() {
+fn fallback_keeps_order_and_overrides_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let fallbacks: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.fallback.as_slice()).collect();

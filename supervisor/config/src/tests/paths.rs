@@ -14,8 +14,9 @@ fn a_path_starts_at_the_folder_of_the_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
+/// Folders, files that are not executable, and devices are rejected as well.
 #[test]
-fn a_program_that_is_missing_is_an_error_that_shows_where_it_was_sought() {
+fn missing_program_error_shows_the_searched_path() {
     let folder = Folder::new();
     let there = folder.path("thumb").display().to_string();
     folder.refuse_one(

@@ -85,8 +85,9 @@ fn all_is_well_and_said_to_be() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
+/// In monitor mode the limit holds no jobs back, so more processes are proposed.
 #[test]
-fn an_adaptive_limit_that_holds_jobs_back_is_the_reason_and_not_the_processes() {
+fn proposes_no_processes_if_adaptive_limit_holds_jobs_back() {
     let adaptive = bulkhead_api::Adaptive {
         mode: AdaptiveMode::Enforce.into(),
         min: 1,

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_culprit_is_run_or_all_that_could_be_or_the_one_that_is_named() {
+    fn chooses_named_job_else_culprit_else_all_replayable() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(choose(&crash, None), Ok(vec![0]));
         assert!(choose(&crash, Some(1)).unwrap_err().contains("no job 1"));

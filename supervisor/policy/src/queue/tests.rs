@@ -83,8 +83,9 @@ fn classes_are_strict_and_those_below_the_lowest_allowed_wait() {
     assert_eq!(drain(&mut queue), [5, 3, 0]);
 }
 
+/// Tenants with waiting jobs take turns.
 #[test]
-fn tenants_take_turns_and_one_that_comes_waits_for_a_single_round() {
+fn new_tenant_waits_for_at_most_one_round() {
     let mut queue = Queue::default();
     (0..6).for_each(|job| queue.push(job, Normal, 0, 1));
     (10..13).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -94,7 +95,7 @@ fn tenants_take_turns_and_one_that_comes_waits_for_a_single_round() {
 }
 
 #[test]
-fn a_returned_job_comes_before_all_of_its_class_and_is_not_charged_again() {
+fn returned_job_leads_its_class_without_a_second_charge() {
     let mut queue = Queue::default();
     (0..3).for_each(|job| queue.push(job, Normal, 0, 4));
     (10..22).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -106,8 +107,9 @@ fn a_returned_job_comes_before_all_of_its_class_and_is_not_charged_again() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
+/// The tenant keeps its place in the round, too.
 #[test]
-fn a_blocked_tenant_is_passed_over_and_keeps_its_place_and_what_it_earned() {
+fn blocked_tenant_is_skipped_and_keeps_its_credit() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -127,8 +129,9 @@ fn a_blocked_tenant_is_passed_over_and_keeps_its_place_and_what_it_earned() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
+/// A release of memory does not unblock the tenant, either.
 #[test]
-fn a_tenant_stays_blocked_while_it_has_nothing_here_and_while_memory_is_given_back() {
+fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
     queue.block(7);
     (0..5000).for_each(|job| queue.push(job, Normal, 0, 1));
@@ -185,7 +188,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 }
 
 #[test]
-fn flows_of_1_10_and_1000_jobs_get_equal_service_while_they_are_backlogged() {
+fn backlogged_flows_get_equal_service_at_any_length() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
     // The small flows end after as many rounds as they have jobs, whatever the length of the large flow.
@@ -201,7 +204,7 @@ fn flows_of_unequal_cost_get_equal_service_by_cost() {
 }
 
 #[test]
-fn a_tenant_that_is_blocked_and_unblocked_at_every_turn_gets_its_share_and_no_more() {
+fn blocking_every_turn_does_not_change_a_tenants_share() {
     let (mut queue, mut served) = (Queue::default(), [0_u32; 3]);
     (0..3000).for_each(|job| queue.push(job, Normal, job % 3, 1 + job % 7));
     for _ in 0..2000 {
@@ -259,8 +262,9 @@ fn different_widths() {
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
 
+/// None of the five tenants accounts for more than 30 percent of the evictions.
 #[test]
-fn nobody_accounts_for_more_than_30_percent_of_the_evictions_at_equal_rates() {
+fn evictions_are_nearly_even_at_equal_rates() {
     let (mut random, mut evicted) = (Random(5), [0_u32; 5]);
     let (mut queue, mut free, mut owner) = (Queue::default(), (0..100).collect::<Vec<u32>>(), [0; 100]);
     for _ in 0..20_000 {
@@ -618,8 +622,9 @@ fn no_operation_takes_more_steps_when_more_waits() {
     }
 }
 
+/// Each operation takes at most twelve steps, so that no other tenant is stalled.
 #[test]
-fn a_job_of_huge_cost_stalls_nobody_and_is_served_in_bounded_time() {
+fn job_of_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
     steps.of(|| queue.push(0, Normal, 0, u32::MAX));
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -663,8 +668,9 @@ fn places(queue: &Queue) -> usize {
         + queue.classes.iter().map(of_class).sum::<usize>()
 }
 
+/// Cancels 9,000 of 10,000 jobs, most of them in the middle of the queue.
 #[test]
-fn nine_thousand_of_ten_thousand_cancelled_in_the_middle_leave_nothing_behind() {
+fn many_cancelled_jobs_leave_nothing_behind() {
     for tenants in [1, 100, 10_000] {
         let (mut queue, mut steps) = (Queue::default(), Steps::default());
         (0..10_000).for_each(|job| queue.push(job, Normal, job % tenants, 1));
@@ -683,8 +689,9 @@ fn nine_thousand_of_ten_thousand_cancelled_in_the_middle_leave_nothing_behind() 
     }
 }
 
+/// A single high number that comes and goes does not grow and shrink a table each time.
 #[test]
-fn small_tables_are_kept_and_a_high_number_does_not_grow_and_drop_them_each_time() {
+fn keeps_small_tables_and_delays_shrinking_large_ones() {
     let mut queue = Queue::default();
     for job in 0..KEPT_MAX as u32 {
         queue.push(job, Normal, 0, 1);

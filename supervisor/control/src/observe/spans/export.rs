@@ -212,8 +212,9 @@ mod tests {
         assert_eq!((export.waiting.len(), export.lost()), (WAITING_MAX, 10));
     }
 
+    /// A few spans wait for others. A full batch is due at once.
     #[test]
-    fn few_wait_for_others_and_many_go_at_once_but_not_soon_after_a_failure() {
+    fn batches_spans_and_pauses_after_failures() {
         let mut export = export();
         assert_eq!(export.due(), None);
         export.add(span());

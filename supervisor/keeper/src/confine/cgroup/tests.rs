@@ -286,8 +286,9 @@ fn cgroups_that_were_made_in_a_leaf_go_with_it() {
     remove(&leaf);
 }
 
+/// The walk through nested groups ends at a maximum depth.
 #[test]
-fn cgroups_nested_without_bounds_are_an_error_and_no_endless_walk() {
+fn too_deeply_nested_cgroups_are_an_error() {
     let Some(ground) = Ground::new("abyss") else { return };
     let mut here = Folder::open(ground.path()).unwrap();
     for _ in 0..1100 {
@@ -341,8 +342,9 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     assert_eq!(root.sweep(), Ok(Swept::default()));
 }
 
+/// Any other process in the group is an error.
 #[test]
-fn the_supervisors_own_processes_make_room_and_no_other_is_moved() {
+fn vacate_moves_only_the_supervisors_processes() {
     let Some(ground) = Ground::new("vacate") else { return };
     // The supervisor's child also descends from this process, like the keeper's children.
     let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");

@@ -354,7 +354,7 @@ fn drop_capabilities() {
 
 /// Tests the reason why `/proc` can be granted as a whole.
 #[test]
-fn what_matters_of_other_processes_is_closed_though_proc_is_open() {
+fn other_processes_are_protected_although_proc_is_open() {
     if !has_abi(1) {
         return;
     }

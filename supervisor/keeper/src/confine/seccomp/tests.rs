@@ -491,8 +491,9 @@ fn what_is_denied_fails_with_the_error_that_programs_expect() {
     }
 }
 
+/// The filter serves kernels whose Landlock does not control truncation.
 #[test]
-fn where_landlock_cannot_the_filter_keeps_from_cutting_what_is_only_read() {
+fn filter_denies_truncating_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
     let expectations = [
         ("truncate", [0, 0, 0], libc::EPERM),
@@ -524,7 +525,7 @@ fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
 
 /// The flags are compared as a whole.
 #[test]
-fn a_template_forks_siblings_in_one_way_only_and_what_it_forks_in_none() {
+fn template_forks_siblings_one_way_and_workers_never_do() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
     let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
     let refused = Verdict::Errno(Errno::PERM).action(Ending::Notify);
