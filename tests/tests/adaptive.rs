@@ -79,7 +79,7 @@ fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
 }
 
 #[test]
-fn the_limit_follows_a_step_of_the_service_time_down_and_up_again() {
+fn limit_follows_service_time_down_and_up() {
     let supervisor = Supervisor::start(&bulkhead(ENFORCE));
     assert_eq!((supervisor.number("b", "limit"), adaptive(&supervisor, "limit")), (8, 8));
     let load = Load::of(&supervisor, 1);

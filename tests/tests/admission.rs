@@ -162,8 +162,9 @@ fn evictions_are_spread_over_the_tenants() {
     });
 }
 
+/// The tenant still gets its rate.
 #[test]
-fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
+fn tenant_over_its_rate_does_not_affect_others() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 64\nmax_queue = 1000\n\
          rate_limit = { per_second = 20, burst = 50, per = \"tenant\" }\n",

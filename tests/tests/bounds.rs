@@ -37,7 +37,7 @@ fn is_bounded(place: &Place, processes: bool) {
 }
 
 #[test]
-fn files_and_processes_are_bounded_where_they_count_for_each_worker() {
+fn file_size_and_process_limits_apply_to_each_worker() {
     if !has_layers(DEFAULT_LAYERS) || !is_root() {
         return;
     }

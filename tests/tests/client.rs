@@ -73,7 +73,7 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
 
 /// The jobs have no deadline, so a job that the client forgets would wait forever.
 #[test]
-fn all_that_wait_for_a_connection_on_many_threads_go_once_it_is_there() {
+fn reconnected_client_sends_all_waiting_jobs() {
     const TASKS: usize = 200;
     let keys = "max_in_flight = 8\nmax_queue = 1000\n";
     let mut supervisor = Supervisor::start(&format!("{ONE}{keys}"));
@@ -231,8 +231,9 @@ fn progress_comes_in_order_and_ends_with_the_job() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
+/// The client gets the last report before the result.
 #[test]
-fn progress_that_is_told_all_the_time_comes_ten_times_a_second_and_the_last_word_before_the_result() {
+fn frequent_progress_is_limited_to_ten_reports_a_second() {
     let supervisor = Supervisor::start(ONE);
     let client = blocking::Client::connect(supervisor.socket()).unwrap();
     let began = Instant::now();
@@ -730,7 +731,7 @@ fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
 }
 
 #[test]
-fn a_supervisor_that_welcomes_and_hangs_up_is_not_asked_without_pause() {
+fn client_backs_off_when_supervisor_closes_after_welcome() {
     let fake = Fake::new();
     run(async {
         let path = fake.path.clone();

@@ -53,8 +53,9 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
     answers.into_inner()
 }
 
+/// The pages describe thousands of tenants.
 #[test]
-fn jobs_go_on_while_pages_about_thousands_of_tenants_are_asked_for_all_the_time() {
+fn jobs_continue_while_large_pages_are_requested() {
     let (supervisor, client) = crowded();
     let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
     let mut jobs = 0;

@@ -232,7 +232,7 @@ fn strict_stops_what_the_table_says() {
 }
 
 #[test]
-fn strict_stops_a_program_as_it_does_a_worker_but_for_what_is_sealed() {
+fn strict_stops_a_program_as_it_does_a_worker() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(PROGRAM, STRICT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));
@@ -259,7 +259,7 @@ fn default_stops_as_much_under_a_supervisor_without_privileges() {
 
 /// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
-fn default_stops_nearly_as_much_where_process_numbers_are_shared() {
+fn default_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }

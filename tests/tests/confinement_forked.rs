@@ -290,7 +290,7 @@ fn forked_workers_outlive_their_template_in_its_nest() {
 
 /// Each worker has a separate cgroup. The template's cgroup also contains the first process of the pid namespace.
 #[test]
-fn each_forked_worker_has_a_control_group_where_that_is_configured() {
+fn each_forked_worker_has_its_own_cgroup() {
     if !has_layers(&["cgroup leaf"]) {
         return;
     }
@@ -332,7 +332,7 @@ fn each_forked_worker_has_a_control_group_where_that_is_configured() {
 
 /// The kernel kills all processes of a pid namespace when the first process dies. Other bulkheads are not affected.
 #[test]
-fn with_the_first_process_of_a_nest_all_in_there_ends_and_starts_again() {
+fn death_of_first_process_restarts_whole_pid_namespace() {
     for profile in profiles() {
         let place = start(&(bulkhead("pair", profile, "processes = 2") + &bulkhead("other", profile, "")));
         let client = place.client();
@@ -350,7 +350,7 @@ fn with_the_first_process_of_a_nest_all_in_there_ends_and_starts_again() {
 }
 
 #[test]
-fn what_forked_workers_leave_behind_is_ended_and_their_siblings_live() {
+fn reaps_descendants_of_forked_workers_but_no_siblings() {
     if !profiles().any(|profile| profile == DEFAULT) {
         return;
     }
@@ -433,7 +433,7 @@ fn a_forked_worker_that_hangs_is_killed_at_its_deadline() {
 }
 
 #[test]
-fn where_signals_cannot_be_scoped_nothing_is_forked_in_a_sandbox() {
+fn without_signal_scoping_sandboxed_workers_are_not_forked() {
     if !is_root() {
         return;
     }
@@ -616,7 +616,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
 /// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
 /// pipes.
 #[test]
-fn a_template_that_keeps_what_its_workers_had_keeps_nothing_open_in_the_supervisor() {
+fn template_holding_pipes_leaks_no_supervisor_descriptors() {
     for profile in profiles() {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",

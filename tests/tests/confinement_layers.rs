@@ -124,7 +124,7 @@ fn the_pid_that_is_told_is_the_workers() {
 
 /// Some containers, for example, cannot mount a new `/proc`.
 #[test]
-fn where_process_numbers_cannot_be_had_default_runs_without_and_tells() {
+fn default_runs_without_pid_namespace_and_reports_it() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -208,7 +208,7 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
 /// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user ids or pid
 /// namespaces keep that promise. If neither is available, no worker starts.
 #[test]
-fn without_scopes_another_layer_keeps_signals_in_or_nothing_starts() {
+fn without_scopes_signals_stay_confined_or_start_fails() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -243,7 +243,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
 
 /// A filter that was installed before the supervisor started can let a system call return success without any effect.
 #[test]
-fn rules_that_are_not_in_force_though_the_kernel_said_so_are_noticed() {
+fn detects_rules_that_are_not_in_force() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -310,8 +310,9 @@ fn root_does_without_a_user_namespace_and_that_is_told() {
     }
 }
 
+/// Covers a supervisor without privileges.
 #[test]
-fn without_privileges_a_missing_user_namespace_takes_the_others_along() {
+fn missing_user_namespace_disables_the_other_namespaces() {
     if has_layers(STRICT_LAYERS) && is_root() {
         let missing = ["user_namespace", "pid_namespace", "mount_namespace", "network_namespace"];
         assert_error_or_told("strict", "user_namespace", &missing, Some(NOBODY));

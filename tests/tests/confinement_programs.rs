@@ -131,7 +131,7 @@ fn the_examples_run_unharmed() {
 
 /// A worker that can write to the folder of its program must not widen the access of the next worker.
 #[test]
-fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
+fn files_written_beside_program_grant_no_access() {
     for profile in profiles() {
         let folder = tempfile::tempdir().unwrap();
         let (bin, secret) = (folder.path().join("own/bin"), folder.path().join("secret"));
@@ -272,7 +272,7 @@ fn a_program_that_violates_ends_without_its_neighbours() {
 
 /// The report of the violation, the host's answer and the host's exit arrive at the same time.
 #[test]
-fn a_violation_is_told_as_one_when_the_worker_leaves_right_after() {
+fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
     if !has_layers(DEFAULT_LAYERS) {
         return;
@@ -313,7 +313,7 @@ fn a_strict_worker_is_sealed_when_it_is_ready_and_not_before() {
 // Configuration keys.
 
 #[test]
-fn the_network_is_there_when_it_is_given_and_the_supervisor_is_not() {
+fn permitted_network_does_not_include_the_supervisor() {
     for profile in profiles() {
         let place = start(&bulkhead("x", WORKER, &format!("{profile}, network = true")));
         let (client, targets) = (place.client(), place.targets("x"));
@@ -363,7 +363,7 @@ fn single_calls_can_be_allowed_and_denied() {
 
 /// No worker could ever start with such a filter.
 #[test]
-fn a_worker_that_may_not_execute_is_refused_with_the_name_of_the_call() {
+fn denying_execve_fails_the_start_and_names_the_call() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -515,7 +515,7 @@ fn the_temporary_folder_is_the_workers_own_and_goes_with_it() {
 /// The root of a `strict` worker contains only the folders on the path to its program, including folders that the path
 /// leaves again by `..`.
 #[test]
-fn a_program_whose_path_goes_up_again_starts_under_every_profile() {
+fn program_path_with_parent_folders_starts() {
     let program = programs().join("deps/../misbehave");
     for profile in ["none", "default", "strict"] {
         let supervisor = bulkhead_tests::Supervisor::start(&format!(

@@ -179,8 +179,9 @@ fn a_thousand_strict_workers_leave_nothing() {
     }
 }
 
+/// Starts and kills a thousand workers.
 #[test]
-fn a_thousand_strict_workers_of_an_unprivileged_supervisor_leave_nothing() {
+fn strict_workers_of_unprivileged_supervisor_leave_nothing() {
     if is_root() && has_layers(STRICT_LAYERS) {
         assert_no_traces(STRICT, Some(NOBODY));
     }
@@ -259,7 +260,7 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
 /// After both deaths, only the kernel can kill the descendants of a worker, including processes in other sessions and
 /// process groups.
 #[test]
-fn nothing_outlives_a_supervisor_and_a_keeper_that_die_in_the_same_instant() {
+fn nothing_outlives_supervisor_and_keeper_killed_together() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }

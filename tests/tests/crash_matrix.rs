@@ -300,7 +300,7 @@ fn a_worker_that_breaks_the_protocol_is_ended() {
 }
 
 #[test]
-fn answers_that_come_twice_late_or_from_strangers_reach_no_client() {
+fn duplicate_and_unknown_answers_reach_no_client() {
     for (mode, expected) in [("twice", &b"first"[..]), ("stranger", b"yours")] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));

@@ -167,7 +167,7 @@ fn a_c_library_that_crashes_is_reported_with_its_last_words() {
 }
 
 #[test]
-fn a_program_that_dies_by_a_signal_is_reported_and_its_worker_lives() {
+fn program_killed_by_signal_is_reported_but_worker_lives() {
     let script = "echo last words >&2; cat >/dev/null; kill -SEGV $$";
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", {script:?}]\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n"
@@ -188,8 +188,9 @@ fn a_program_that_dies_by_a_signal_is_reported_and_its_worker_lives() {
     reports(&supervisor, 1);
 }
 
+/// Both have a crash report.
 #[test]
-fn failed_starts_and_deaths_while_idle_are_reported_and_have_nothing_to_replay() {
+fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     let never = "restart = { policy = \"never\" }\n";
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{never}\
@@ -533,8 +534,9 @@ fn the_newest_reports_are_kept() {
     assert_eq!(files(&folder.path().join("crashes")).len(), 3);
 }
 
+/// Other users must not be able to read the folder, and no other supervisor can use it.
 #[test]
-fn a_folder_that_others_may_read_or_another_supervisor_has_is_refused() {
+fn refuses_readable_or_occupied_crash_folder() {
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("crashes");
     std::fs::create_dir(&crash_dir).unwrap();

@@ -22,8 +22,9 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
+/// No process is left after the shutdown.
 #[test]
-fn jobs_have_the_outcomes_that_they_have_elsewhere_and_nothing_is_left() {
+fn embedded_jobs_have_the_usual_outcomes() {
     runs("jobs");
 }
 
@@ -38,22 +39,25 @@ fn clients_are_held_to_the_rules_of_the_jobs_socket() {
 }
 
 #[test]
-fn an_application_that_waits_for_all_its_children_sees_its_own_alone() {
+fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
+/// Covers signals, resource limits and descriptors.
 #[test]
-fn signals_limits_and_descriptors_of_the_application_stay_as_they_are() {
+fn process_state_of_application_is_unchanged() {
     runs("keeps-its-own");
 }
 
+/// The application's own children survive.
 #[test]
-fn a_keeper_or_its_guard_that_is_killed_is_replaced_and_the_application_keeps_its_children() {
+fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
 }
 
+/// No job begins twice.
 #[test]
-fn whatever_is_killed_each_job_has_one_outcome_and_none_is_begun_twice() {
+fn each_job_has_one_outcome_while_processes_are_killed() {
     runs("holds");
 }
 
@@ -68,8 +72,9 @@ fn each_of_a_thousand_jobs_that_wait_is_told_of_the_end() {
     runs("local-is-told");
 }
 
+/// Also covers use from other threads and runtimes.
 #[test]
-fn panics_futures_that_are_given_up_and_other_runtimes_end_nothing() {
+fn supervisor_survives_panics_and_dropped_futures() {
     runs("local-goes-on");
 }
 

@@ -148,8 +148,9 @@ fn nothing_is_left_of_one_program_for_the_next() {
     }
 }
 
+/// Without `program_scopes`, several programs at once need `best_effort`.
 #[test]
-fn programs_that_nothing_keeps_apart_run_one_at_a_time_or_by_best_effort() {
+fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
         format!(
             "[bulkhead.{name}]\nexec = [\"/bin/cat\"]\ncwd = \"work\"\n{more}\n\

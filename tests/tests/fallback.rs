@@ -128,7 +128,7 @@ fn a_full_queue_sends_jobs_to_the_fallback() {
 }
 
 #[test]
-fn backpressure_sends_jobs_to_the_fallback_but_for_critical_ones() {
+fn backpressure_diverts_noncritical_jobs_to_fallback() {
     let supervisor = start("max_queue = 10\npressure = { warn = 0.4, reject = 0.5 }", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -148,7 +148,7 @@ fn backpressure_sends_jobs_to_the_fallback_but_for_critical_ones() {
 }
 
 #[test]
-fn a_bulkhead_without_a_worker_sends_jobs_to_the_fallback_also_those_that_wait() {
+fn without_worker_new_and_queued_jobs_use_fallback() {
     let supervisor = start("max_queue = 10\nrestart = { policy = \"never\" }", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -178,7 +178,7 @@ fn a_bulkhead_without_a_worker_sends_jobs_to_the_fallback_also_those_that_wait()
 }
 
 #[test]
-fn a_drained_bulkhead_sends_jobs_to_the_fallback_also_those_that_wait() {
+fn drained_bulkhead_sends_new_and_queued_jobs_to_fallback() {
     let supervisor = start("max_queue = 10", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -438,7 +438,7 @@ fn large_payloads_pass_unchanged() {
 // Rules of the fallback.
 
 #[test]
-fn a_fallback_keeps_its_own_limit_for_guests_and_its_own_jobs_together() {
+fn fallback_limit_covers_guests_and_own_jobs() {
     let supervisor = start("", "max_in_flight = 2\nmax_queue = 100");
     supervisor.wait_number("safe", "limit", 2);
     let auditor = Auditor::of(&supervisor);
@@ -494,7 +494,7 @@ fn a_full_fallback_is_no_fallback() {
 }
 
 #[test]
-fn a_guest_that_the_fallback_lets_wait_in_vain_hears_the_first_reason() {
+fn guest_timed_out_in_fallback_queue_gets_first_reason() {
     let supervisor = start("", "max_queue = 5\nqueue_timeout = \"50ms\"");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -645,7 +645,7 @@ fn the_deadline_is_the_entrys_and_not_the_fallbacks() {
 }
 
 #[test]
-fn a_guest_whose_deadline_passes_in_the_fallbacks_queue_has_not_run() {
+fn guest_expired_in_fallback_queue_has_not_run() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -696,7 +696,7 @@ fn a_guest_is_cancelled_where_it_is() {
 }
 
 #[test]
-fn a_job_that_crashed_first_and_is_cancelled_in_the_fallbacks_queue_has_run() {
+fn crashed_job_cancelled_in_fallback_queue_has_run() {
     let supervisor = start("", "max_queue = 5");
     run(async {
         let client = connect(&supervisor).await;

@@ -24,8 +24,9 @@ fn who(client: &Client) -> [u32; 3] {
     numbers.try_into().unwrap()
 }
 
+/// The forked workers are children of the keeper and draw different random numbers.
 #[test]
-fn workers_are_forked_from_one_template_and_are_children_of_the_keeper() {
+fn all_workers_are_forked_from_one_template() {
     let supervisor = Supervisor::start(&bulkhead(&format!("processes = 3\n{FORK}")));
     let client = Client::connect(supervisor.socket()).unwrap();
     wait_for("three workers", || (supervisor.worker_pids("b").len() == 3).then_some(()));
@@ -81,8 +82,9 @@ fn a_template_with_threads_is_refused_and_they_are_named() {
     }
 }
 
+/// The next death of a worker starts another template.
 #[test]
-fn workers_outlive_their_template_and_the_next_death_starts_another() {
+fn workers_outlive_their_template() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
@@ -107,7 +109,7 @@ fn a_reload_that_replaces_workers_replaces_their_template() {
 }
 
 #[test]
-fn a_template_ends_when_workers_are_not_forked_any_more_and_with_its_bulkhead() {
+fn template_ends_with_fork_mode_or_its_bulkhead() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);

@@ -430,7 +430,7 @@ fn two_hundred_hostile_clients_harm_no_other() {
 }
 
 #[test]
-fn what_a_client_says_wrongly_is_answered_and_the_connection_goes_on() {
+fn rejects_invalid_jobs_and_keeps_the_connection() {
     let supervisor = Supervisor::start(
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10\nmax_payload = \"100KiB\"\n\
          deadline = \"60s\"\ndeadline_max = \"90s\"\n",
@@ -653,7 +653,7 @@ fn unread_results_are_bounded() {
 }
 
 #[test]
-fn descriptors_for_workers_and_operators_are_left_when_clients_take_all() {
+fn clients_leave_descriptors_for_workers_and_operators() {
     let folder = tempfile::tempdir().unwrap();
     let program = programs().join("misbehave");
     let config = format!(
@@ -717,7 +717,7 @@ fn goes_on(supervisor: &Supervisor) {
 }
 
 #[test]
-fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
+fn out_of_band_byte_closes_only_its_own_connection() {
     let notes = tempfile::tempdir().unwrap();
     let folder = notes.path();
     let confined = format!("sandbox = {{ user = \"shared\", write = [{folder:?}] }}");
@@ -794,7 +794,7 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
 /// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data
 /// plane's time. A data plane that is always busy would delay workers and other clients.
 #[test]
-fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
+fn rejected_and_leaving_clients_cause_no_overload() {
     let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
     let path = supervisor.socket();
     let nowhere = Submit { bulkhead: "nowhere", ..PLAIN };
@@ -1222,7 +1222,7 @@ fn a_worker_that_says_too_much_is_bounded() {
 
 /// The worker is still busy with the rejected result, so another job would only wait.
 #[test]
-fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
+fn too_large_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
@@ -1269,7 +1269,7 @@ fn half_a_frame_from_a_worker_holds_no_other_up() {
 }
 
 #[test]
-fn a_worker_that_closes_its_link_with_its_last_words_is_replaced() {
+fn replaces_worker_that_closes_link_after_its_answer() {
     let notes = tempfile::tempdir().unwrap();
     let supervisor = Supervisor::start(&by_hand(notes.path(), PATIENT));
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -1329,9 +1329,10 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
 
 // A test that takes half a minute.
 
+/// A stalled client stops in the middle of a frame or never reads.
 #[test]
 #[ignore = "waits for the limits of 30 s"]
-fn a_client_that_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_a_slow_one_is_not() {
+fn disconnects_stalled_clients_but_keeps_slow_one() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"",
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"90s\"\n",

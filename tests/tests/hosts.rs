@@ -290,7 +290,7 @@ fn the_message_is_the_end_of_standard_error_and_the_log_has_it() {
 }
 
 #[test]
-fn death_by_a_signal_is_a_crash_of_the_program_and_not_of_the_worker() {
+fn signal_death_is_a_crash_of_program_not_worker() {
     let (supervisor, client) = shell("echo dying >&2; kill -$BULKHEAD_OPERATION $$; sleep 1000", "");
     let worker = supervisor.worker_pids("x");
     let signals = [("SEGV", 11), ("KILL", 9), ("ABRT", 6), ("TERM", 15), ("BUS", 7), ("PIPE", 13)];
@@ -347,7 +347,7 @@ fn a_result_over_max_result_fails_however_it_comes() {
 // `exec`: processes that a program leaves behind.
 
 #[test]
-fn what_still_holds_the_output_when_a_program_has_ended_is_killed() {
+fn kills_processes_holding_output_of_ended_program() {
     let (supervisor, client) = shell(&tree("echo out; exit $BULKHEAD_OPERATION"), "");
     for status in ["0", "4"] {
         let tenant = tenant("HOLDER");
@@ -369,7 +369,7 @@ fn what_still_holds_the_output_when_a_program_has_ended_is_killed() {
 }
 
 #[test]
-fn a_child_that_floods_the_pipes_does_not_hold_a_program_that_has_ended() {
+fn flooding_child_does_not_delay_end_of_program() {
     // `yes` writes as fast as possible, so the pipes are never empty for long.
     let script = "yes >&2 & yes >&2 & exit 6";
     let (supervisor, client) = shell(script, "deadline = \"20s\"\n");
@@ -381,7 +381,7 @@ fn a_child_that_floods_the_pipes_does_not_hold_a_program_that_has_ended() {
 }
 
 #[test]
-fn what_floods_the_pipes_after_the_exit_harms_neither_its_job_nor_another() {
+fn pipe_flood_after_exit_harms_neither_job_nor_neighbour() {
     let script = "case $BULKHEAD_OPERATION in \
                   wait) n=0; while [ ! -e go ] && [ $n -lt 6000 ]; do sleep 0.01; n=$((n+1)); done; echo here;; \
                   out) yes & yes >&2 & sleep .1; exit 0;; \
@@ -471,7 +471,7 @@ fn as_many_programs_run_at_once_as_max_in_flight_says() {
 }
 
 #[test]
-fn a_worker_that_is_killed_takes_its_programs_trees_along_before_anybody_is_told() {
+fn killed_worker_takes_program_trees_along() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\n");
     for round in 0..5 {
         let worker = supervisor.worker_pids("x")[0];
@@ -491,8 +491,9 @@ fn a_worker_that_is_killed_takes_its_programs_trees_along_before_anybody_is_told
     assert_eq!(supervisor.number("x", "crashed"), 10);
 }
 
+/// Covers success, failure and death by a signal.
 #[test]
-fn many_programs_that_end_in_all_ways_leave_no_process_and_no_descriptor() {
+fn many_programs_leave_no_process_or_descriptor() {
     let script = "(setsid sleep 1000 &); \
                   case $BULKHEAD_OPERATION in kill) kill -KILL $$;; fail) exit 3;; esac; echo fine";
     let (supervisor, client) = shell(script, "max_in_flight = 4\nmax_queue = 1000\n");
@@ -785,7 +786,7 @@ fn a_library_that_cannot_be_used_says_why() {
 /// A host sends the reason in STATUS before a failed start, so that operators need not search the output of a
 /// dead process.
 #[test]
-fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
+fn reports_why_a_library_failed_to_start() {
     let (_folder, path) = compile(FAILS_AT_INIT, &[]);
     let (supervisor, _client) =
         start(&format!("[bulkhead.x]\nlibrary = {path:?}\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"));

@@ -73,7 +73,7 @@ fn probes_that_name_no_host_are_answered() {
 }
 
 #[test]
-fn a_connection_that_would_be_kept_alive_is_told_once_that_it_is_not() {
+fn refuses_keep_alive_with_one_connection_header() {
     let (supervisor, place) = start();
     for place in [place, Place::of(&supervisor)] {
         for path in ["/healthz", "/v1/nothing"] {
@@ -262,7 +262,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
 /// Fills all places with clients that have begun a request and stopped, and connects many more that send
 /// nothing.
 #[test]
-fn connections_that_say_nothing_do_not_keep_out_those_who_ask_whether_all_is_well() {
+fn idle_connections_do_not_block_health_checks() {
     let (_supervisor, place) = start();
     let Place::Tcp(address) = place else { panic!() };
     let begin = |bytes: &[u8]| {

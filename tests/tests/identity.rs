@@ -134,7 +134,7 @@ const HOME: &str = "[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scri
     [defaults]\nmax_queue = 10\ndeadline = \"60s\"\n";
 
 #[test]
-fn all_that_is_given_of_a_closed_home_is_reached_and_nothing_else() {
+fn worker_reaches_only_permitted_files_of_closed_home() {
     for profile in profiles() {
         let home = home();
         let path = home.path().to_owned();
@@ -352,8 +352,9 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
+/// Starts one worker of each bulkhead.
 #[test]
-fn check_starts_one_worker_of_each_bulkhead_beside_a_supervisor_that_runs() {
+fn check_starts_workers_beside_a_running_supervisor() {
     for profile in profiles() {
         let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\n");
         let supervisor = start_in(home(), &format!("{SOCKETS}{HOME}{sandbox}"));
@@ -443,7 +444,7 @@ fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
 /// Covers an ELF program of `exec` and a library without dependencies in its folder, because neither needs a
 /// path.
 #[test]
-fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() {
+fn without_mounts_host_opens_programs_by_descriptor() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -480,7 +481,7 @@ fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() 
 /// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
 /// error for others names the unreachable folder.
 #[test]
-fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folder_is_named() {
+fn without_mounts_unreachable_folder_is_named() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }

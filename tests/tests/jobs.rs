@@ -139,7 +139,7 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
 }
 
 #[test]
-fn async_handlers_run_side_by_side_and_yield_when_they_are_cancelled() {
+fn async_handlers_run_concurrently_and_stop_when_cancelled() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 50\ngrace = \"5s\"\ndeadline = \"60s\"\n",
     );

@@ -99,8 +99,9 @@ fn what_arrives_is_what_was_sent() {
     });
 }
 
+/// Also covers a payload that a function writes in place.
 #[test]
-fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() {
+fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -584,7 +585,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
 
 /// Leases whose files exist but which have not been offered are refused one by one.
 #[test]
-fn leases_that_were_made_when_payloads_are_to_be_bytes_are_refused() {
+fn refuses_unoffered_leases_when_payloads_must_be_bytes() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
     let supervisor = start(bulkhead);
     let mut raw = Raw::connect(&supervisor);
@@ -701,7 +702,7 @@ fn a_result_that_is_read_too_late_is_no_result() {
 /// A hostile client can confirm leases without reading them. The kernel keeps the unread descriptors in
 /// flight and limits their total for an unprivileged supervisor.
 #[test]
-fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
+fn client_that_never_reads_has_few_descriptors_in_flight() {
     let supervisor = one("");
     let mut raw = Raw::connect(&supervisor);
     let on_their_way = |raw: &Raw| -> u64 {
@@ -768,7 +769,7 @@ fn a_worker_is_lent_a_part_of_what_it_may_hold() {
 
 /// The connection breaks while the supervisor reads frames of the client and has leases to offer.
 #[test]
-fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
+fn client_disconnecting_during_leases_harms_no_other() {
     let supervisor = one("");
     for _ in 0..5 {
         let (mut raw, mut after) = (Raw::connect(&supervisor), Raw::connect(&supervisor));

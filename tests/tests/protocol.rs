@@ -1130,8 +1130,9 @@ fn what_a_worker_says_before_a_failed_start_is_shown() {
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
 }
 
+/// The supervisor continues to serve other jobs.
 #[test]
-fn a_signal_that_there_is_not_breaks_the_protocol_and_nothing_else() {
+fn invalid_signal_number_is_a_protocol_violation() {
     let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");
     let supervisor = Supervisor::start(&by_hand("w", &keys));
     let mut client = Client::connect(&supervisor);
@@ -1259,8 +1260,9 @@ fn without_a_common_version_both_ranges_are_named() {
     }
 }
 
+/// Unknown data that is marked as critical ends the worker.
 #[test]
-fn what_a_newer_worker_says_more_is_skipped_and_what_it_insists_on_ends_it() {
+fn ignores_unknown_worker_data_unless_critical() {
     let supervisor = Supervisor::start(&by_hand("w", KEYS));
     let mut client = Client::connect(&supervisor);
     assert_eq!(client.job("w", "newer", b"").payload, b"known");

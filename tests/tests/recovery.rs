@@ -155,7 +155,7 @@ fn a_handler_that_fails_is_not_tried_again() {
 // A job that has begun and is not idempotent must not go to another worker, even after a replacement has
 // taken the slot.
 #[test]
-fn a_job_that_has_begun_is_not_begun_again_because_its_worker_was_to_be_replaced() {
+fn started_job_is_not_repeated_after_worker_replacement() {
     let supervisor = start("");
     let worker = supervisor.worker_pids("b")[0];
     run(async {
@@ -213,8 +213,9 @@ fn large_payloads_are_tried_again_unchanged() {
     auditor.finish();
 }
 
+/// The bytes are released when the jobs end.
 #[test]
-fn payloads_that_wait_for_their_retry_count_as_waiting_and_are_given_back() {
+fn payloads_waiting_for_retry_count_towards_max_buffered() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"7MiB\"",
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"starts\"]\nmax_in_flight = 2\nretry = {}\n\
@@ -248,7 +249,7 @@ fn payloads_that_wait_for_their_retry_count_as_waiting_and_are_given_back() {
 // A payload must not count twice while its frame is checked. Otherwise a payload over half of `max_buffered`
 // would be rejected even if nothing else waits.
 #[test]
-fn a_payload_over_half_of_max_buffered_is_taken_when_nothing_else_waits() {
+fn accepts_payload_over_half_of_max_buffered() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"6MiB\"",
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n",
@@ -417,7 +418,7 @@ fn a_process_that_is_killed_takes_its_second_attempt_along() {
 }
 
 #[test]
-fn a_drained_bulkhead_tells_a_job_that_waits_for_its_retry_what_befell_it() {
+fn drain_reports_crash_of_job_waiting_for_retry() {
     let supervisor = start_slow("retry = {}");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -439,7 +440,7 @@ fn a_drained_bulkhead_tells_a_job_that_waits_for_its_retry_what_befell_it() {
 }
 
 #[test]
-fn a_draining_bulkhead_finishes_a_second_attempt_and_begins_none() {
+fn drain_finishes_second_attempt_but_starts_none() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }\nprocesses = 2");
     supervisor.wait_number("b", "limit", 2);
     run(async {
@@ -504,7 +505,7 @@ fn a_stopping_supervisor_tries_nothing_again() {
 }
 
 #[test]
-fn a_program_that_dies_by_a_signal_is_tried_again_in_the_same_worker() {
+fn program_killed_by_signal_is_retried_in_same_worker() {
     let script = "printf . >>ran; [ $(wc -c <ran) -gt 1 ] || kill -SEGV $$; cat";
     let supervisor = start_shell(script, "retry = {}");
     let auditor = Auditor::of(&supervisor);
@@ -539,7 +540,7 @@ fn a_program_that_says_that_it_failed_is_not_tried_again() {
 // Suspects.
 
 #[test]
-fn innocent_neighbours_of_a_culprit_end_well_and_none_dies_twice() {
+fn innocent_neighbours_of_a_culprit_succeed_on_retry() {
     let supervisor = start("retry = {}\nmax_in_flight = 4");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -803,8 +804,9 @@ fn what_the_supervisor_kills_is_no_poison() {
     });
 }
 
+/// Each copy is rejected when its turn comes.
 #[test]
-fn twins_of_a_poisonous_payload_are_turned_away_when_their_turn_comes() {
+fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -832,7 +834,7 @@ fn twins_of_a_poisonous_payload_are_turned_away_when_their_turn_comes() {
 }
 
 #[test]
-fn a_poisonous_job_is_not_tried_more_often_than_it_takes_to_know_it() {
+fn poison_job_is_retried_only_until_quarantine() {
     let supervisor = start("poison = { crashes = 3 }\nretry = { attempts = 9, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;

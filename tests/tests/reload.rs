@@ -193,7 +193,7 @@ fn live_values_survive_unless_their_key_changes() {
 
 /// A live value that contradicts the new file is dropped and named. Other live values stay.
 #[test]
-fn a_live_value_that_does_not_go_together_with_the_file_is_named() {
+fn names_live_value_that_contradicts_the_new_file() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
     let supervisor = start(&file);
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 1}"#);

@@ -127,8 +127,9 @@ fn a_worker_grows_far_beyond_its_welcome() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
+/// No queued job begins until the number of running jobs is below the new limit.
 #[test]
-fn fewer_jobs_at_once_interrupt_none_and_the_bound_falls_as_they_end() {
+fn lower_max_in_flight_interrupts_no_running_job() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -353,9 +354,9 @@ fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
 }
 
 // The job in the killed worker has begun and is not idempotent, so the outcome is a crash. See
-// `a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize`.
+// `started_job_is_not_repeated_after_missed_resize`.
 #[test]
-fn a_process_that_is_too_many_is_not_started_again_whatever_becomes_of_it() {
+fn surplus_process_is_not_restarted_after_its_death() {
     let supervisor = start("processes = 2\ndeadline_max = \"120s\"\ndeadline = \"1s\"\ngrace = \"10ms\"");
     supervisor.wait_number("b", "limit", 2);
     run(async {
@@ -385,7 +386,7 @@ fn a_process_that_is_too_many_is_not_started_again_whatever_becomes_of_it() {
 }
 
 #[test]
-fn fewer_and_then_more_again_while_jobs_run_ends_with_all_of_them() {
+fn repeated_process_resizes_lose_no_running_job() {
     let supervisor = start("processes = 4\nmax_queue = 20");
     supervisor.wait_number("b", "limit", 4);
     let auditor = Auditor::of(&supervisor);
@@ -528,7 +529,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
 
 // A job that has begun must not go to another worker, even if the worker missed the resize.
 #[test]
-fn a_job_that_has_begun_is_not_begun_again_because_its_worker_missed_a_resize() {
+fn started_job_is_not_repeated_after_missed_resize() {
     let supervisor = start("max_queue = 5");
     let worker = supervisor.worker_pids("b")[0];
     run(async {
@@ -590,8 +591,9 @@ fn the_bound_holds_while_it_moves() {
 
 // Workers that cannot be resized.
 
+/// The worker finishes its jobs and gets no more.
 #[test]
-fn a_worker_that_cannot_be_told_is_replaced_and_never_given_more() {
+fn replaces_worker_that_cannot_be_resized() {
     let supervisor = start_with(
         "command = [\"MISBEHAVE\", \"raw\", \"hoard\"]",
         "max_in_flight = 2\nmax_queue = 10\nhealth = { heartbeat = \"60s\" }",
@@ -907,7 +909,7 @@ fn a_tenant_without_a_name_is_refused_in_words() {
 }
 
 #[test]
-fn numbers_that_make_no_sense_are_refused_with_a_sentence_and_change_nothing() {
+fn invalid_limits_are_rejected_and_change_nothing() {
     let supervisor = start("processes = 2\nmax_in_flight = 2\nmax_queue = 5");
     supervisor.wait_number("b", "limit", 4);
     let workers = supervisor.worker_pids("b");
@@ -1018,8 +1020,9 @@ fn a_stopping_supervisor_takes_no_numbers() {
     assert!(supervisor.wait().success());
 }
 
+/// A longer queue accepts more jobs immediately.
 #[test]
-fn a_shorter_queue_drops_no_job_and_a_longer_one_has_room_at_once() {
+fn shorter_queue_drops_no_job() {
     let supervisor = start("max_queue = 3");
     let auditor = Auditor::of(&supervisor);
     run(async {

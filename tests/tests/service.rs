@@ -110,8 +110,9 @@ fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
 }
 
+/// Also shows the quarantine, the start mode and the breaker.
 #[test]
-fn status_of_one_names_its_rejections_tenants_quarantine_and_start() {
+fn status_of_bulkhead_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\npoison = { crashes = 1 }\n\
          [bulkhead.forked]\ncommand = [\"MISBEHAVE\"]\nstart.mode = \"fork\"\nbreaker = { min_calls = 5 }\n",

@@ -116,7 +116,7 @@ fn a_spare_that_dies_or_hangs_is_replaced() {
 /// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
 /// twice.
 #[test]
-fn a_keeper_that_is_killed_under_load_takes_its_spares_along_and_has_them_again() {
+fn keeper_killed_under_load_gets_its_spares_again() {
     const KILLS: usize = 5;
     let keys = "processes = 2\nstart = { spares = 2 }\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }";
     let supervisor = Supervisor::start(&bulkhead(keys));

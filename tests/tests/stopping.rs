@@ -54,12 +54,12 @@ fn no_job_is_lost(bulkhead: &str) {
 const KEYS: &str = "max_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n";
 
 #[test]
-fn a_worker_of_the_sdk_finishes_what_it_has_and_what_is_on_its_way() {
+fn sdk_worker_finishes_all_accepted_jobs() {
     no_job_is_lost(&format!("[bulkhead.x]\ncommand = [\"MISBEHAVE\"]\n{KEYS}"));
 }
 
 #[test]
-fn a_host_of_programs_finishes_what_it_has_and_what_is_on_its_way() {
+fn program_host_finishes_all_accepted_jobs() {
     no_job_is_lost(&format!("[bulkhead.x]\nexec = [\"cat\"]\n{KEYS}"));
 }
 

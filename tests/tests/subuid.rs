@@ -215,8 +215,9 @@ fn two_supervisors_of_one_user_never_share_an_id() {
     assert_eq!(of_one.union(&of_other).count(), 8, "{of_one:?} {of_other:?}");
 }
 
+/// The error of the first start names the command that gives the worker access to the folder.
 #[test]
-fn a_worker_that_writes_keeps_an_id_and_is_told_how_to_be_let_in() {
+fn writing_worker_keeps_its_user_id() {
     let Some(user) = User::with_ids() else { return };
     for profile in profiles() {
         let mut home = home(user);

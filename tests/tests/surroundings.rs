@@ -23,8 +23,9 @@ fn state(pid: u32) -> Option<char> {
 
 // The configuration file.
 
+/// Covers start, reload and stop.
 #[test]
-fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_the_stop() {
+fn fifo_as_configuration_is_refused_without_hanging() {
     let mut supervisor = Supervisor::start(B);
     let file = supervisor.file("workers.toml");
     std::fs::remove_file(&file).unwrap();
@@ -75,7 +76,7 @@ impl Hanging {
 }
 
 #[test]
-fn a_file_system_that_hangs_keeps_neither_jobs_nor_the_stop_waiting() {
+fn hanging_file_system_delays_neither_jobs_nor_stop() {
     let Some(hanging) = Hanging::mount() else {
         return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
     };
@@ -108,8 +109,9 @@ fn a_file_system_that_hangs_keeps_neither_jobs_nor_the_stop_waiting() {
     }
 }
 
+/// No other reload starts while the first one still hangs.
 #[test]
-fn a_reload_that_hangs_is_given_up_and_is_not_followed_by_another() {
+fn hanging_reload_is_abandoned() {
     let Some(hanging) = Hanging::mount() else {
         return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
     };
@@ -176,7 +178,7 @@ fn that_the_end_of_children_was_ignored_takes_no_layer() {
 }
 
 #[test]
-fn a_limit_of_files_that_is_too_small_for_any_worker_is_refused_and_told() {
+fn refuses_file_limit_too_small_for_any_worker() {
     let start = |limit: &str| {
         let folder = tempfile::tempdir().unwrap();
         let wrapper = ["prlimit", limit];
@@ -217,7 +219,7 @@ fn a_socket_that_is_removed_is_noticed_and_made_again() {
 // Death of the supervisor.
 
 #[test]
-fn a_supervisor_that_is_killed_while_its_keeper_is_stopped_leaves_nothing() {
+fn killed_supervisor_with_stopped_keeper_leaves_nothing() {
     let supervisor = Supervisor::start(B);
     let (worker, keeper) = (supervisor.worker_pids("b")[0], supervisor.keeper());
     kill_pid(keeper, Signal::SIGSTOP);
@@ -229,7 +231,7 @@ fn a_supervisor_that_is_killed_while_its_keeper_is_stopped_leaves_nothing() {
 // Memory.
 
 #[test]
-fn when_memory_runs_out_workers_go_before_the_keeper_and_that_before_the_supervisor() {
+fn oom_scores_rank_workers_over_keeper_over_supervisor() {
     let score = |pid: u32| -> i32 {
         let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
         text.trim().parse().unwrap()

@@ -46,7 +46,7 @@ fn nothing_outlives_a_supervisor_that_is_killed() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_takes_the_workers_along_and_is_replaced() {
+fn killed_keeper_takes_workers_along_and_is_replaced() {
     let supervisor = Supervisor::start(TREE);
     let marker = format!("KEEPER-{}", supervisor.pid());
     let mut job = with_tree(&supervisor, &marker);
@@ -210,7 +210,7 @@ fn jobs_are_answered_while_there_is_no_keeper() {
 }
 
 #[test]
-fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
+fn disabled_bulkhead_does_not_prevent_readiness() {
     let off = "[bulkhead.off]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 0\n";
     let both = format!("{off}[bulkhead.on]\ncommand = [\"MISBEHAVE\"]\n");
     for bulkheads in [off, &both] {

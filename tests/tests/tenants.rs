@@ -78,8 +78,9 @@ fn two_tenants_never_share_a_process() {
     });
 }
 
+/// A saturated tenant uses all of its permits and has a full queue.
 #[test]
-fn a_tenant_that_has_all_its_permits_and_its_queue_full_takes_nothing_from_another() {
+fn saturated_tenant_takes_nothing_from_another() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3",
         "processes = 2\nmax_in_flight = 2\nmax_queue = 3\npressure = { warn = 0.5 }",

@@ -206,7 +206,7 @@ fn strangers_at_a_closed_door_are_no_events() {
 }
 
 #[test]
-fn a_client_that_comes_back_when_it_is_told_to_gets_past_a_breaker() {
+fn client_honouring_retry_after_gets_past_open_breaker() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3, idle = \"200ms\"",
         "max_queue = 5\nbreaker = { window = \"5m\", min_calls = 1, open_for = \"100ms\" }",

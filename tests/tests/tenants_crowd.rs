@@ -194,8 +194,9 @@ fn patient_tenants_all_get_their_turn() {
     assert_eq!(supervisor.number("b", "done"), 60);
 }
 
+/// The job waits until the workers of another tenant have exited.
 #[test]
-fn a_job_that_waits_for_another_tenants_workers_to_go_keeps_its_deadline() {
+fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -369,7 +370,7 @@ fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
 }
 
 #[test]
-fn two_thousand_tenants_one_after_the_other_leave_nothing_behind() {
+fn two_thousand_tenants_in_sequence_leave_nothing() {
     let supervisor = Supervisor::start(&isolated("max_active = 2", ""));
     run(async {
         let client = connect(&supervisor).await;

@@ -173,8 +173,9 @@ fn a_rate_that_is_raised_lets_the_next_job_in() {
     }
 }
 
+/// A smaller share drops no job.
 #[test]
-fn a_share_that_grows_wakes_jobs_that_wait_and_one_that_shrinks_drops_none() {
+fn larger_share_starts_waiting_jobs_of_the_tenant() {
     let supervisor = Supervisor::start(&shared(
         "processes = 6\nmax_queue = 100\ntenants = { max_in_flight = 1, max_queue = 50 }",
     ));
@@ -241,8 +242,9 @@ fn over_its_own_workers_one_tenant_has_its_own_numbers() {
     });
 }
 
+/// The limits also apply immediately to running workers.
 #[test]
-fn live_numbers_of_a_tenant_with_its_own_workers_hold_at_once_and_after_a_rest() {
+fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;
@@ -371,8 +373,9 @@ fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
     assert_eq!((status, own), (200, json!({"max_queue": 7})));
 }
 
+/// The tenant shares the workers of the bulkhead.
 #[test]
-fn a_share_of_common_workers_has_the_same_bounds_live_as_in_the_file() {
+fn live_tenant_share_has_same_bounds_as_in_file() {
     let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";
     let supervisor = Supervisor::start(&shared(own));
     let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 5000}"#);
@@ -392,7 +395,7 @@ fn a_tenants_own_numbers_are_judged_live_as_in_the_file() {
 }
 
 #[test]
-fn a_rate_for_all_together_is_refused_while_a_tenant_has_its_own() {
+fn refuses_bulkhead_rate_while_a_tenant_has_its_own() {
     let own = "[bulkhead.b.tenant.acme]\nrate_limit = { per_second = 5 }";
     let tenant = "rate_limit = { per_second = 5, per = \"tenant\" }";
     let supervisor = Supervisor::start(&shared(&format!("{tenant}\n{own}")));

@@ -55,8 +55,9 @@ fn a_job_is_tried_again_in_its_own_tenants_workers() {
     });
 }
 
+/// The quarantine lasts until a reset, also while the tenant has no workers.
 #[test]
-fn a_poison_payload_is_kept_out_for_its_tenant_alone_and_until_a_reset() {
+fn poison_payload_is_quarantined_for_its_tenant_only() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3, idle = \"100ms\"",
         "max_queue = 5\npoison = { crashes = 2 }",
@@ -93,7 +94,7 @@ fn failing_while(marker: &std::path::Path, tenants: &str, more: &str) -> String 
 }
 
 #[test]
-fn a_tenant_whose_workers_do_not_start_does_not_keep_others_from_theirs() {
+fn failed_starts_of_one_tenant_do_not_affect_others() {
     let folder = tempfile::tempdir().unwrap();
     let marker = folder.path().join("broken");
     let supervisor = Supervisor::start(&failing_while(&marker, "max_active = 3", "max_queue = 5"));
@@ -144,7 +145,7 @@ fn failed_starts_are_not_forgotten_by_a_rest() {
 }
 
 #[test]
-fn a_breaker_closes_again_though_starts_take_longer_than_a_rest_waits() {
+fn breaker_closes_when_worker_start_exceeds_idle_time() {
     let supervisor = Supervisor::start(
         &isolated(
             "max_active = 3, idle = \"100ms\"",
@@ -221,8 +222,9 @@ fn with_fallback(entry: &str, safe: &str) -> String {
     )
 }
 
+/// Each job counts once, in the bulkhead that the client named.
 #[test]
-fn a_tenant_without_a_place_is_served_by_the_fallback_and_counted_once() {
+fn fallback_serves_tenant_beyond_max_active() {
     let supervisor = Supervisor::start(&with_fallback("", "max_queue = 20"));
     supervisor.wait_number("safe", "limit", 1);
     run(async {
@@ -253,8 +255,9 @@ fn a_tenant_without_a_place_is_served_by_the_fallback_and_counted_once() {
     });
 }
 
+/// The record survives a flood of other tenants.
 #[test]
-fn a_tenant_whose_job_is_elsewhere_is_not_forgotten_in_a_flood_of_others() {
+fn keeps_record_of_tenant_with_job_in_fallback() {
     let supervisor = Supervisor::start(&with_fallback("", ""));
     supervisor.wait_number("safe", "limit", 1);
     run(async {

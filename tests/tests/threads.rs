@@ -3,8 +3,9 @@
 
 use bulkhead_tests::{Supervisor, is_alive, wait_for};
 
+/// The keeper and the workers end with the supervisor.
 #[test]
-fn the_end_of_a_thread_is_the_end_of_the_supervisor_and_of_its_workers() {
+fn end_of_an_essential_thread_ends_the_supervisor() {
     if !cfg!(debug_assertions) {
         eprintln!("NOT RUN: a release build does not panic on request");
         return;

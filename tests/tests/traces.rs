@@ -331,7 +331,7 @@ fn lost(log: &str) -> u64 {
 }
 
 #[test]
-fn a_collector_that_is_not_there_or_says_nothing_costs_spans_only() {
+fn unavailable_or_silent_collector_costs_only_spans() {
     let silent = Collector::start(&[0]);
     let (gone, _kept) = unserved();
     let refuses = Collector::start(&[400]);

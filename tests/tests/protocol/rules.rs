@@ -174,7 +174,7 @@ fn forever() -> ! {
 /// test: a worker read header and metadata, reported progress and died with the payload unread. The job was
 /// given to a worker four times.
 #[test]
-fn a_job_of_which_anything_was_read_is_not_given_to_another_worker() {
+fn partly_read_job_is_not_given_to_another_worker() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
         let supervisor = start(rule, "");
         let mut client = Client::connect(&supervisor);
