@@ -62,7 +62,7 @@ fn each_job_has_one_outcome_while_processes_are_killed() {
 }
 
 #[test]
-fn that_holds_on_the_thread_of_the_application_too() {
+fn outcomes_hold_on_the_application_thread() {
     runs("local-holds");
 }
 

@@ -18,7 +18,7 @@ fn every_job_has_one_true_outcome_and_begins_once() {
 
 /// Runs the ledger with an embedded supervisor, on a separate thread and on the clients' threads.
 #[test]
-fn that_holds_for_a_supervisor_in_the_process_of_the_clients() {
+fn ledger_holds_for_an_embedded_supervisor() {
     for mode in ["embedded", "embedded-local"] {
         let kept = ledger::embedded::keep_in_process(&["10", "20261123", mode]);
         kept.unwrap_or_else(|fault| panic!("{mode}: {fault}"));
