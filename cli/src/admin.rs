@@ -50,7 +50,7 @@ async fn request_with(
     let socket = args.admin();
     let answer = tokio::time::timeout(ANSWER_WITHIN, send(&socket, method, path, body)).await;
     let response = answer.unwrap_or_else(|_| {
-        Err(unreachable(&socket, &format!("it does not answer within {} s", ANSWER_WITHIN.as_secs())))
+        Err(unreachable(&socket, &format!("no answer within {} s", ANSWER_WITHIN.as_secs())))
     })?;
     if response.status().is_success() {
         return Ok(response);
@@ -73,8 +73,8 @@ async fn request_with(
 pub(crate) fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
     let socket = socket.display();
     let message = format!(
-        "failed to reach the admin socket {socket}: {error}; is the supervisor running? If its socket is elsewhere, name \
-         that with --admin or BULKHEAD_ADMIN, or the jobs socket beside it with --socket or BULKHEAD_SOCKET"
+        "failed to reach the admin socket {socket}: {error}; is the supervisor running? If the socket is elsewhere, \
+         use --admin or BULKHEAD_ADMIN, or name the jobs socket in the same folder with --socket or BULKHEAD_SOCKET"
     );
     Failure::new(exit::UNREACHABLE, message)
 }
@@ -91,7 +91,7 @@ async fn send(
     };
     let stream = connected.map_err(|error| match error.kind() {
         std::io::ErrorKind::PermissionDenied => {
-            Failure::new(exit::FORBIDDEN, format!("you may not use the admin socket {}", socket.display()))
+            Failure::new(exit::FORBIDDEN, format!("no permission for the admin socket {}", socket.display()))
         }
         _ => unreachable(socket, &error),
     })?;
@@ -113,7 +113,7 @@ async fn send(
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
     let body =
-        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}")))?;
+        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the answer ended early: {error}")))?;
     Ok(body.to_bytes().to_vec())
 }
 
@@ -128,7 +128,7 @@ pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
 }
 
 fn nonsense(error: &serde_json::Error) -> Failure {
-    Failure::new(exit::FAILED, format!("the supervisor's answer makes no sense: {error}"))
+    Failure::new(exit::FAILED, format!("failed to parse the supervisor's answer: {error}"))
 }
 
 /// Percent-encodes a name for use in a path.
@@ -171,7 +171,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     }
     output::line(&format!("\n{}", worker_table(&one.workers)))?;
     if let Some(uid) = shared_user(&one.workers) {
-        output::line(&format!("\nuser: shared, the workers have the supervisor's own (uid {uid})"))?;
+        output::line(&format!("\nuser: shared, the workers run as the supervisor's own user (uid {uid})"))?;
     }
     output::line("")?;
     for line in events.lines() {
@@ -248,7 +248,7 @@ fn facts(one: &Snapshot) -> Vec<String> {
     if one.quarantined > 0 {
         let (count, name) = (one.quarantined, shown(&one.name));
         facts.push(format!(
-            "quarantine  {count} payloads that killed workers; `bulkhead reset {name}` clears it"
+            "quarantine  {count} payloads that killed workers; `bulkhead reset {name}` clears the quarantine"
         ));
     }
     facts.extend(one.tenants.iter().map(|tenant| {
@@ -272,7 +272,7 @@ pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
 }
 
 /// Formats the bulkheads as a table. If the table is wider than the terminal, omits columns that contain only
-/// zeros, from the right, until it fits.
+/// zeros, from the right, until the table fits.
 fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
     let mut table = table(&[
         "NAME",
@@ -388,7 +388,7 @@ fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     output::line(&format!("{} {}", shown(&event.at), event_words(&event)))
 }
 
-/// Formats an event in one line, without its time.
+/// Formats an event in one line, without the time.
 pub(crate) fn event_words(event: &Event) -> String {
     let severity = format!("{:8}", shown(&event.severity));
     let mut words = vec![severity, shown(&event.kind), known(&event.bulkhead)];
@@ -431,7 +431,7 @@ async fn lines(
             frame = body.frame() => frame,
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
-        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));
+        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the answer ended early: {error}"));
         let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
@@ -439,7 +439,7 @@ async fn lines(
             take(String::from_utf8_lossy(&line).trim_end())?;
         }
         if partial.len() > LINE_BYTES_MAX {
-            return Err(Failure::new(exit::FAILED, "the supervisor sent a line without an end"));
+            return Err(Failure::new(exit::FAILED, "the supervisor sent a line that is too long"));
         }
     }
 }
@@ -453,9 +453,9 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
         output::json(String::from_utf8_lossy(&body).trim_end())?;
     } else {
         let done = match verb {
-            "restart" => "its workers are being replaced one after the other",
-            "drain" => "it takes no more jobs; what runs may finish",
-            "resume" => "it takes jobs again",
+            "restart" => "workers are being replaced one after the other",
+            "drain" => "new and queued jobs are rejected; running jobs can finish",
+            "resume" => "jobs are accepted again",
             _ => "breaker, restart history and quarantine are cleared, and failed workers start again",
         };
         output::line(&format!("{}: {done}", harmless(name)))?;

@@ -91,7 +91,7 @@ fn head(advice: &Advice) -> String {
     }
     if !advice.enough {
         let is_silent = advice.advice.is_empty() && advice.kept.is_empty();
-        let then = if is_silent { "too little to say anything" } else { "what follows is provisional" };
+        let then = if is_silent { "no recommendations yet" } else { "the recommendations are provisional" };
         head += &format!("\n{}: {then}", known(&advice.missing));
     }
     head
@@ -117,7 +117,7 @@ fn plain(setting: &Setting) -> String {
     }
 }
 
-/// Returns the command that applies the changes immediately, and the lines that make them permanent.
+/// Returns the command that applies the changes immediately, and the lines that make the changes permanent.
 fn how_to(advice: &Advice, items: &[Proposal]) -> Vec<String> {
     let name = shown(&advice.bulkhead);
     let option = |item: &Proposal| {
@@ -172,6 +172,6 @@ mod tests {
         advice["kept"] = json!([]);
         advice["enough"] = json!(false);
         advice["missing"] = json!("seen too little");
-        assert!(describe(&advice).ends_with("seen too little: too little to say anything"));
+        assert!(describe(&advice).ends_with("seen too little: no recommendations yet"));
     }
 }

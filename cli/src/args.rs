@@ -6,7 +6,7 @@ use std::time::Duration;
 use bulkhead_client::Priority;
 use clap::{Parser, Subcommand};
 
-/// Submit jobs to a bulkhead-supervisor, and operate it
+/// Submit jobs to a bulkhead-supervisor, and operate the supervisor
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead", version, arg_required_else_help = true)]
 pub(crate) struct Args {
@@ -72,7 +72,7 @@ pub(crate) enum Command {
         /// Name of the bulkhead
         name: String,
     },
-    /// Close the breaker of a bulkhead, clear its quarantine, and start failed workers now
+    /// Close the breaker of a bulkhead, clear the quarantine, and start failed workers now
     Reset {
         /// Name of the bulkhead
         name: String,
@@ -97,8 +97,8 @@ pub(crate) enum Command {
     },
     /// List crash reports, or show one
     Crashes(Crashes),
-    /// Run the payload of a crash report again in a dedicated worker, and report whether it crashes the same
-    /// way
+    /// Run the payload of a crash report again in a dedicated worker, and report whether the job crashes the
+    /// same way
     ///
     /// Runs the job that caused the crash, if known. Otherwise runs each job that was in flight, one after
     /// the other, until one crashes the same way. The exit status is 0 if a job ran, whatever the result.
@@ -237,8 +237,8 @@ pub(crate) struct Submit {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Send an empty payload and do not read standard input, for use in loops that read it [default: read the
-    /// payload from standard input, unless it is a terminal]
+    /// Send an empty payload and do not read standard input, for use in loops over standard input [default:
+    /// read the payload from standard input, except from a terminal]
     #[arg(short = 'n', long, conflicts_with = "payload_file")]
     pub(crate) no_input: bool,
 
@@ -276,12 +276,12 @@ pub(crate) struct Bench {
 
 fn duration(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
-        Ok(duration) if duration.is_zero() => Err("must be more than nothing".into()),
+        Ok(duration) if duration.is_zero() => Err("must be greater than zero".into()),
         Err(_) if text.strip_prefix('-').is_some_and(|rest| humantime::parse_duration(rest).is_ok()) => {
-            Err("must be more than nothing".into())
+            Err("must be greater than zero".into())
         }
         Ok(duration) => Ok(duration),
-        Err(error) => Err(format!("{error}; write it like 500ms, 2s or \"1m 30s\"")),
+        Err(error) => Err(format!("{error}; use a duration such as 500ms, 2s or \"1m 30s\"")),
     }
 }
 

@@ -1,5 +1,5 @@
 //! Crash reports: list, details and replay. The reports contain data from the crashed process, so all texts
-//! are escaped before they reach a terminal.
+//! are escaped before the output reaches a terminal.
 
 use std::path::Path;
 use std::time::Duration;
@@ -68,7 +68,7 @@ fn duration(ms: u64) -> String {
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
-/// Formats the name of an operation or tenant, or a dash if it is empty.
+/// Formats the name of an operation or tenant, or a dash if the name is empty.
 fn named(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
@@ -93,14 +93,14 @@ fn describe(report: &CrashReport) -> String {
     put("id", report.id.to_string());
     put("time", humantime::format_rfc3339_millis(report.at).to_string());
     if let count @ 2.. = report.count {
-        put("count", format!("{count} like this; this is the last"));
+        put("count", format!("{count} crashes of this kind; the last is shown"));
     }
     put("bulkhead", shown(&report.bulkhead));
     if let Some(tenant) = &report.tenant {
         put("tenant", named(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
-    let whose = if is_program { "the program; its worker lives on" } else { "the worker" };
+    let whose = if is_program { "the program; the worker continues" } else { "the worker" };
     put("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     put("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
@@ -125,7 +125,7 @@ fn jobs(report: &CrashReport) -> String {
     let mut lines = String::new();
     for (place, job) in report.jobs.iter().enumerate() {
         let is_culprit = report.culprit == Some(place);
-        lines.push_str(&format!("\njob {place}{}\n", if is_culprit { ", which did it" } else { "" }));
+        lines.push_str(&format!("\njob {place}{}\n", if is_culprit { " (culprit)" } else { "" }));
         lines.push_str(&indented(&describe_job(job)));
     }
     let omitted = (report.in_flight as usize).saturating_sub(report.jobs.len());
@@ -140,7 +140,10 @@ fn describe_job(job: &CrashJob) -> String {
     let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<10} {value}\n"));
     put("number", shown(&job.job));
     if job.is_answered {
-        put("note", "its client had been answered before; nothing else is known of it".to_owned());
+        put(
+            "note",
+            "the client was answered before the crash; nothing else is known about the job".to_owned(),
+        );
         return lines;
     }
     put("operation", named(Some(&job.operation)));
@@ -150,7 +153,7 @@ fn describe_job(job: &CrashJob) -> String {
     }
     put("ran", format!("{}, attempt {}", duration(job.ran_ms), job.attempts));
     if job.is_unread {
-        put("note", "the worker died before it read this job".to_owned());
+        put("note", "the worker died before reading this job".to_owned());
     }
     if let Some(digest) = &job.digest {
         put("digest", shown(digest));
@@ -205,7 +208,8 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
         (Some(place), count) if place < count => place,
         (None, 1) => 0,
         (None, count) if count > 1 => {
-            let message = format!("{count} jobs were in flight, and any may have done it: name one by --job");
+            let message =
+                format!("{count} jobs were in flight, and the culprit is unknown: select a job with --job");
             return Err(Failure::new(exit::USAGE, message));
         }
         (_, count) => {
@@ -248,10 +252,10 @@ fn told_again(told: &Replay) -> String {
     let mut lines = String::new();
     let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
     let verdict = match &told.verdict {
-        Word::Known(ReplayVerdict::Same) => "same: it crashes the same way",
-        Word::Known(ReplayVerdict::Different) => "different: it crashes, but not the same way",
-        Word::Known(ReplayVerdict::NoCrash) => "no crash: it does not crash in a fresh worker",
-        Word::Known(ReplayVerdict::NotRun) => "not run: there was no worker for it",
+        Word::Known(ReplayVerdict::Same) => "same: the job crashes the same way",
+        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but not the same way",
+        Word::Known(ReplayVerdict::NoCrash) => "no crash: the job does not crash in a fresh worker",
+        Word::Known(ReplayVerdict::NotRun) => "not run: no worker was available for the job",
         Word::Other(word) => &harmless(word),
     };
     put("verdict", verdict.to_owned());

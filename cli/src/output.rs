@@ -97,8 +97,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status if the reader has gone, because then the results so far determine it, not the
-    /// lost output.
+    /// Replaces the exit status if the reader has gone, because then the results so far determine the status,
+    /// not the lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -116,7 +116,7 @@ impl From<ConnectError> for Failure {
         let code = reason.map_or(exit::UNREACHABLE, RejectReason::exit_code);
         let elsewhere = match &error {
             ConnectError::Unreachable { .. } if reason.is_none() => {
-                "; if its socket is elsewhere, name that with --socket or BULKHEAD_SOCKET"
+                "; if the socket is elsewhere, use --socket or BULKHEAD_SOCKET"
             }
             _ => "",
         };

@@ -38,7 +38,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
         Failure::new(exit::USAGE, format!("failed to read the payload from {name}: {error}"))
     })?;
     if bytes.len() as u64 == most {
-        let message = format!("the payload from {name} is larger than any bulkhead takes");
+        let message = format!("the payload from {name} is larger than any bulkhead accepts");
         return Err(Failure::rejected(RejectReason::TooLarge, message));
     }
     Ok(bytes)
@@ -49,7 +49,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
 fn telling_what_is_waited_for<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
-    let notice = format!("bulkhead: waiting for the end of {name}, which is the payload{hint}");
+    let notice = format!("bulkhead: waiting for the end of {name}, the source of the payload{hint}");
     // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
         if waiting.recv_timeout(SILENT_FOR) == Err(RecvTimeoutError::Timeout) {

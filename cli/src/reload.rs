@@ -1,4 +1,4 @@
-//! `bulkhead reload`: makes the supervisor reload its configuration, and prints the changes.
+//! `bulkhead reload`: makes the supervisor reload the configuration, and prints the changes.
 
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;
@@ -36,13 +36,13 @@ fn lines(changes: &Changes) -> Vec<String> {
         lines.push(format!("[supervisor]: {supervisor}"));
     }
     if changes.access {
-        lines.push("[[access]]: asked anew for each client".to_owned());
+        lines.push("[[access]]: checked again for each connected client".to_owned());
     }
     if lines.is_empty() {
-        lines.push("nothing is different".to_owned());
+        lines.push("no changes".to_owned());
     }
     if !ignored.is_empty() {
-        lines.push(format!("[supervisor]: not {ignored}, which takes a restart of the supervisor"));
+        lines.push(format!("[supervisor]: not applied: {ignored}; restart the supervisor to apply"));
     }
     lines
 }
@@ -52,7 +52,7 @@ fn bulkhead(told: &BulkheadChange) -> String {
     match dropped.is_empty() {
         true => changed(told),
         false => format!(
-            "{}; set live and dropped, since it does not go together with the file: {dropped}",
+            "{}; live values dropped because of a conflict with the configuration file: {dropped}",
             changed(told)
         ),
     }
@@ -62,12 +62,12 @@ fn changed(told: &BulkheadChange) -> String {
     let (name, keys) = (&told.bulkhead, told.keys.join(", "));
     match &told.change {
         Word::Known(ChangeKind::Added) => format!("{name}: added"),
-        Word::Known(ChangeKind::Removed) => format!("{name}: removed; it finishes what it has"),
+        Word::Known(ChangeKind::Removed) => format!("{name}: removed; accepted jobs still finish"),
         Word::Known(ChangeKind::Rebuilt) => {
-            format!("{name}: begun anew ({keys}); the one before finishes what it has")
+            format!("{name}: replaced by a new bulkhead ({keys}); accepted jobs still finish")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) if told.replaces_workers => {
-            format!("{name}: {keys}; its workers are replaced one after the other")
+            format!("{name}: {keys}; workers are replaced one after the other")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) => format!("{name}: {keys}"),
     }

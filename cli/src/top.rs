@@ -1,5 +1,5 @@
 //! `bulkhead top`: a live, full-screen `status`. One task owns the screen and handles keys, samples and
-//! signals, one at a time. Sampling runs concurrently, so that keys do not wait for a slow supervisor.
+//! signals sequentially. Sampling runs concurrently, so that keys do not wait for a slow supervisor.
 
 mod app;
 mod columns;
@@ -38,7 +38,7 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
         return plain::run(args, top.interval).await;
     }
     if !std::io::stdout().is_terminal() || std::env::var("TERM").is_ok_and(|kind| kind == "dumb") {
-        let message = "failed to show anything live: standard output is no terminal that can; \
+        let message = "failed to start the live display: standard output is not a suitable terminal; \
                        use `bulkhead status`, or `bulkhead top --once`";
         return Err(Failure::new(exit::USAGE, message));
     }
@@ -51,7 +51,7 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
 async fn look(watcher: &mut Watcher<'_>) -> Looked {
     let admin = watcher.admin();
     tokio::time::timeout(LOOK_WITHIN, watcher.look()).await.unwrap_or_else(|_| {
-        let silence = format!("it does not answer within {} s", LOOK_WITHIN.as_secs());
+        let silence = format!("no answer within {} s", LOOK_WITHIN.as_secs());
         Err(crate::admin::unreachable(&admin, &silence))
     })
 }

@@ -48,7 +48,7 @@ fn one_that_is_fresh_has_seen_too_little_and_says_so() {
     assert!(advice(&supervisor, "other")["seen"]["rss_max_bytes"].is_null());
 
     let told = text(&advise(&supervisor, &["fresh"]));
-    assert!(told.starts_with("fresh: 0 jobs in ") && told.contains("too little to say anything"), "{told}");
+    assert!(told.starts_with("fresh: 0 jobs in ") && told.contains("no recommendations yet"), "{told}");
     let told = text(&advise(&supervisor, &[]));
     assert!(told.contains("\n\nother: ") && told.starts_with("fresh: "), "{told}");
     let one: Value = serde_json::from_str(&text(&advise(&supervisor, &["--json", "fresh"]))).unwrap();
@@ -160,7 +160,10 @@ fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
 
     // The printed command can be run as it is.
     let said = text(&advise(&supervisor, &["small"]));
-    assert!(said.contains("what follows is provisional") && said.contains("\n[bulkhead.small]\n"), "{said}");
+    assert!(
+        said.contains("the recommendations are provisional") && said.contains("\n[bulkhead.small]\n"),
+        "{said}"
+    );
     let command =
         said.lines().find(|line| line.starts_with("bulkhead resize small --processes 2")).expect(&said);
     let typed = supervisor.command().args(command.split(' ').skip(1)).output().unwrap();

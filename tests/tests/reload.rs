@@ -202,7 +202,7 @@ fn names_live_value_that_contradicts_the_new_file() {
     let tried = post(&supervisor, "/v1/reload?dry_run=true", 200);
     assert_eq!(tried["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
     let told = text(&command(&supervisor, &["reload", "--dry-run"]).stdout);
-    let dropped = "set live and dropped, since it does not go together with the file: max_in_flight";
+    let dropped = "live values dropped because of a conflict with the configuration file: max_in_flight";
     assert!(told.starts_with(&format!("b: adaptive; {dropped}\n")), "{told}");
     assert_eq!(supervisor.snapshot("b")["max_in_flight"], 1, "a dry run drops nothing");
     let changes = reload(&supervisor, &adaptive);
@@ -491,11 +491,11 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     let misspelt = post(&supervisor, "/v1/reload?dryrun=true", 400);
     assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
-    let expected = "old: removed; it finishes what it has\n\
-                    b: env, max_queue; its workers are replaced one after the other\n\
+    let expected = "old: removed; accepted jobs still finish\n\
+                    b: env, max_queue; workers are replaced one after the other\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\
-                    [supervisor]: not crash_keep, which takes a restart of the supervisor\n\
+                    [supervisor]: not applied: crash_keep; restart the supervisor to apply\n\
                     a dry run: nothing was changed\n";
     assert_eq!((ran.status.code(), &*text(&ran.stdout)), (Some(0), expected));
     assert_eq!(names(&supervisor), ["b", "old"]);

@@ -120,5 +120,5 @@ fn it_can_be_asked_for_over_http_and_by_the_command() {
     assert_eq!(submit("2000").status.code(), Some(2), "a duration has a unit");
     let negative = submit("-1s");
     let said = String::from_utf8_lossy(&negative.stderr);
-    assert!(negative.status.code() == Some(2) && said.contains("must be more than nothing"), "{said}");
+    assert!(negative.status.code() == Some(2) && said.contains("must be greater than zero"), "{said}");
 }

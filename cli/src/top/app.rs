@@ -118,7 +118,7 @@ pub(super) struct App {
     pub(super) sort: Sort,
     pub(super) filter: String,
     pub(super) events: Events,
-    /// Index of the first displayed row. Drawing adjusts it so that the selected row is visible.
+    /// Index of the first displayed row. Drawing adjusts the index to keep the selected row visible.
     pub(super) top: usize,
     /// Number of rows per page, from the last drawing.
     pub(super) page_rows: usize,
@@ -134,7 +134,8 @@ pub(super) struct App {
     sampled: Instant,
 }
 
-/// The selected row. It follows its bulkhead by name, and keeps its place if the bulkhead is not displayed.
+/// The selected row. The selection follows a bulkhead by name, and stays in place if the bulkhead is not
+/// displayed.
 #[derive(Debug, Default)]
 struct Selected {
     name: Option<String>,
@@ -166,7 +167,7 @@ impl App {
 
     // Samples.
 
-    /// Stores a sample or its error.
+    /// Stores a sample, or the error of a failed sample.
     pub(super) fn take(&mut self, looked: Result<Sample, Failure>) -> Step {
         match looked {
             Ok(sample) => self.take_sample(sample),

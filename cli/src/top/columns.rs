@@ -1,4 +1,4 @@
-//! The columns of the table of bulkheads: their contents, and the choice for a given width.
+//! The columns of the table of bulkheads: contents, and the choice for a given width.
 
 use super::sample::{Bulkhead, Counts};
 use super::words::{rate, short, width};
@@ -120,7 +120,7 @@ impl Column {
     }
 }
 
-/// A column and its width in screen columns.
+/// A column and the width in screen columns.
 pub(super) type Placed = (Column, usize);
 
 /// Returns the columns that fit, in display order, separated by one space. The name is always included.

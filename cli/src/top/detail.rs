@@ -1,4 +1,4 @@
-//! The page of one bulkhead: its table row, counters, the busiest tenants, and its workers.
+//! The page of a single bulkhead: table row, counters, the busiest tenants, and workers.
 
 use bulkhead_api::Tenant;
 use ratatui::buffer::Buffer;
@@ -23,7 +23,7 @@ pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize 
     let Page::One { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);
     let Some(bulkhead) = app.bulkhead(&name) else {
-        put(buffer, take_top(&mut rest, 1), &format!("{name} is not there any more"), Style::new());
+        put(buffer, take_top(&mut rest, 1), &format!("{name} no longer exists"), Style::new());
         return 1;
     };
     let placed = columns::choose(&[bulkhead], usize::from(rest.width));

@@ -27,11 +27,11 @@ const HELP: &[(&str, &str)] = &[
     ("Home End", "the first, the last"),
     ("Enter", "open: workers, tenants, rejections, events"),
     ("Esc", "back; without a filter, leave"),
-    ("/", "filter by name; Enter keeps it, Esc does not"),
-    ("s", "sort by the next of these five"),
+    ("/", "filter by name; Enter applies the filter, Esc cancels"),
+    ("s", "switch to the next sort order"),
     ("w n u r c", "the worst first; by name, utilisation, rejections, crashes"),
-    ("p", "pause, go on"),
-    ("Ctrl-Z", "back to the shell; `fg` goes on"),
+    ("p", "pause, continue"),
+    ("Ctrl-Z", "back to the shell; `fg` continues"),
     ("q Ctrl-C", "leave"),
 ];
 
@@ -87,8 +87,8 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
 
 fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
     let text = match (&app.mode, app.trouble(), &app.page) {
-        (Mode::Filter { .. }, ..) => format!("/{}_  Enter keeps the filter, Esc does not", app.filter),
-        (Mode::Help, ..) => format!("any key goes back; this watches {}", app.socket),
+        (Mode::Filter { .. }, ..) => format!("/{}_  Enter applies the filter, Esc cancels", app.filter),
+        (Mode::Help, ..) => format!("any key goes back; watching {}", app.socket),
         (Mode::Browse, Some(trouble), _) => trouble.to_owned(),
         (Mode::Browse, None, Page::List) => {
             let by = app.sort.name();
@@ -126,7 +126,7 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 
 // Table.
 
-/// Draws the rows that fit. Returns their number.
+/// Draws the rows that fit. Returns the number of rows per page.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);
@@ -138,7 +138,7 @@ fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let top = window(app.top, selected, page, rows.len());
     if rows.is_empty() {
         let none =
-            if app.bulkheads().is_empty() { "there are no bulkheads" } else { "no name has that in it" };
+            if app.bulkheads().is_empty() { "there are no bulkheads" } else { "no name matches the filter" };
         put(buffer, take_top(&mut rest, 1), none, Style::new());
     }
     for (place, bulkhead) in rows.iter().enumerate().skip(top).take(page) {

@@ -24,7 +24,7 @@ pub(super) struct Sample {
     pub(super) bulkheads: Vec<Bulkhead>,
     /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// True if the supervisor was restarted since the previous sample, so that its counters began at zero.
+    /// True if the supervisor was restarted since the previous sample, so that the counters began at zero.
     pub(super) is_another: bool,
 }
 
@@ -181,7 +181,7 @@ pub(super) struct Answers {
     pub(super) is_another: bool,
 }
 
-/// Parses a snapshot. Returns an empty one if it is malformed.
+/// Parses a snapshot. Returns an empty snapshot if the document is malformed.
 fn understood(told: &Value) -> Snapshot {
     Snapshot::deserialize(told).unwrap_or_default()
 }
@@ -257,7 +257,7 @@ enum Ring {
 fn unknown(last: Option<&Value>, mut events: Vec<Value>) -> Ring {
     let Some(last) = last else { return Ring::Same(events) };
     match events.first() {
-        // A supervisor always keeps its newest event.
+        // A supervisor always keeps the newest event.
         None => Ring::Another,
         Some(first) if first == last => {
             events.remove(0);

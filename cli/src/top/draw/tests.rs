@@ -117,7 +117,7 @@ fn one_bulkhead() {
     let small = screen(&mut app, now, 40, 8);
     assert!(small.iter().any(|line| line.starts_with("4712")), "{small:#?}");
     app.take(Ok(sample(now, &[])));
-    assert!(screen(&mut app, now, 80, 24)[1].contains("ocr is not there any more"));
+    assert!(screen(&mut app, now, 80, 24)[1].contains("ocr no longer exists"));
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn help_filter_and_nothing() {
     press(&mut app, KeyCode::Char('/'));
     press(&mut app, KeyCode::Char('x'));
     let lines = screen(&mut app, now, 80, 24);
-    assert!(lines[23].starts_with("/x_") && lines[2] == "no name has that in it", "{lines:#?}");
+    assert!(lines[23].starts_with("/x_") && lines[2] == "no name matches the filter", "{lines:#?}");
     let nothing = sample(now, &[]);
     app.take(Ok(nothing));
     assert_eq!(screen(&mut app, now, 80, 24)[2], "there are no bulkheads");
