@@ -177,7 +177,7 @@ fn check_and_doctor_say_which_ids_there_are() {
     let barred = row(with, &["--no-new-privs"]);
     assert!(barred.contains("newuidmap ended") && barred.contains("NoNewPrivileges"), "{barred}");
 
-    for (user, whom, started) in [(with, "own", "(own)"), (without, "shared", "(shared)")] {
+    for (user, whom, started) in [(with, "a separate id", "(own)"), (without, "shared", "(shared)")] {
         let home = home(user);
         let config =
             format!("{SOCKETS}[bulkhead.worker]\ncommand = [\"bin/misbehave\"]\ncwd = \"scripts\"\n");

@@ -77,9 +77,9 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
         ok(&client, "f").await;
         assert_eq!(pids(&supervisor, "c"), c);
         assert!(!is_alive(a[0]));
-        busy.abort();
         let yielded = events(&supervisor, "worker_exited");
         assert!(yielded.iter().all(|event| event["exit_code"] == 0), "{yielded:?}");
+        busy.abort();
     });
 }
 

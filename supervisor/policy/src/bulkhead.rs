@@ -89,6 +89,8 @@ pub struct Bulkhead<T> {
     exiting: VecDeque<u32>,
     /// Number of workers that count towards the limit.
     ready: u32,
+    /// Number of ready workers that are late to begin a job and get no other until they show that they are alive.
+    stalled: u32,
     /// Number of permits of all workers that count towards the limit.
     permits: u64,
     /// Number of permits in use.
@@ -168,6 +170,7 @@ impl<T> Bulkhead<T> {
             to_leave: Vec::new(),
             exiting: VecDeque::new(),
             ready: 0,
+            stalled: 0,
             permits: 0,
             in_use: 0,
             in_use_before: 0,

@@ -92,6 +92,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// True if the worker counts towards the limit.
     pub(crate) counted: bool,
+    /// True if `Bulkhead::stalled` counts the worker.
+    pub(crate) counted_as_stalled: bool,
     /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered all
     /// jobs.
     pub(crate) has_left: bool,

@@ -378,6 +378,19 @@ fn deadline_and_cancellation_of_an_unbegun_job_cost_no_worker() {
 }
 
 #[test]
+fn a_job_waits_for_a_stalled_worker_without_a_queue() {
+    let (mut stage, stuck) = beside_a_stuck_one(limits(2, 1, 0));
+    let moved = stage.job();
+    stage.wait(102 * MS);
+    assert_ne!(stage.holder(moved), stuck);
+    let waits = stage.submit().expect("the stalled worker has a permit");
+    assert!(stage.verdicts(waits).is_empty());
+    stage.reply(moved);
+    stage.reply(waits);
+    stage.expect(waits, "ok", None);
+}
+
+#[test]
 fn a_payload_that_is_kept_nowhere_is_not_prefetched() {
     let mut stage = stage(limits(1, 1, 10));
     let _running = stage.job();

@@ -301,9 +301,9 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected
-    /// to become ready.
+    /// to become ready, or to go on after they were late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
-        let coming = self.live_slots.saturating_sub(self.ready);
+        let coming = self.live_slots.saturating_sub(self.ready) + self.stalled;
         self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
     }
 

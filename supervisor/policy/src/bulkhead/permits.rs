@@ -29,6 +29,9 @@ impl<T> Bulkhead<T> {
         let permits = if is_available { capacity } else { 0 };
         self.permits =
             self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));
+        let stalls = is_available && worker.is_stalled;
+        self.stalled = self.stalled + u32::from(stalls)
+            - u32::from(std::mem::replace(&mut worker.counted_as_stalled, stalls));
         if worker.counted != is_available {
             worker.counted = is_available;
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
@@ -67,6 +70,7 @@ impl<T> Bulkhead<T> {
             self.reserved = None;
         }
         self.ready -= u32::from(worker.counted);
+        self.stalled -= u32::from(worker.counted_as_stalled);
         self.permits -= u64::from(worker.permits);
         self.slots[worker.owes as usize].debt -= worker.debt;
         self.count_in_use(worker.slot);

@@ -577,7 +577,7 @@ impl Model {
     }
 
     fn queue_capacity(&self) -> usize {
-        let available = self.workers.values().filter(|w| self.is_available(w)).count();
+        let available = self.workers.values().filter(|w| self.is_available(w) && !w.stalls).count();
         let coming = self.live_slots().saturating_sub(available);
         self.limits.max_queue as usize + coming * self.limits.max_in_flight as usize
     }
