@@ -6,7 +6,8 @@ use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::RwLock;
 use std::time::Duration;
 
 use bulkhead_worker::{HandlerError, Job, Server};
@@ -17,6 +18,10 @@ const RECORDS: &str = "records";
 
 /// Number of scans over all places before they count as taken.
 const SCANS: usize = 4;
+
+/// Held for writing while a process is spawned, and for reading while a place is released. Until a new process
+/// has executed its program, it has copies of all files of the worker, and with them the locks of other jobs.
+static SPAWNING: RwLock<()> = RwLock::new(());
 
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +121,9 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
                 _ => {}
             }
             write(Mark::Ended)?;
+            let no_copies = SPAWNING.read();
             drop(place);
+            drop(no_copies);
             Ok(job.payload().to_vec())
         })
         .serve()
@@ -137,7 +144,7 @@ fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
 /// Stops the whole process for a tenth of a second, like a call that holds the interpreter's lock. Meanwhile
 /// no thread of the worker reads the link or begins a job.
 fn freeze() -> std::io::Result<()> {
-    let mut waker = shell("sleep 0.1; kill -CONT $PPID").spawn()?;
+    let mut waker = spawn("sleep 0.1; kill -CONT $PPID")?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
     waker.wait()?;
     Ok(())
@@ -148,14 +155,15 @@ fn freeze() -> std::io::Result<()> {
 fn start_chains() -> std::io::Result<()> {
     let chains =
         "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
-    shell(chains).spawn()?.wait()?;
+    spawn(chains)?.wait()?;
     Ok(())
 }
 
-fn shell(script: &str) -> Command {
+/// Runs a shell script beside the job.
+fn spawn(script: &str) -> std::io::Result<Child> {
+    let _spawning = SPAWNING.write();
     let mut command = Command::new("/bin/sh");
-    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    command
+    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
 }
 
 /// Returns the time in µs of CLOCK_MONOTONIC, which all processes share.
