@@ -20,21 +20,21 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::args::{Args, Resize};
-use crate::output::{self, Failure, exit, harmless};
-use crate::worst;
+use crate::output::{self, Failure, escape, exit};
+use crate::severity;
 
 /// Maximum length of a line in a stream, in bytes. A longer line cannot come from a supervisor.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
 /// Maximum time for the supervisor to begin its answer.
-const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum size of an answer that is read completely, in bytes. A larger answer cannot come from a
 /// supervisor.
-const ANSWER_BYTES_MAX: usize = 256 << 20;
+const RESPONSE_BYTES_MAX: usize = 256 << 20;
 
 /// Number of events that `status NAME` shows.
-const LAST_EVENTS: usize = 10;
+const EVENTS_SHOWN: usize = 10;
 
 /// Sends a request and returns the response. The body is not read yet.
 pub(crate) async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
@@ -48,9 +48,9 @@ async fn request_with(
     body: String,
 ) -> Result<Response<Incoming>, Failure> {
     let socket = args.admin();
-    let answer = tokio::time::timeout(ANSWER_WITHIN, send(&socket, method, path, body)).await;
-    let response = answer.unwrap_or_else(|_| {
-        Err(unreachable(&socket, &format!("no answer within {} s", ANSWER_WITHIN.as_secs())))
+    let response = tokio::time::timeout(RESPONSE_TIMEOUT, send(&socket, method, path, body)).await;
+    let response = response.unwrap_or_else(|_| {
+        Err(unreachable(&socket, &format!("no answer within {} s", RESPONSE_TIMEOUT.as_secs())))
     })?;
     if response.status().is_success() {
         return Ok(response);
@@ -67,7 +67,7 @@ async fn request_with(
         StatusCode::SERVICE_UNAVAILABLE => exit::UNREACHABLE,
         _ => exit::FAILED,
     };
-    Err(Failure::new(code, harmless(detail)))
+    Err(Failure::new(code, escape(detail)))
 }
 
 pub(crate) fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
@@ -111,7 +111,7 @@ async fn send(
 }
 
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
-    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
     let body =
         body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the answer ended early: {error}")))?;
     Ok(body.to_bytes().to_vec())
@@ -124,15 +124,15 @@ pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<
 
 /// Parses the body of an answer.
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
-    serde_json::from_slice(body).map_err(|error| nonsense(&error))
+    serde_json::from_slice(body).map_err(|error| parse_failure(&error))
 }
 
-fn nonsense(error: &serde_json::Error) -> Failure {
+fn parse_failure(error: &serde_json::Error) -> Failure {
     Failure::new(exit::FAILED, format!("failed to parse the supervisor's answer: {error}"))
 }
 
 /// Percent-encodes a name for use in a path.
-pub(crate) fn encoded(name: &str) -> String {
+pub(crate) fn percent_encoded(name: &str) -> String {
     let is_plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     name.bytes().map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
@@ -142,18 +142,18 @@ pub(crate) fn encoded(name: &str) -> String {
 pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>) -> Result<u8, Failure> {
     let Some(name) = name else {
         if args.json {
-            return print_as_is(args, "/v1/bulkheads").await;
+            return print_json(args, "/v1/bulkheads").await;
         }
         let Bulkheads { bulkheads: mut rows } = get(args, "/v1/bulkheads").await?;
-        worst::sort(&mut rows);
+        severity::sort(&mut rows);
         output::line(&bulkhead_table(&rows, terminal_columns()))?;
-        print_troubles(&rows.iter().flat_map(troubles).collect::<Vec<_>>())?;
+        print_health_problems(&rows.iter().flat_map(health_problems).collect::<Vec<_>>())?;
         return Ok(exit::OK);
     };
-    let name = encoded(name);
-    let whose = tenant.map(|tenant| format!("?tenant={}", encoded(tenant))).unwrap_or_default();
+    let name = percent_encoded(name);
+    let whose = tenant.map(|tenant| format!("?tenant={}", percent_encoded(tenant))).unwrap_or_default();
     let one: Value = get(args, &format!("/v1/bulkheads/{name}{whose}")).await?;
-    let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}&follow=false");
+    let path = format!("/v1/events?bulkhead={name}&limit={EVENTS_SHOWN}&follow=false");
     let events = read(request(args, Method::GET, &path).await?).await?;
     let events = String::from_utf8_lossy(&events);
     if args.json {
@@ -162,9 +162,9 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
         output::json(&one)?;
         return Ok(exit::OK);
     }
-    let one = Snapshot::deserialize(&one).map_err(|error| nonsense(&error))?;
+    let one = Snapshot::deserialize(&one).map_err(|error| parse_failure(&error))?;
     output::line(&bulkhead_table(std::slice::from_ref(&one), terminal_columns()))?;
-    print_troubles(&troubles(&one))?;
+    print_health_problems(&health_problems(&one))?;
     output::line(&format!("\n{}", facts(&one).join("\n")))?;
     if let Some(adaptive) = &one.adaptive {
         output::line(&format!("\n{}", adaptive_line(adaptive)))?;
@@ -181,7 +181,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
 }
 
 /// Prints a document with all fields, including unknown ones.
-pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> {
+pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
 }
@@ -198,20 +198,20 @@ pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
 }
 
 /// Returns the reasons why a bulkhead is unhealthy, one per line.
-fn troubles(bulkhead: &Snapshot) -> Vec<String> {
+fn health_problems(bulkhead: &Snapshot) -> Vec<String> {
     let line = |what: &str, word: String, why: &Option<String>| {
-        Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), harmless(why.as_ref()?)))
+        Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), escape(why.as_ref()?)))
     };
     let state = line("state", shown(&bulkhead.state), &bulkhead.detail);
     let service = line("service", known(&bulkhead.service), &bulkhead.service_cause);
     [state, service].into_iter().flatten().collect()
 }
 
-fn print_troubles(troubles: &[String]) -> Result<(), Failure> {
-    if troubles.is_empty() {
+fn print_health_problems(health_problems: &[String]) -> Result<(), Failure> {
+    if health_problems.is_empty() {
         return Ok(());
     }
-    output::line(&format!("\n{}", troubles.join("\n")))
+    output::line(&format!("\n{}", health_problems.join("\n")))
 }
 
 pub(crate) fn table(head: &[&str]) -> Table {
@@ -222,7 +222,7 @@ pub(crate) fn table(head: &[&str]) -> Table {
 
 /// Formats a value from outside this program: one line, escaped.
 pub(crate) fn shown(value: &impl Display) -> String {
-    harmless(&value.to_string()).replace('\n', " ")
+    escape(&value.to_string()).replace('\n', " ")
 }
 
 /// Formats a value from outside this program, or a dash if it is absent.
@@ -311,11 +311,11 @@ fn bulkhead_table(rows: &[Snapshot], columns_max: Option<usize>) -> String {
         ]);
     }
     let is_empty = |cell: &str| matches!(cell, "0" | "0/0" | "-");
-    for at in (0..table.column_count()).rev() {
+    for index in (0..table.column_count()).rev() {
         let is_wide = |table: &Table| table.lines().any(|line| Some(line.trim_end().len()) > columns_max);
-        let mut cells = table.row_iter().filter_map(|row| row.cell_iter().nth(at));
+        let mut cells = table.row_iter().filter_map(|row| row.cell_iter().nth(index));
         if columns_max.is_some() && is_wide(&table) && cells.all(|cell| is_empty(&cell.content())) {
-            table.column_mut(at).into_iter().for_each(|column| {
+            table.column_mut(index).into_iter().for_each(|column| {
                 column.set_constraint(ColumnConstraint::Hidden);
             });
         }
@@ -345,7 +345,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
 /// Returns the user id of confined workers that share the supervisor's user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
-    confined.find(|told| told.identity == "shared" && told.profile != "none")?.uid
+    confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid
 }
 
 fn worker_table(workers: &[Worker]) -> String {
@@ -372,7 +372,7 @@ pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
         // Other lines of server-sent events are ids, keep-alives and comments. Comments report missed events.
         None => {
             if let Some(comment) = line.strip_prefix(": ") {
-                output::note(&harmless(comment));
+                output::to_stderr(&escape(comment));
             }
             Ok(())
         }
@@ -393,24 +393,24 @@ pub(crate) fn event_words(event: &Event) -> String {
     let severity = format!("{:8}", shown(&event.severity));
     let mut words = vec![severity, shown(&event.kind), known(&event.bulkhead)];
     let fields = event.fields.iter().filter(|(_, value)| !value.is_null());
-    words.extend(fields.map(|(name, value)| format!("{}={}", harmless(name), harmless(&value.to_string()))));
+    words.extend(fields.map(|(name, value)| format!("{}={}", escape(name), escape(&value.to_string()))));
     words.join(" ")
 }
 
 pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Failure> {
-    let path = format!("/v1/bulkheads/{}/logs?follow={follow}", encoded(name));
+    let path = format!("/v1/bulkheads/{}/logs?follow={follow}", percent_encoded(name));
     let response = request(args, Method::GET, &path).await?;
     lines(response, |line| {
         if args.json {
             return output::json(line);
         }
-        let Ok(told) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
-        if let Some(count) = told.dropped {
-            output::note(&format!("{count} lines were missed"));
+        let Ok(line_document) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
+        if let Some(count) = line_document.dropped {
+            output::to_stderr(&format!("{count} lines were missed"));
             return Ok(());
         }
-        let (stream, line) = (shown(&told.stream), shown(&told.line));
-        output::line(&format!("{} {stream}| {line}", told.pid))
+        let (stream, line) = (shown(&line_document.stream), shown(&line_document.line));
+        output::line(&format!("{} {stream}| {line}", line_document.pid))
     })
     .await
 }
@@ -418,7 +418,7 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
 /// Passes each line of a body on as it arrives, until the body ends or the user presses ^C.
 async fn lines(
     response: Response<Incoming>,
-    mut take: impl FnMut(&str) -> Result<(), Failure>,
+    mut handle: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
@@ -436,7 +436,7 @@ async fn lines(
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
             let line: Vec<u8> = partial.drain(..=end).collect();
-            take(String::from_utf8_lossy(&line).trim_end())?;
+            handle(String::from_utf8_lossy(&line).trim_end())?;
         }
         if partial.len() > LINE_BYTES_MAX {
             return Err(Failure::new(exit::FAILED, "the supervisor sent a line that is too long"));
@@ -444,21 +444,21 @@ async fn lines(
     }
 }
 
-// verbs
+// actions
 
-pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Failure> {
-    let path = format!("/v1/bulkheads/{}/{verb}", encoded(name));
+pub(crate) async fn steer(args: &Args, name: &str, action: &str) -> Result<u8, Failure> {
+    let path = format!("/v1/bulkheads/{}/{action}", percent_encoded(name));
     let body = read(request(args, Method::POST, &path).await?).await?;
     if args.json {
         output::json(String::from_utf8_lossy(&body).trim_end())?;
     } else {
-        let done = match verb {
+        let done = match action {
             "restart" => "workers are being replaced one after the other",
             "drain" => "new and queued jobs are rejected; running jobs can finish",
             "resume" => "jobs are accepted again",
             _ => "breaker, restart history and quarantine are cleared, and failed workers start again",
         };
-        output::line(&format!("{}: {done}", harmless(name)))?;
+        output::line(&format!("{}: {done}", escape(name)))?;
     }
     Ok(exit::OK)
 }
@@ -479,17 +479,17 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
         change.insert("rate_limit".to_owned(), rate);
     }
     change.extend(resize.breaker.as_ref().map(|mode| ("breaker".to_owned(), json!(mode))));
-    let name = encoded(&resize.name);
+    let name = percent_encoded(&resize.name);
     let path = match &resize.tenant {
-        Some(tenant) => format!("/v1/bulkheads/{name}/tenants/{}", encoded(tenant)),
+        Some(tenant) => format!("/v1/bulkheads/{name}/tenants/{}", percent_encoded(tenant)),
         None => format!("/v1/bulkheads/{name}"),
     };
     let body = Value::Object(change).to_string();
-    let answer = read(request_with(args, Method::PATCH, &path, body.clone()).await?).await?;
+    let response = read(request_with(args, Method::PATCH, &path, body.clone()).await?).await?;
     if args.json {
-        output::json(String::from_utf8_lossy(&answer).trim_end())?;
+        output::json(String::from_utf8_lossy(&response).trim_end())?;
     } else {
-        output::line(&format!("{}: in force: {body}", harmless(&resize.name)))?;
+        output::line(&format!("{}: in force: {body}", escape(&resize.name)))?;
     }
     Ok(exit::OK)
 }
@@ -499,7 +499,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_of_zeros_go_first_on_a_narrow_terminal() {
+    fn hides_zero_columns_on_narrow_terminals() {
         let healthy =
             Snapshot { name: "thumbnail".into(), done: 7, failed: 0, crashed: 3, ..Snapshot::default() };
         let of = |columns| bulkhead_table(std::slice::from_ref(&healthy), columns);

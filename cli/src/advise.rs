@@ -5,42 +5,42 @@ use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::admin::{encoded, get, known, shown, table};
+use crate::admin::{get, known, percent_encoded, shown, table};
 use crate::args::Args;
-use crate::output::{self, Failure, exit, harmless};
+use crate::output::{self, Failure, escape, exit};
 
 /// Keys that can be changed while the bulkhead runs, with their options of `resize`.
-const LIVE: [(&str, &str); 3] =
+const LIVE_KEYS: [(&str, &str); 3] =
     [("processes", "--processes"), ("max_in_flight", "--max-in-flight"), ("max_queue", "--max-queue")];
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
     if args.json {
         // A bulkhead requested by name is printed without a list, as in `status`.
-        let told: Value = match name {
-            Some(name) => of_one(args, name).await?,
-            None => serde_json::json!({ "bulkheads": of_all::<Value>(args).await? }),
+        let shown_text: Value = match name {
+            Some(name) => fetch_one(args, name).await?,
+            None => serde_json::json!({ "bulkheads": fetch_all::<Value>(args).await? }),
         };
-        output::json(&told)?;
+        output::json(&shown_text)?;
         return Ok(exit::OK);
     }
     let all = match name {
-        Some(name) => vec![of_one(args, name).await?],
-        None => of_all(args).await?,
+        Some(name) => vec![fetch_one(args, name).await?],
+        None => fetch_all(args).await?,
     };
-    let told: Vec<String> = all.iter().map(describe).collect();
-    output::line(told.join("\n\n").trim_end())?;
+    let shown_text: Vec<String> = all.iter().map(describe).collect();
+    output::line(shown_text.join("\n\n").trim_end())?;
     Ok(exit::OK)
 }
 
-async fn of_one<T: DeserializeOwned>(args: &Args, name: &str) -> Result<T, Failure> {
-    get(args, &format!("/v1/bulkheads/{}/advice", encoded(name))).await
+async fn fetch_one<T: DeserializeOwned>(args: &Args, name: &str) -> Result<T, Failure> {
+    get(args, &format!("/v1/bulkheads/{}/advice", percent_encoded(name))).await
 }
 
-async fn of_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> {
+async fn fetch_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> {
     let Bulkheads { bulkheads } = get(args, "/v1/bulkheads").await?;
     let mut all = Vec::new();
     for Snapshot { name, .. } in &bulkheads {
-        match of_one(args, name).await {
+        match fetch_one(args, name).await {
             Ok(advice) => all.push(advice),
             // The bulkhead has been removed in the meantime.
             Err(failure) if failure.code() == exit::NOT_FOUND => {}
@@ -51,7 +51,7 @@ async fn of_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> {
 }
 
 fn describe(advice: &Advice) -> String {
-    let mut parts = vec![head(advice)];
+    let mut parts = vec![summary(advice)];
     let (items, kept) = (&advice.advice, &advice.kept);
     if items.is_empty() && !kept.is_empty() {
         parts.push("Nothing to change.".to_owned());
@@ -65,15 +65,15 @@ fn describe(advice: &Advice) -> String {
     if !reasons.is_empty() {
         parts.push(reasons.join("\n"));
     }
-    parts.extend(how_to(advice, items));
+    parts.extend(instructions(advice, items));
     parts.join("\n\n")
 }
 
 /// Summarises the observed load.
-fn head(advice: &Advice) -> String {
+fn summary(advice: &Advice) -> String {
     let seconds = |ms: u64| std::time::Duration::from_secs(ms / 1000);
     let seen = &advice.seen;
-    let mut head = format!(
+    let mut summary = format!(
         "{}: {} jobs in {}, busy for {}; in flight p50 {}, p99 {}, at most {} of {}",
         shown(&advice.bulkhead),
         advice.jobs,
@@ -86,15 +86,15 @@ fn head(advice: &Advice) -> String {
     );
     let total = seen.rejected.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
     if total > 0 {
-        let by = seen.rejected.iter().map(|(why, count)| format!("{} {count}", harmless(why)));
-        head += &format!("; {total} rejected ({})", by.collect::<Vec<_>>().join(", "));
+        let by = seen.rejected.iter().map(|(why, count)| format!("{} {count}", escape(why)));
+        summary += &format!("; {total} rejected ({})", by.collect::<Vec<_>>().join(", "));
     }
     if !advice.enough {
-        let is_silent = advice.advice.is_empty() && advice.kept.is_empty();
-        let then = if is_silent { "no recommendations yet" } else { "the recommendations are provisional" };
-        head += &format!("\n{}: {then}", known(&advice.missing));
+        let is_empty = advice.advice.is_empty() && advice.kept.is_empty();
+        let state = if is_empty { "no recommendations yet" } else { "the recommendations are provisional" };
+        summary += &format!("\n{}: {state}", known(&advice.missing));
     }
-    head
+    summary
 }
 
 fn changes(items: &[Proposal]) -> String {
@@ -118,17 +118,17 @@ fn plain(setting: &Setting) -> String {
 }
 
 /// Returns the command that applies the changes immediately, and the lines that make the changes permanent.
-fn how_to(advice: &Advice, items: &[Proposal]) -> Vec<String> {
+fn instructions(advice: &Advice, items: &[Proposal]) -> Vec<String> {
     let name = shown(&advice.bulkhead);
     let option = |item: &Proposal| {
-        let (_, option) = LIVE.iter().find(|(key, _)| item.key == *key)?;
+        let (_, option) = LIVE_KEYS.iter().find(|(key, _)| item.key == *key)?;
         Some(format!(" {option} {}", plain(&item.proposed)))
     };
     let options: String = items.iter().filter_map(option).collect();
     let lines: Vec<String> = items
         .iter()
         .map(|item| {
-            format!("{} = {}", shown(&item.key), harmless(&serde_json::json!(item.proposed).to_string()))
+            format!("{} = {}", shown(&item.key), escape(&serde_json::json!(item.proposed).to_string()))
         })
         .collect();
     let command = (!options.is_empty()).then(|| format!("bulkhead resize {name}{options}"));
@@ -145,7 +145,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_bulkhead_is_told_what_to_type_and_what_to_paste() {
+    fn prints_command_and_configuration_lines() {
         let advice = json!({
             "bulkhead": "pdf.text", "watched_ms": 3_600_000, "jobs": 5000, "enough": true,
             "seen": {"busy_ms": 60_000, "limit": 4, "concurrency": {"p50": 1, "p99": 4, "max": 4}},
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_change_and_nothing_to_say() {
+    fn describes_empty_advice() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
         let describe = |told: &Value| describe(&serde_json::from_value(told.clone()).unwrap());

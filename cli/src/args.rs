@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 
 use crate::args::{Args, Bench};
-use crate::load::{self, Tally};
+use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
@@ -19,45 +19,45 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
         None => vec![b'x'; bench.payload_bytes],
     };
     let client = Client::connect(args.socket()).await?;
-    let shared = Arc::new(Mutex::new(Seen::default()));
-    let began = Instant::now();
-    let until = began + bench.duration;
-    let mut lanes = JoinSet::new();
+    let shared = Arc::new(Mutex::new(BenchState::default()));
+    let start = Instant::now();
+    let deadline = start + bench.duration;
+    let mut loops = JoinSet::new();
     for _ in 0..bench.concurrency {
         let template = load::job(&client, &bench.request, payload.clone());
-        lanes.spawn(lane(template, until, shared.clone()));
+        loops.spawn(submit_loop(template, deadline, shared.clone()));
     }
-    let is_cut_short = tokio::select! {
-        () = async { while lanes.join_next().await.is_some() {} } => false,
+    let is_interrupted = tokio::select! {
+        () = async { while loops.join_next().await.is_some() {} } => false,
         _ = tokio::signal::ctrl_c() => {
-            lanes.shutdown().await;
+            loops.shutdown().await;
             true
         }
     };
-    let seconds = began.elapsed().as_secs_f64();
-    let seen = shared.lock().unwrap_or_else(PoisonError::into_inner);
-    print(args, bench, &seen.tally, seconds)?;
-    Ok(match seen.last_bad {
-        _ if is_cut_short => exit::CANCELLED,
-        Some(code) if seen.tally.latencies.total() == 0 => code,
+    let seconds = start.elapsed().as_secs_f64();
+    let state = shared.lock().unwrap_or_else(PoisonError::into_inner);
+    print(args, bench, &state.stats, seconds)?;
+    Ok(match state.last_failure {
+        _ if is_interrupted => exit::CANCELLED,
+        Some(code) if state.stats.latencies.total() == 0 => code,
         _ => exit::OK,
     })
 }
 
 #[derive(Default)]
-struct Seen {
-    tally: Tally,
+struct BenchState {
+    stats: JobStats,
     /// Exit code of the last job that was not `ok`.
-    last_bad: Option<u8>,
+    last_failure: Option<u8>,
 }
 
-async fn lane(template: Job, until: Instant, seen: Arc<Mutex<Seen>>) {
-    while Instant::now() < until {
+async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchState>>) {
+    while Instant::now() < deadline {
         let (result, took) = load::timed(template.clone()).await;
-        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.tally.add(&result, took);
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.stats.add(&result, took);
         if let Err(error) = result {
-            seen.last_bad = Some(error.exit_code());
+            state.last_failure = Some(error.exit_code());
             // A permanent rejection, for example because of an unknown name, would only be repeated.
             if matches!(error, JobError::Rejected(_))
                 && !error.is_retryable()
@@ -69,30 +69,30 @@ async fn lane(template: Job, until: Instant, seen: Arc<Mutex<Seen>>) {
     }
 }
 
-fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) -> Result<(), Failure> {
+fn print(args: &Args, bench: &Bench, stats: &JobStats, seconds: f64) -> Result<(), Failure> {
     let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
-    let rate = tally.jobs() as f64 / seconds;
+    let rate = stats.jobs() as f64 / seconds;
     if args.json {
         let latency: serde_json::Map<_, _> = shares
             .iter()
-            .map(|(name, share)| ((*name).to_owned(), json!(tally.quantile_ms(*share))))
+            .map(|(name, share)| ((*name).to_owned(), json!(stats.quantile_ms(*share))))
             .collect();
         let object = json!({
             "bulkhead": bench.request.name, "concurrency": bench.concurrency, "seconds": seconds,
-            "jobs": tally.jobs(), "jobs_per_second": rate, "outcomes": tally.outcomes, "latency_ms": latency,
+            "jobs": stats.jobs(), "jobs_per_second": rate, "outcomes": stats.outcomes, "latency_ms": latency,
         });
         return output::json(&object);
     }
     output::line(&format!(
         "{} jobs in {seconds:.2} s with {} at once: {rate:.0} jobs/s",
-        tally.jobs(),
+        stats.jobs(),
         bench.concurrency
     ))?;
-    for (name, count) in &tally.outcomes {
-        output::line(&format!("{count:>10}  {}", output::harmless(name)))?;
+    for (name, count) in &stats.outcomes {
+        output::line(&format!("{count:>10}  {}", output::escape(name)))?;
     }
     for (name, share) in shares {
-        if let Some(latency) = tally.quantile_ms(share) {
+        if let Some(latency) = stats.quantile_ms(share) {
             output::line(&format!("{name:>10}  {latency:.3} ms"))?;
         }
     }

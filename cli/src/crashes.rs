@@ -8,24 +8,24 @@ use bulkhead_api::{Cause, CrashJob, CrashReport, Replay, ReplayVerdict, Replayed
 use hyper::Method;
 use serde_json::{Value, json};
 
-use crate::admin::{document, encoded, get, known, print_as_is, read, request, shown, table};
+use crate::admin::{document, get, known, percent_encoded, print_json, read, request, shown, table};
 use crate::args::{Args, Crashes};
-use crate::output::{self, Failure, exit, harmless};
+use crate::output::{self, Failure, escape, exit};
 
 /// Maximum number of payload bytes to show.
-const SHOWN_BYTES: usize = 256;
+const PREVIEW_BYTES: usize = 256;
 
 /// Number of bytes per line of a binary payload.
 const HEX_LINE_BYTES: usize = 16;
 
 pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     let Some(id) = &crashes.id else { return list(args, crashes).await };
-    let path = format!("/v1/crashes/{}", encoded(id));
+    let path = format!("/v1/crashes/{}", percent_encoded(id));
     if let Some(file) = &crashes.output {
         return save(args, &get(args, &path).await?, crashes.job, file);
     }
     if args.json {
-        return print_as_is(args, &path).await;
+        return print_json(args, &path).await;
     }
     output::line(describe(&get(args, &path).await?).trim_end())?;
     Ok(exit::OK)
@@ -33,13 +33,13 @@ pub(crate) async fn run(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
 
 async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
     let wanted = [
-        crashes.bulkhead.as_ref().map(|name| format!("bulkhead={}", encoded(name))),
+        crashes.bulkhead.as_ref().map(|name| format!("bulkhead={}", percent_encoded(name))),
         crashes.limit.map(|limit| format!("limit={limit}")),
     ];
     let query = wanted.into_iter().flatten().collect::<Vec<_>>().join("&");
     let path = format!("/v1/crashes?{query}");
     if args.json {
-        return print_as_is(args, &path).await;
+        return print_json(args, &path).await;
     }
     let bulkhead_api::Crashes { crashes: rows } = get(args, &path).await?;
     let mut table =
@@ -49,10 +49,10 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
             row.id.to_string(),
             humantime::format_rfc3339_seconds(row.at).to_string(),
             shown(&row.bulkhead),
-            cause_in_short(&row.cause, &row.victim),
+            short_cause(&row.cause, &row.victim),
             row.count.to_string(),
-            named(row.operation.as_deref()),
-            named(row.tenant.as_deref()),
+            name_or_dash(row.operation.as_deref()),
+            name_or_dash(row.tenant.as_deref()),
             duration(row.uptime_ms),
             row.served.to_string(),
         ]);
@@ -69,13 +69,13 @@ fn duration(ms: u64) -> String {
 }
 
 /// Formats the name of an operation or tenant, or a dash if the name is empty.
-fn named(name: Option<&str>) -> String {
+fn name_or_dash(name: Option<&str>) -> String {
     known(&name.filter(|name| !name.is_empty()))
 }
 
 /// Formats a cause, such as `SIGSEGV`, `exit:3`, `violation:ptrace` or `hung`. The prefix `program:` means
 /// that no worker died.
-fn cause_in_short(cause: &Cause, victim: &Word<Victim>) -> String {
+fn short_cause(cause: &Cause, victim: &Word<Victim>) -> String {
     let short = match (cause.exit_code, &cause.signal, &cause.system_call) {
         (Some(code), ..) => format!("exit:{code}"),
         (None, Some(signal), _) => shown(signal),
@@ -89,43 +89,43 @@ fn cause_in_short(cause: &Cause, victim: &Word<Victim>) -> String {
 
 fn describe(report: &CrashReport) -> String {
     let mut lines = String::new();
-    let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
-    put("id", report.id.to_string());
-    put("time", humantime::format_rfc3339_millis(report.at).to_string());
+    let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
+    add("id", report.id.to_string());
+    add("time", humantime::format_rfc3339_millis(report.at).to_string());
     if let count @ 2.. = report.count {
-        put("count", format!("{count} crashes of this kind; the last is shown"));
+        add("count", format!("{count} crashes of this kind; the last is shown"));
     }
-    put("bulkhead", shown(&report.bulkhead));
+    add("bulkhead", shown(&report.bulkhead));
     if let Some(tenant) = &report.tenant {
-        put("tenant", named(Some(tenant)));
+        add("tenant", name_or_dash(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
     let whose = if is_program { "the program; the worker continues" } else { "the worker" };
-    put("cause", format!("{} ({whose})", shown(&report.cause.message)));
+    add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
-    put("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
+    add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
     let uptime = duration(report.uptime_ms);
-    put("life", format!("{uptime}, {served} jobs served, {in_flight} in flight"));
+    add("life", format!("{uptime}, {served} jobs served, {in_flight} in flight"));
     if let Some(Usage { user_ms, system_ms, max_rss_bytes }) = report.usage {
         let mib = max_rss_bytes as f64 / 1_048_576.0;
-        put("usage", format!("user {user_ms}ms, system {system_ms}ms, at most {mib:.1}MiB resident"));
+        add("usage", format!("user {user_ms}ms, system {system_ms}ms, at most {mib:.1}MiB resident"));
     }
     if let Some(confinement) = &report.confinement {
-        put("confinement", shown(confinement));
+        add("confinement", shown(confinement));
     }
     lines.push_str(&jobs(report));
     if let Some(tail) = &report.stderr_tail {
         lines.push_str("\nstderr\n");
-        lines.push_str(&indented(&harmless(tail)));
+        lines.push_str(&indented(&escape(tail)));
     }
     lines
 }
 
 fn jobs(report: &CrashReport) -> String {
     let mut lines = String::new();
-    for (place, job) in report.jobs.iter().enumerate() {
-        let is_culprit = report.culprit == Some(place);
-        lines.push_str(&format!("\njob {place}{}\n", if is_culprit { " (culprit)" } else { "" }));
+    for (index, job) in report.jobs.iter().enumerate() {
+        let is_culprit = report.culprit == Some(index);
+        lines.push_str(&format!("\njob {index}{}\n", if is_culprit { " (culprit)" } else { "" }));
         lines.push_str(&indented(&describe_job(job)));
     }
     let omitted = (report.in_flight as usize).saturating_sub(report.jobs.len());
@@ -137,35 +137,35 @@ fn jobs(report: &CrashReport) -> String {
 
 fn describe_job(job: &CrashJob) -> String {
     let mut lines = String::new();
-    let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<10} {value}\n"));
-    put("number", shown(&job.job));
+    let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<10} {value}\n"));
+    add("number", shown(&job.job));
     if job.is_answered {
-        put(
+        add(
             "note",
             "the client was answered before the crash; nothing else is known about the job".to_owned(),
         );
         return lines;
     }
-    put("operation", named(Some(&job.operation)));
-    put("tenant", named(Some(&job.tenant)));
+    add("operation", name_or_dash(Some(&job.operation)));
+    add("tenant", name_or_dash(Some(&job.tenant)));
     if let Some(trace) = &job.trace_id {
-        put("trace", shown(trace));
+        add("trace", shown(trace));
     }
-    put("ran", format!("{}, attempt {}", duration(job.ran_ms), job.attempts));
+    add("ran", format!("{}, attempt {}", duration(job.ran_ms), job.attempts));
     if job.is_unread {
-        put("note", "the worker died before reading this job".to_owned());
+        add("note", "the worker died before reading this job".to_owned());
     }
     if let Some(digest) = &job.digest {
-        put("digest", shown(digest));
+        add("digest", shown(digest));
     }
     let bytes = job.payload_bytes;
     let Some(payload) = &job.payload else {
-        put("payload", format!("{bytes} bytes, not kept"));
+        add("payload", format!("{bytes} bytes, not kept"));
         return lines;
     };
     match payload.len() {
-        0 => put("payload", "none".to_owned()),
-        _ => put("payload", format!("{bytes} bytes, blake3 {}", known(&job.blake3))),
+        0 => add("payload", "none".to_owned()),
+        _ => add("payload", format!("{bytes} bytes, blake3 {}", known(&job.blake3))),
     }
     lines.push_str(&indented(&preview(payload)));
     lines
@@ -173,20 +173,20 @@ fn describe_job(job: &CrashJob) -> String {
 
 /// Formats the beginning of a payload, as text if it is printable UTF-8 and otherwise in hexadecimal.
 fn preview(payload: &[u8]) -> String {
-    let begin = &payload[..payload.len().min(SHOWN_BYTES)];
-    let whole = match std::str::from_utf8(begin) {
+    let start = &payload[..payload.len().min(PREVIEW_BYTES)];
+    let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
         // The limit has cut off the last character.
-        Err(error) if error.error_len().is_none() => std::str::from_utf8(&begin[..error.valid_up_to()]).ok(),
+        Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };
     let is_text = |text: &&str| !text.contains(|c: char| c.is_control() && !c.is_whitespace());
     let mut lines = match whole.filter(is_text) {
-        Some(text) => harmless(text),
-        None => begin.chunks(HEX_LINE_BYTES).map(hex_line).collect::<Vec<_>>().join("\n"),
+        Some(text) => escape(text),
+        None => start.chunks(HEX_LINE_BYTES).map(hex_line).collect::<Vec<_>>().join("\n"),
     };
-    if payload.len() > begin.len() {
-        lines.push_str(&format!("\n[{} bytes more: see --output]", payload.len() - begin.len()));
+    if payload.len() > start.len() {
+        lines.push_str(&format!("\n[{} bytes more: see --output]", payload.len() - start.len()));
     }
     lines
 }
@@ -204,8 +204,8 @@ fn indented(text: &str) -> String {
 /// Writes the payload of a job to a file.
 fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> Result<u8, Failure> {
     let jobs = &report.jobs;
-    let place = match (job.or(report.culprit), jobs.len()) {
-        (Some(place), count) if place < count => place,
+    let index = match (job.or(report.culprit), jobs.len()) {
+        (Some(index), count) if index < count => index,
         (None, 1) => 0,
         (None, count) if count > 1 => {
             let message =
@@ -216,19 +216,19 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
             return Err(Failure::new(exit::INVALID, format!("this report has {count} jobs")));
         }
     };
-    let lost = || Failure::new(exit::INVALID, format!("the payload of job {place} was not kept"));
-    let kept = jobs[place].payload.as_ref().ok_or_else(lost)?;
+    let missing = || Failure::new(exit::INVALID, format!("the payload of job {index} was not kept"));
+    let payload = jobs[index].payload.as_ref().ok_or_else(missing)?;
     if file == Path::new("-") {
-        output::raw(kept)?;
+        output::raw(payload)?;
         return Ok(exit::OK);
     }
-    std::fs::write(file, kept).map_err(|error| {
-        Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", file.display()))
+    std::fs::write(file, payload).map_err(|error| {
+        Failure::new(exit::OUTPUT_FAILED, format!("failed to write {}: {error}", file.display()))
     })?;
     if args.json {
-        output::json(json!({"file": file, "job": place, "payload_bytes": kept.len()}))?;
+        output::json(json!({"file": file, "job": index, "payload_bytes": payload.len()}))?;
     } else {
-        output::note(&format!("{} bytes of job {place} written to {}", kept.len(), file.display()));
+        output::to_stderr(&format!("{} bytes of job {index} written to {}", payload.len(), file.display()));
     }
     Ok(exit::OK)
 }
@@ -237,41 +237,41 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
 
 pub(crate) async fn replay(args: &Args, id: &str, job: Option<u32>) -> Result<u8, Failure> {
     let query = job.map(|job| format!("?job={job}")).unwrap_or_default();
-    let path = format!("/v1/crashes/{}/replay{query}", encoded(id));
+    let path = format!("/v1/crashes/{}/replay{query}", percent_encoded(id));
     let body = read(request(args, Method::POST, &path).await?).await?;
-    let told: Replay = document(&body)?;
+    let replay: Replay = document(&body)?;
     if args.json {
         output::json(&document::<Value>(&body)?)?;
     } else {
-        output::line(told_again(&told).trim_end())?;
+        output::line(describe_replay(&replay).trim_end())?;
     }
-    Ok(if told.verdict == ReplayVerdict::NotRun { exit::TRY_LATER } else { exit::OK })
+    Ok(if replay.verdict == ReplayVerdict::NotRun { exit::TRY_LATER } else { exit::OK })
 }
 
-fn told_again(told: &Replay) -> String {
+fn describe_replay(result: &Replay) -> String {
     let mut lines = String::new();
-    let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
-    let verdict = match &told.verdict {
+    let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
+    let verdict = match &result.verdict {
         Word::Known(ReplayVerdict::Same) => "same: the job crashes the same way",
         Word::Known(ReplayVerdict::Different) => "different: the job crashes, but not the same way",
         Word::Known(ReplayVerdict::NoCrash) => "no crash: the job does not crash in a fresh worker",
         Word::Known(ReplayVerdict::NotRun) => "not run: no worker was available for the job",
-        Word::Other(word) => &harmless(word),
+        Word::Other(word) => &escape(word),
     };
-    put("verdict", verdict.to_owned());
-    put("before", shown(&told.before.message));
-    for replay in &told.replays {
-        put("now", format!("job {}: {}", replay.job, how_it_ended(replay)));
+    add("verdict", verdict.to_owned());
+    add("before", shown(&result.before.message));
+    for replay in &result.replays {
+        add("now", format!("job {}: {}", replay.job, describe_result(replay)));
     }
-    let tail = told.replays.last().and_then(|replay| replay.stderr_tail.as_ref());
+    let tail = result.replays.last().and_then(|replay| replay.stderr_tail.as_ref());
     if let Some(tail) = tail.filter(|tail| !tail.is_empty()) {
         lines.push_str("\nstderr\n");
-        lines.push_str(&indented(&harmless(tail)));
+        lines.push_str(&indented(&escape(tail)));
     }
     lines
 }
 
-fn how_it_ended(replay: &ReplayedJob) -> String {
+fn describe_result(replay: &ReplayedJob) -> String {
     let mut sentence = match (replay.outcome.as_deref(), &replay.cause) {
         (_, Some(cause)) => shown(&cause.message),
         (None, None) => return known(&replay.message),
@@ -279,7 +279,7 @@ fn how_it_ended(replay: &ReplayedJob) -> String {
         (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
         (Some(outcome), _) => {
             let reason = replay.reason.clone().flatten();
-            format!("{}: {} {}", harmless(outcome), known(&reason), known(&replay.message))
+            format!("{}: {} {}", escape(outcome), known(&reason), known(&replay.message))
         }
     };
     if let (Some(pid), ran) = (replay.worker_pid, replay.ran_ms) {
@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_in_a_report_steers_a_terminal() {
+    fn escapes_control_characters_of_reports() {
         let hostile = "\u{1b}[31m\u{9b}x\u{7f}\r\n\u{7}";
         let job = json!({
             "job": hostile, "operation": hostile, "tenant": hostile, "trace_id": hostile, "digest": hostile,
@@ -320,14 +320,14 @@ mod tests {
             "worker_pid": 1, "stderr_tail": hostile});
         let told = json!({"verdict": hostile, "before": {"cause": hostile, "message": hostile}, "replays": [replay],
             "bulkhead": hostile, "id": "20260307T101530123-0001"});
-        let again = told_again(&serde_json::from_value(told).unwrap());
-        for shown in [describe(&report), cause_in_short(&report.cause, &report.victim), again] {
+        let again = describe_replay(&serde_json::from_value(told).unwrap());
+        for shown in [describe(&report), short_cause(&report.cause, &report.victim), again] {
             assert!(!shown.contains(|c: char| c.is_control() && c != '\n'), "{shown:?}");
         }
     }
 
     #[test]
-    fn a_payload_is_shown_as_what_it_is() {
+    fn previews_payload_as_text_or_hex() {
         assert_eq!(preview(b"two\nlines"), "two\nlines");
         assert_eq!(preview(b""), "");
         assert!(preview(b"\x00GIF").starts_with("00 47 49 46 "));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_are_short_words() {
+    fn causes_are_short() {
         let cases = [
             (json!({"cause": "signal", "signal": "SIGSEGV"}), "SIGSEGV"),
             (json!({"cause": "exit", "exit_code": 3}), "exit:3"),
@@ -351,7 +351,7 @@ mod tests {
             crash["message"] = json!("");
             let victim = crash.get("victim").cloned().unwrap_or_else(|| json!("worker"));
             let victim = serde_json::from_value(victim).unwrap();
-            assert_eq!(cause_in_short(&serde_json::from_value(crash).unwrap(), &victim), short);
+            assert_eq!(short_cause(&serde_json::from_value(crash).unwrap(), &victim), short);
         }
     }
 }

@@ -29,14 +29,14 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
 
 /// Counts and latencies of many jobs, in constant memory.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct JobStats {
     /// Number of jobs by outcome and reason.
     pub(crate) outcomes: BTreeMap<String, u64>,
     /// Latencies of `ok` jobs in nanoseconds, rounded up by less than 2 %.
     pub(crate) latencies: Histogram<7>,
 }
 
-impl Tally {
+impl JobStats {
     pub(crate) fn add(&mut self, result: &Result<Reply, JobError>, took: Duration) {
         *self.outcomes.entry(name(result)).or_default() += 1;
         if result.is_ok() {
@@ -69,9 +69,9 @@ pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
 
 /// Sends a job and measures the time until its outcome.
 pub(crate) async fn timed(job: Job) -> (Result<Reply, JobError>, Duration) {
-    let began = Instant::now();
+    let start = Instant::now();
     let result = job.send().await;
-    (result, began.elapsed())
+    (result, start.elapsed())
 }
 
 #[cfg(test)]
@@ -79,8 +79,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles() {
-        let mut tally = Tally::default();
+    fn computes_quantiles() {
+        let mut tally = JobStats::default();
         assert_eq!(tally.quantile_ms(0.5), None);
         for millis in 1..=100 {
             tally.latencies.record(millis * 1_000_000, 1);

@@ -11,9 +11,9 @@ mod output;
 mod pages;
 mod payload;
 mod reload;
+mod severity;
 mod submit;
 mod top;
-mod worst;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -25,12 +25,12 @@ use output::{Failure, exit};
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
-        Err(told) => return told_by_clap(&told),
+        Err(error) => return print_clap_message(&error),
     };
     let result = match &args.command {
         Command::Completions { shell } => pages::completions(*shell),
         Command::Man { folder } => pages::man(&args, folder),
-        _ => on_runtime(&args),
+        _ => run_with_runtime(&args),
     };
     match result {
         Ok(code) => ExitCode::from(code),
@@ -46,17 +46,17 @@ fn main() -> ExitCode {
 }
 
 /// Prints the error or the help text that clap returned.
-fn told_by_clap(told: &clap::Error) -> ExitCode {
-    if told.use_stderr() {
-        told.exit();
+fn print_clap_message(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() {
+        error.exit();
     }
-    let text = told.render();
-    let is_colourful = std::io::stdout().is_terminal();
-    let text = if is_colourful { text.ansi().to_string() } else { text.to_string() };
+    let text = error.render();
+    let has_colours = std::io::stdout().is_terminal();
+    let text = if has_colours { text.ansi().to_string() } else { text.to_string() };
     output::raw(text.as_bytes()).map_or_else(Failure::report, |()| ExitCode::SUCCESS)
 }
 
-fn on_runtime(args: &Args) -> Result<u8, Failure> {
+fn run_with_runtime(args: &Args) -> Result<u8, Failure> {
     let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     let result = runtime.block_on(run(args));

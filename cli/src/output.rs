@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
 use bulkhead_api::text;
-pub(crate) use bulkhead_api::text::escape as harmless;
+pub(crate) use bulkhead_api::text::escape;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ pub(crate) mod exit {
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
     /// The output could not be written: `EX_IOERR` of sysexits.h.
-    pub(crate) const UNWRITTEN: u8 = 74;
+    pub(crate) const OUTPUT_FAILED: u8 = 74;
     pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
     pub(crate) const CANCELLED: u8 = 130;
@@ -62,7 +62,7 @@ impl Failure {
 
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = &self.message {
-            note(&format!("bulkhead: {message}"));
+            to_stderr(&format!("bulkhead: {message}"));
         }
         ExitCode::from(self.code)
     }
@@ -125,7 +125,7 @@ impl From<ConnectError> for Failure {
 }
 
 /// Writes bytes to standard output. If the reader has gone, returns a failure without a message. Any other
-/// error is a failure with exit status `UNWRITTEN`, because a lost result is not a success.
+/// error is a failure with exit status `OUTPUT_FAILED`, because a lost result is not a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     // Writing nothing cannot lose anything.
     if bytes.is_empty() {
@@ -137,7 +137,7 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     });
     written.map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
-        _ => Failure::new(exit::UNWRITTEN, format!("failed to write to standard output: {error}")),
+        _ => Failure::new(exit::OUTPUT_FAILED, format!("failed to write to standard output: {error}")),
     })
 }
 
@@ -147,7 +147,7 @@ pub(crate) fn line(text: &str) -> Result<(), Failure> {
 }
 
 /// Writes a line to standard error.
-pub(crate) fn note(text: &str) {
+pub(crate) fn to_stderr(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
@@ -158,11 +158,11 @@ pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
 
 /// Escapes a text into one line, so that a worker cannot imitate output of this command.
 fn one_line(text: &str) -> String {
-    harmless(text).replace('\n', "\\n")
+    escape(text).replace('\n', "\\n")
 }
 
 /// Returns true if standard error is a terminal, which can show a progress bar.
-pub(crate) fn is_watched() -> bool {
+pub(crate) fn has_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
@@ -207,19 +207,19 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
         Ok(reply) => Some(reply.outcome()),
         Err(error) => error.outcome(),
     };
-    let told = match (outcome, result) {
+    let document = match (outcome, result) {
         (Some(outcome), _) => {
-            let told = JobOutcome::new(outcome);
+            let flat = JobOutcome::new(outcome);
             JobOutcome {
-                message: outcome.verdict.message().map(str::to_owned).or(told.message),
+                message: outcome.verdict.message().map(str::to_owned).or(flat.message),
                 signal: signal(&outcome.verdict),
                 payload: result
                     .as_ref()
                     .err()
                     .map(|error| error.payload().to_vec())
-                    .filter(|it| !it.is_empty()),
+                    .filter(|payload| !payload.is_empty()),
                 result_bytes: result.as_ref().ok().map(|reply| reply.payload().len()),
-                ..told
+                ..flat
             }
         }
         (None, Err(error)) => JobOutcome {
@@ -233,7 +233,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
         },
         (None, Ok(_)) => unreachable!("a reply has an outcome"),
     };
-    json!(told)
+    json!(document)
 }
 
 /// Returns the name of the signal from the crash message, or else the number.
@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_cannot_begin_a_line() {
+    fn worker_text_stays_in_one_line() {
         assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

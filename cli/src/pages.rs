@@ -19,7 +19,10 @@ pub(crate) fn completions(shell: clap_complete::Shell) -> Result<u8, Failure> {
 /// Writes man pages for the command and each subcommand, and prints their paths.
 pub(crate) fn man(args: &Args, folder: &Path) -> Result<u8, Failure> {
     let fail = |error| {
-        Failure::new(exit::UNWRITTEN, format!("failed to write man pages to {}: {error}", folder.display()))
+        Failure::new(
+            exit::OUTPUT_FAILED,
+            format!("failed to write man pages to {}: {error}", folder.display()),
+        )
     };
     std::fs::create_dir_all(folder).map_err(fail)?;
     let mut command = Args::command().disable_help_subcommand(true);

@@ -12,11 +12,11 @@ use crate::args::Submit;
 use crate::output::{self, Failure, exit};
 
 /// Time before a notice that the payload has not ended.
-const SILENT_FOR: Duration = Duration::from_secs(2);
+const NOTICE_DELAY: Duration = Duration::from_secs(2);
 
 /// Returns the payload for `submit`: the contents of a file or of standard input. A terminal on standard
 /// input is not read, because people do not type payloads.
-pub(crate) fn of_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
+pub(crate) fn for_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     match &submit.request.payload_file {
         Some(file) => read(file),
         None if submit.no_input || io::stdin().is_terminal() => Ok(Vec::new()),
@@ -29,31 +29,31 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let is_input = file == Path::new("-");
     let name = if is_input { "standard input".to_owned() } else { file.display().to_string() };
     let mut bytes = Vec::new();
-    let most = PAYLOAD_BYTES_CEILING + 1;
-    let read = telling_what_is_waited_for(&name, is_input, || match is_input {
-        true => io::stdin().lock().take(most).read_to_end(&mut bytes),
-        false => File::open(file).and_then(|file| file.take(most).read_to_end(&mut bytes)),
+    let max = PAYLOAD_BYTES_CEILING + 1;
+    let read = read_with_notice(&name, is_input, || match is_input {
+        true => io::stdin().lock().take(max).read_to_end(&mut bytes),
+        false => File::open(file).and_then(|file| file.take(max).read_to_end(&mut bytes)),
     });
     read.map_err(|error| {
         Failure::new(exit::USAGE, format!("failed to read the payload from {name}: {error}"))
     })?;
-    if bytes.len() as u64 == most {
+    if bytes.len() as u64 == max {
         let message = format!("the payload from {name} is larger than any bulkhead accepts");
         return Err(Failure::rejected(RejectReason::TooLarge, message));
     }
     Ok(bytes)
 }
 
-/// Reads, and prints a notice after [`SILENT_FOR`]. Without the notice, a pipe that is never closed would
+/// Reads, and prints a notice after [`NOTICE_DELAY`]. Without the notice, a pipe that is never closed would
 /// look like a supervisor that does not respond.
-fn telling_what_is_waited_for<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
+fn read_with_notice<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
     let notice = format!("bulkhead: waiting for the end of {name}, the source of the payload{hint}");
     // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
-        if waiting.recv_timeout(SILENT_FOR) == Err(RecvTimeoutError::Timeout) {
-            output::note(&notice);
+        if waiting.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
+            output::to_stderr(&notice);
         }
     });
     let result = read();

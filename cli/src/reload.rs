@@ -5,23 +5,23 @@ use hyper::Method;
 
 use crate::admin::{document, read, request};
 use crate::args::Args;
-use crate::output::{self, Failure, exit, harmless};
+use crate::output::{self, Failure, escape, exit};
 
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");
-    let answer = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
+    let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
         // The configuration file has errors.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;
-    let body = read(answer).await?;
+    let body = read(response).await?;
     if args.json {
         output::json(String::from_utf8_lossy(&body).trim_end())?;
         return Ok(exit::OK);
     }
     let changes: Changes = document(&body)?;
     for line in lines(&changes) {
-        output::line(&harmless(&line))?;
+        output::line(&escape(&line))?;
     }
     if dry_run {
         output::line("a dry run: nothing was changed")?;
@@ -47,26 +47,26 @@ fn lines(changes: &Changes) -> Vec<String> {
     lines
 }
 
-fn bulkhead(told: &BulkheadChange) -> String {
-    let dropped = told.live_dropped.join(", ");
+fn bulkhead(change: &BulkheadChange) -> String {
+    let dropped = change.live_dropped.join(", ");
     match dropped.is_empty() {
-        true => changed(told),
+        true => changed(change),
         false => format!(
             "{}; live values dropped because of a conflict with the configuration file: {dropped}",
-            changed(told)
+            changed(change)
         ),
     }
 }
 
-fn changed(told: &BulkheadChange) -> String {
-    let (name, keys) = (&told.bulkhead, told.keys.join(", "));
-    match &told.change {
+fn changed(change: &BulkheadChange) -> String {
+    let (name, keys) = (&change.bulkhead, change.keys.join(", "));
+    match &change.change {
         Word::Known(ChangeKind::Added) => format!("{name}: added"),
         Word::Known(ChangeKind::Removed) => format!("{name}: removed; accepted jobs still finish"),
         Word::Known(ChangeKind::Rebuilt) => {
             format!("{name}: replaced by a new bulkhead ({keys}); accepted jobs still finish")
         }
-        Word::Known(ChangeKind::Changed) | Word::Other(_) if told.replaces_workers => {
+        Word::Known(ChangeKind::Changed) | Word::Other(_) if change.replaces_workers => {
             format!("{name}: {keys}; workers are replaced one after the other")
         }
         Word::Known(ChangeKind::Changed) | Word::Other(_) => format!("{name}: {keys}"),

@@ -12,12 +12,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::watch;
 
 use crate::args::{Args, Submit};
-use crate::load::{self, Tally};
+use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
 /// Maximum time to wait for the outcomes of jobs cancelled by ^C.
-const CANCELLED_WITHIN: Duration = Duration::from_secs(2);
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs the command. Returns the exit code of the first job that was not `ok`, otherwise 0.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
@@ -30,20 +30,20 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
             return Err(failure);
         }
     };
-    let run = Run::new(args, submit);
-    let began = Instant::now();
-    let mut lanes = pin!(run.lanes(&client, &payload));
+    let run = SubmitRun::new(args, submit);
+    let start = Instant::now();
+    let mut loops = pin!(run.loops(&client, &payload));
     let result = tokio::select! {
         // Polled first, so that ^C cancels every job that has been sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
-        result = &mut lanes => Some(result),
+        result = &mut loops => Some(result),
     };
     let Some(result) = result else {
         run.interrupted.send_replace(true);
         // A second ^C skips the wait.
         tokio::select! {
-            _ = tokio::time::timeout(CANCELLED_WITHIN, lanes) => {}
+            _ = tokio::time::timeout(CANCEL_TIMEOUT, loops) => {}
             _ = tokio::signal::ctrl_c() => {}
         }
         run.bar.finish_and_clear();
@@ -53,66 +53,66 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     result?;
     run.bar.finish_and_clear();
     if submit.repeat.is_some() && !args.json {
-        summarise(&run.tally.borrow(), began.elapsed());
+        summarise(&run.stats.borrow(), start.elapsed());
     }
-    Ok(run.first_bad.get().map_or(exit::OK, |(_, code)| code))
+    Ok(run.first_failure.get().map_or(exit::OK, |(_, code)| code))
 }
 
 async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Failure> {
     if let Some(path) = submit.output.as_deref().filter(|path| *path != Path::new("-")) {
         check_output(path)?;
     }
-    let payload = payload::of_submit(submit)?;
+    let payload = payload::for_submit(submit)?;
     Ok((payload, Client::connect(args.socket()).await?))
 }
 
-/// State shared by all lanes.
-struct Run<'a> {
+/// State shared by all concurrent loops.
+struct SubmitRun<'a> {
     args: &'a Args,
     submit: &'a Submit,
     count: u64,
     /// Index of the next job.
     next: Cell<u64>,
-    tally: RefCell<Tally>,
+    stats: RefCell<JobStats>,
     /// Index and exit code of the first job that was not `ok`.
-    first_bad: Cell<Option<(u64, u8)>>,
+    first_failure: Cell<Option<(u64, u8)>>,
     bar: ProgressBar,
     interrupted: watch::Sender<bool>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> SubmitRun<'a> {
     fn new(args: &'a Args, submit: &'a Submit) -> Self {
         let count = submit.repeat.unwrap_or(1);
-        let is_watched = submit.repeat.is_some() && output::is_watched() && !args.json;
-        let bar = if is_watched { ProgressBar::new(count) } else { ProgressBar::hidden() };
+        let has_terminal = submit.repeat.is_some() && output::has_terminal() && !args.json;
+        let bar = if has_terminal { ProgressBar::new(count) } else { ProgressBar::hidden() };
         if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} {per_sec} {eta}") {
             bar.set_style(style);
         }
-        let (next, first_bad) = (Cell::new(0), Cell::new(None));
+        let (next, first_failure) = (Cell::new(0), Cell::new(None));
         let interrupted = watch::Sender::new(false);
-        Self { args, submit, count, next, tally: RefCell::default(), first_bad, bar, interrupted }
+        Self { args, submit, count, next, stats: RefCell::default(), first_failure, bar, interrupted }
     }
 
-    async fn lanes(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
-        let lanes = u64::from(self.submit.concurrency).min(self.count);
-        join_all((0..lanes).map(|_| self.lane(client, payload))).await
+    async fn loops(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
+        let loops = u64::from(self.submit.concurrency).min(self.count);
+        join_all((0..loops).map(|_| self.submit_loop(client, payload))).await
     }
 
     /// Submits one job after the other until none is left.
-    async fn lane(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
+    async fn submit_loop(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
-            let began = Instant::now();
+            let start = Instant::now();
             let result = self.outcome(load::job(client, &self.submit.request, payload.to_vec())).await;
-            let took = began.elapsed();
-            self.tally.borrow_mut().add(&result, took);
+            let took = start.elapsed();
+            self.stats.borrow_mut().add(&result, took);
             self.bar.inc(1);
             let code = result.as_ref().map_or_else(JobError::exit_code, |_| exit::OK);
-            if code != exit::OK && self.first_bad.get().is_none_or(|(first, _)| index < first) {
-                self.first_bad.set(Some((index, code)));
+            if code != exit::OK && self.first_failure.get().is_none_or(|(first, _)| index < first) {
+                self.first_failure.set(Some((index, code)));
             }
-            let so_far = self.first_bad.get().map_or(exit::OK, |(_, code)| code);
-            self.print(&result).map_err(|failure| failure.or_code(so_far))?;
+            let code_so_far = self.first_failure.get().map_or(exit::OK, |(_, code)| code);
+            self.print(&result).map_err(|failure| failure.or_code(code_so_far))?;
         }
         Ok(())
     }
@@ -134,7 +134,7 @@ impl<'a> Run<'a> {
         if json {
             output::json(output::outcome_json(&self.submit.request.name, result))?;
         } else if self.submit.repeat.is_none() {
-            output::note(&output::describe(result));
+            output::to_stderr(&output::describe(result));
         }
         let payload = match result {
             Ok(reply) => reply.payload(),
@@ -156,8 +156,8 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let cancelled = output::cancelled_json(&self.submit.request.name);
-        let under_way = self.next.get() - self.tally.borrow().jobs();
-        (0..under_way).try_for_each(|_| output::json(&cancelled))
+        let unfinished = self.next.get() - self.stats.borrow().jobs();
+        (0..unfinished).try_for_each(|_| output::json(&cancelled))
     }
 }
 
@@ -180,7 +180,8 @@ fn check_output(path: &Path) -> Result<(), Failure> {
 }
 
 fn save(path: &Path, payload: &[u8]) -> Result<(), Failure> {
-    let fail = |error| Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", path.display()));
+    let fail =
+        |error| Failure::new(exit::OUTPUT_FAILED, format!("failed to write {}: {error}", path.display()));
     std::fs::write(path, payload).map_err(fail)
 }
 
@@ -202,19 +203,19 @@ async fn join_all<F: Future<Output = Result<(), Failure>>>(
     .await
 }
 
-fn summarise(tally: &Tally, took: Duration) {
+fn summarise(stats: &JobStats, took: Duration) {
     let seconds = took.as_secs_f64();
-    let rate = tally.jobs() as f64 / seconds;
-    output::note(&format!("{} jobs in {seconds:.2} s, {rate:.0} jobs/s", tally.jobs()));
-    for (name, count) in &tally.outcomes {
-        output::note(&format!("{count:>10}  {}", output::harmless(name)));
+    let rate = stats.jobs() as f64 / seconds;
+    output::to_stderr(&format!("{} jobs in {seconds:.2} s, {rate:.0} jobs/s", stats.jobs()));
+    for (name, count) in &stats.outcomes {
+        output::to_stderr(&format!("{count:>10}  {}", output::escape(name)));
     }
     let quantiles = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)];
     let text: Vec<String> = quantiles
         .iter()
-        .filter_map(|(name, share)| Some(format!("{name} {:.3} ms", tally.quantile_ms(*share)?)))
+        .filter_map(|(name, share)| Some(format!("{name} {:.3} ms", stats.quantile_ms(*share)?)))
         .collect();
     if !text.is_empty() {
-        output::note(&format!("latency of ok: {}", text.join(", ")));
+        output::to_stderr(&format!("latency of ok: {}", text.join(", ")));
     }
 }

@@ -6,11 +6,11 @@ mod columns;
 mod detail;
 mod draw;
 mod events;
-mod pieces;
 mod plain;
 mod sample;
 mod terminal;
-mod words;
+mod text;
+mod widgets;
 
 use std::io::IsTerminal;
 use std::pin::pin;
@@ -22,16 +22,16 @@ use tokio::time::MissedTickBehavior;
 use crate::args::{Args, Top};
 use crate::output::{Failure, exit};
 use app::{App, Step};
-use sample::{Sample, Watcher};
-use terminal::{Heard, Screen, Signals};
+use sample::{Sample, Sampler};
+use terminal::{Screen, SignalAction, Signals};
 
 /// Maximum time for one sample.
-const LOOK_WITHIN: Duration = Duration::from_secs(10);
+const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval for updating the displayed duration of a supervisor's silence.
 const TICK: Duration = Duration::from_secs(1);
 
-type Looked = Result<Sample, Failure>;
+type SampleResult = Result<Sample, Failure>;
 
 pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
     if args.json || top.once {
@@ -42,25 +42,25 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
                        use `bulkhead status`, or `bulkhead top --once`";
         return Err(Failure::new(exit::USAGE, message));
     }
-    let mut watcher = Watcher::new(args);
-    let first = look(&mut watcher).await?;
+    let mut sampler = Sampler::new(args);
+    let first = sample(&mut sampler).await?;
     let app = App::new(first, top.interval, args.admin().display().to_string());
-    live(watcher, app, top.interval).await
+    run_live(sampler, app, top.interval).await
 }
 
-async fn look(watcher: &mut Watcher<'_>) -> Looked {
-    let admin = watcher.admin();
-    tokio::time::timeout(LOOK_WITHIN, watcher.look()).await.unwrap_or_else(|_| {
-        let silence = format!("no answer within {} s", LOOK_WITHIN.as_secs());
+async fn sample(sampler: &mut Sampler<'_>) -> SampleResult {
+    let admin = sampler.admin();
+    tokio::time::timeout(SAMPLE_TIMEOUT, sampler.sample()).await.unwrap_or_else(|_| {
+        let silence = format!("no answer within {} s", SAMPLE_TIMEOUT.as_secs());
         Err(crate::admin::unreachable(&admin, &silence))
     })
 }
 
 /// Takes samples periodically, except while paused, until the screen is closed.
-async fn watch(
-    mut watcher: Watcher<'_>,
+async fn sample_periodically(
+    mut sampler: Sampler<'_>,
     interval: Duration,
-    seen: mpsc::Sender<Looked>,
+    sender: mpsc::Sender<SampleResult>,
     mut pause: watch::Receiver<bool>,
 ) {
     let mut ticks = tokio::time::interval(interval);
@@ -71,23 +71,23 @@ async fn watch(
         if pause.wait_for(|is_paused| !is_paused).await.is_err() {
             return;
         }
-        let looked = look(&mut watcher).await;
-        if seen.send(looked).await.is_err() {
+        let result = sample(&mut sampler).await;
+        if sender.send(result).await.is_err() {
             return;
         }
     }
 }
 
-async fn live(watcher: Watcher<'_>, mut app: App, interval: Duration) -> Result<u8, Failure> {
+async fn run_live(sampler: Sampler<'_>, mut app: App, interval: Duration) -> Result<u8, Failure> {
     let fail =
         |error: std::io::Error| Failure::new(exit::FAILED, format!("failed to use the terminal: {error}"));
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
     // Capacity 1, so that sampling stops while the screen is not drawn.
-    let (seen, mut looks) = mpsc::channel(1);
+    let (sender, mut samples) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
-    let mut watching = pin!(watch(watcher, interval, seen, is_paused));
+    let mut sampling = pin!(sample_periodically(sampler, interval, sender, is_paused));
     let mut ticks = tokio::time::interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -97,18 +97,18 @@ async fn live(watcher: Watcher<'_>, mut app: App, interval: Duration) -> Result<
                 Some(key) => app.press(key.map_err(fail)?, Instant::now()),
                 None => Step::Leave(exit::FAILED),
             },
-            Some(looked) = looks.recv() => app.take(looked),
-            () = &mut watching => Step::Leave(exit::FAILED),
-            heard = signals.next() => match heard {
-                Heard::End(code) => Step::Leave(code),
-                Heard::Stop if !terminal::may_stop() => Step::Stay,
-                Heard::Stop => {
+            Some(result) = samples.recv() => app.store(result),
+            () = &mut sampling => Step::Leave(exit::FAILED),
+            action = signals.next() => match action {
+                SignalAction::End(code) => Step::Leave(code),
+                SignalAction::Stop if !terminal::can_suspend() => Step::Stay,
+                SignalAction::Stop => {
                     screen.leave();
-                    terminal::stop();
+                    terminal::suspend();
                     Step::Stay
                 }
-                Heard::Continue => {
-                    screen.enter_again().map_err(fail)?;
+                SignalAction::Continue => {
+                    screen.reenter().map_err(fail)?;
                     Step::Stay
                 }
             },
@@ -117,7 +117,7 @@ async fn live(watcher: Watcher<'_>, mut app: App, interval: Duration) -> Result<
         match step {
             Step::Stay => {}
             Step::Leave(code) => return Ok(code),
-            Step::Suspend => terminal::ask_for_stop(),
+            Step::Suspend => terminal::request_suspend(),
         }
         pause.send_if_modified(|is_paused| std::mem::replace(is_paused, app.is_paused()) != app.is_paused());
     }

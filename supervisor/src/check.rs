@@ -15,7 +15,7 @@ use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
 use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateWord};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
-use bulkhead_plane::worker_ids::Claim;
+use bulkhead_plane::worker_ids::IdUse;
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
@@ -28,10 +28,10 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use crate::supervisor::{RunError, system};
 
 /// Maximum time for the keeper to carry out an order.
-const ORDER_PATIENCE: Duration = Duration::from_secs(60);
+const ORDER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time for a worker to exit after closing the link.
-const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
@@ -45,7 +45,7 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
     }
-    let support = SandboxSupport::find(config, Claim::Trial);
+    let support = SandboxSupport::probe(config, IdUse::Check);
     match (support.ids(), support.subordinate()) {
         (None, _) => WorkerIds::None,
         (Some(_), None) => WorkerIds::Host,
@@ -59,29 +59,29 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
 /// Must be called before any other thread has been started.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
     let host = program::require_host(config)?;
-    let support = SandboxSupport::find(config, Claim::Trial);
+    let support = SandboxSupport::probe(config, IdUse::Check);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     if let Some(ids) = support.subordinate() {
         keeper.give(ids).map_err(system("start the keeper"))?;
     }
     let mut failures = Vec::new();
-    let mut trials = Trials { keeper, ordered: 0, ends: BTreeMap::new() };
+    let mut check = StartCheck { keeper, ordered: 0, exits: BTreeMap::new() };
     for bulkhead in &config.bulkheads {
         let program = Program::new(bulkhead, host.as_deref(), &support);
         let name = &bulkhead.name;
-        match trials.start(&program, bulkhead, &support) {
+        match check.start(&program, bulkhead, &support) {
             Ok(observed) => {
                 let line = format!("# bulkhead '{name}' starts: {}", describe(&program, &observed));
                 writeln!(out, "{line}").map_err(system("write to standard output"))?;
             }
             Err(why) => failures.push(format!("bulkhead '{name}' does not start: {why}")),
         }
-        for remark in program.sandbox().remarks() {
-            writeln!(out, "#   {remark}").map_err(system("write to standard output"))?;
+        for warning in program.sandbox().warnings() {
+            writeln!(out, "#   {warning}").map_err(system("write to standard output"))?;
         }
     }
-    trials.keeper.end().map_err(system("end the keeper"))?;
+    check.keeper.end().map_err(system("end the keeper"))?;
     Ok(failures)
 }
 
@@ -103,46 +103,47 @@ fn describe(program: &Program, observed: &Observed) -> String {
 }
 
 /// The keeper, and the workers and templates ordered so far.
-struct Trials {
+struct StartCheck {
     keeper: Keeper,
     /// Number of orders so far, which is also the number of the latest worker or template.
     ordered: u64,
-    /// Exits that were reported but not yet consumed by [`Trials::ended`].
-    ends: BTreeMap<u64, keeper::Exit>,
+    /// Exits that were reported but not yet consumed by [`StartCheck::take_exit`].
+    exits: BTreeMap<u64, keeper::Exit>,
 }
 
 /// A worker or a template that was ordered.
-struct Ordered {
+struct StartedProcess {
     number: u64,
     /// Threads that read its stdout and stderr.
     readers: [JoinHandle<String>; 2],
 }
 
 /// The result of starting a worker or template.
-struct Tried {
-    ordered: Ordered,
-    ready: Result<(), Stopped>,
+struct StartResult {
+    process: StartedProcess,
+    ready: Result<(), StartFailure>,
     exit: keeper::Exit,
 }
 
-impl Tried {
+impl StartResult {
     /// Returns an error with the output if the worker or template did not become ready. Waits for the end of
     /// its output.
-    fn told(self, what: &str) -> Result<(), String> {
-        let said: String = self.ordered.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
+    fn into_result(self, what: &str) -> Result<(), String> {
+        let output: String =
+            self.process.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
         match self.ready {
             Ok(()) => Ok(()),
-            Err(Stopped::Closed(status)) => {
+            Err(StartFailure::Closed(status)) => {
                 let status = status.map(|status| format!(": {}", escape(&status))).unwrap_or_default();
-                let how = words(self.exit);
-                Err(format!("{what} ended before becoming ready ({how}){status}{}", quoted(&said)))
+                let how = describe_exit(self.exit);
+                Err(format!("{what} ended before becoming ready ({how}){status}{}", quote_output(&output)))
             }
-            Err(Stopped::Otherwise(why)) => Err(format!("{what} {why}{}", quoted(&said))),
+            Err(StartFailure::Other(why)) => Err(format!("{what} {why}{}", quote_output(&output))),
         }
     }
 }
 
-impl Trials {
+impl StartCheck {
     /// Starts a worker, with its template if there is one. Ends both once the worker is ready.
     fn start(
         &mut self,
@@ -155,17 +156,17 @@ impl Trials {
         }
         let ids = support.ids();
         let id = match (program.sandbox().identity(), &ids) {
-            (WorkerIdentity::Each, Some(ids)) => Some(ids.take().map_err(text)?),
+            (WorkerIdentity::Each, Some(ids)) => Some(ids.allocate().map_err(text)?),
             _ => None,
         };
         if program.is_forked() {
             return self.start_forked(program, bulkhead, id);
         }
-        let (observed, tried) =
+        let (observed, result) =
             self.start_worker(program, bulkhead, |keeper, number, link, stdout, stderr| {
                 keeper.spawn(&program.order(number, id), link, stdout, stderr)
             })?;
-        tried.told(program.describe()).map(|()| observed)
+        result.into_result(program.path_for_messages()).map(|()| observed)
     }
 
     /// Starts a template and a worker forked from it.
@@ -175,7 +176,7 @@ impl Trials {
         bulkhead: &BulkheadConfig,
         id: Option<u32>,
     ) -> Result<Observed, String> {
-        let what = format!("the template of {}", program.describe());
+        let what = format!("the template of {}", program.path_for_messages());
         let template = self.order(|keeper, number, stdout, stderr| {
             keeper.spawn_template(&program.template_order(number, id), stdout, stderr)
         })?;
@@ -189,10 +190,12 @@ impl Trials {
         });
         // End the template before reading the rest of the worker's output, because the template may hold the
         // pipes open too.
-        let exit = self.end(number, Duration::ZERO)?;
-        Tried { ordered: template, ready, exit }.told(&what)?;
-        let (observed, tried) = forked.ok_or_else(late)??;
-        tried.told(&format!("{}, forked from the template,", program.describe())).map(|()| observed)
+        let exit = self.stop(number, Duration::ZERO)?;
+        StartResult { process: template, ready, exit }.into_result(&what)?;
+        let (observed, result) = forked.ok_or_else(keeper_timeout)??;
+        result
+            .into_result(&format!("{}, forked from the template,", program.path_for_messages()))
+            .map(|()| observed)
     }
 
     /// Starts a worker, waits until it is ready or has failed, and ends it.
@@ -200,53 +203,55 @@ impl Trials {
         &mut self,
         program: &Program,
         bulkhead: &BulkheadConfig,
-        give: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd, OwnedFd) -> io::Result<()>,
-    ) -> Result<(Observed, Tried), String> {
+        send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd, OwnedFd) -> io::Result<()>,
+    ) -> Result<(Observed, StartResult), String> {
         let (link, theirs) = UnixStream::pair().map_err(text)?;
-        let ordered =
-            self.order(|keeper, number, stdout, stderr| give(keeper, number, theirs.into(), stdout, stderr))?;
+        let ordered = self.order(|keeper, number, stdout, stderr| {
+            send_order(keeper, number, theirs.into(), stdout, stderr)
+        })?;
         let number = ordered.number;
-        let observed =
-            self.spawned(number).map_err(|why| format!("failed to start {}: {why}", program.describe()))?;
-        let ready = shake_hands(link, program, bulkhead);
+        let observed = self
+            .spawned(number)
+            .map_err(|why| format!("failed to start {}: {why}", program.path_for_messages()))?;
+        let ready = handshake(link, program, bulkhead);
         // A worker that closed the link is about to exit, so wait for the exit status. Any other worker is
         // killed.
-        let patience =
-            if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
-        let exit = self.end(number, patience)?;
-        Ok((observed, Tried { ordered, ready, exit }))
+        let timeout =
+            if matches!(ready, Err(StartFailure::Closed(_))) { EXIT_TIMEOUT } else { Duration::ZERO };
+        let exit = self.stop(number, timeout)?;
+        Ok((observed, StartResult { process: ordered, ready, exit }))
     }
 
     /// Orders a worker or template with the next number, with pipes for its output.
     fn order(
         &mut self,
-        give: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
-    ) -> Result<Ordered, String> {
+        send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
+    ) -> Result<StartedProcess, String> {
         let (stdout, stdout_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
         let (stderr, stderr_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
         self.ordered += 1;
         let number = self.ordered;
-        give(&mut self.keeper, number, stdout_write, stderr_write).map_err(text)?;
-        Ok(Ordered { number, readers: [read_along(stdout), read_along(stderr)] })
+        send_order(&mut self.keeper, number, stdout_write, stderr_write).map_err(text)?;
+        Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report for which `wanted` returns `Some`. Returns `None` after `patience`.
+    /// Waits for a report for which `wanted` returns `Some`. Returns `None` after `timeout`.
     fn wait<T>(
         &mut self,
-        patience: Duration,
+        timeout: Duration,
         mut wanted: impl FnMut(Report) -> Option<T>,
     ) -> Result<Option<T>, String> {
-        let until = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         loop {
             while let Some(report) = self.keeper.receive().map_err(text)? {
                 if let Report::Exited { worker, exit, .. } = &report {
-                    self.ends.insert(*worker, *exit);
+                    self.exits.insert(*worker, *exit);
                 }
                 if let Some(found) = wanted(report) {
                     return Ok(Some(found));
                 }
             }
-            let left = until.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
@@ -258,55 +263,55 @@ impl Trials {
     }
 
     fn spawned(&mut self, number: u64) -> Result<Observed, String> {
-        let spawned = self.wait(ORDER_PATIENCE, |report| match report {
+        let spawned = self.wait(ORDER_TIMEOUT, |report| match report {
             Report::Spawned { worker, observed, .. } if worker == number => Some(Ok(observed)),
             Report::SpawnFailed { worker, step, error } if worker == number => {
                 Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
             }
             _ => None,
         })?;
-        spawned.unwrap_or_else(|| Err(late()))
+        spawned.unwrap_or_else(|| Err(keeper_timeout()))
     }
 
     /// Waits until a template can fork. The outer error is a failure of the keeper.
-    fn await_template(&mut self, number: u64, at_most: Duration) -> Result<Result<(), Stopped>, String> {
-        let (mut until, mut status) = (Instant::now() + at_most, None);
+    fn await_template(&mut self, number: u64, max: Duration) -> Result<Result<(), StartFailure>, String> {
+        let (mut deadline, mut status) = (Instant::now() + max, None);
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let news = self.wait(left, |report| match report {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let report = self.wait(left, |report| match report {
                 Report::Template { worker, word } if worker == number => Some(Some(word)),
                 Report::Exited { worker, .. } if worker == number => Some(None),
                 _ => None,
             })?;
-            match news {
+            match report {
                 Some(Some(TemplateWord::Ready)) => return Ok(Ok(())),
                 Some(Some(TemplateWord::Extend(more))) => {
-                    until = until.max(Instant::now() + more.min(at_most));
+                    deadline = deadline.max(Instant::now() + more.min(max));
                 }
                 Some(Some(TemplateWord::Status(text) | TemplateWord::Refused(text))) => status = Some(text),
-                Some(None) => return Ok(Err(Stopped::Closed(status))),
-                None => return Ok(Err(Stopped::Otherwise("does not become ready in time".into()))),
+                Some(None) => return Ok(Err(StartFailure::Closed(status))),
+                None => return Ok(Err(StartFailure::Other("does not become ready in time".into()))),
             }
         }
     }
 
-    /// Kills the process unless it exits within `patience`. Returns its exit status.
-    fn end(&mut self, number: u64, patience: Duration) -> Result<keeper::Exit, String> {
-        if let Some(exit) = self.ended(number, patience)? {
+    /// Kills the process unless it exits within `timeout`. Returns its exit status.
+    fn stop(&mut self, number: u64, timeout: Duration) -> Result<keeper::Exit, String> {
+        if let Some(exit) = self.take_exit(number, timeout)? {
             return Ok(exit);
         }
         self.keeper.kill(number).map_err(text)?;
-        self.ended(number, ORDER_PATIENCE)?.ok_or_else(late)
+        self.take_exit(number, ORDER_TIMEOUT)?.ok_or_else(keeper_timeout)
     }
 
-    /// Returns the exit status, or `None` if the process did not exit within `patience`.
-    fn ended(&mut self, number: u64, patience: Duration) -> Result<Option<keeper::Exit>, String> {
-        if !self.ends.contains_key(&number) {
-            self.wait(patience, |report| {
+    /// Returns the exit status, or `None` if the process did not exit within `timeout`.
+    fn take_exit(&mut self, number: u64, timeout: Duration) -> Result<Option<keeper::Exit>, String> {
+        if !self.exits.contains_key(&number) {
+            self.wait(timeout, |report| {
                 matches!(report, Report::Exited { worker, .. } if worker == number).then_some(())
             })?;
         }
-        Ok(self.ends.remove(&number))
+        Ok(self.exits.remove(&number))
     }
 }
 
@@ -314,14 +319,14 @@ fn text(error: io::Error) -> String {
     error.to_string()
 }
 
-fn quoted(said: &str) -> String {
-    let lines: String = said.lines().map(|line| format!("\n    {}", escape(line))).collect();
+fn quote_output(output: &str) -> String {
+    let lines: String = output.lines().map(|line| format!("\n    {}", escape(line))).collect();
     if lines.is_empty() { String::new() } else { format!("; output:{lines}") }
 }
 
 /// Reads all output of the worker, so that the worker never blocks on the pipe. Returns the first
 /// [`OUTPUT_BYTES_MAX`] bytes.
-fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
+fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
@@ -332,11 +337,11 @@ fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
     })
 }
 
-fn late() -> String {
-    format!("the keeper did not answer within {ORDER_PATIENCE:?}")
+fn keeper_timeout() -> String {
+    format!("the keeper did not answer within {ORDER_TIMEOUT:?}")
 }
 
-fn words(exit: keeper::Exit) -> String {
+fn describe_exit(exit: keeper::Exit) -> String {
     match exit {
         keeper::Exit::Code(code) => format!("exit code {code}"),
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
@@ -349,28 +354,28 @@ fn words(exit: keeper::Exit) -> String {
 }
 
 /// Why a worker did not become ready.
-enum Stopped {
+enum StartFailure {
     /// The worker closed its link. Holds the worker's last status message, or a hint.
     Closed(Option<String>),
     /// Any other reason. The text fits after the program's name.
-    Otherwise(String),
+    Other(String),
 }
 
 /// Performs the handshake with a worker and waits until it is ready.
-fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), Stopped> {
-    let within = |until: Instant, what: &'static str| {
+fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), StartFailure> {
+    let timeout_error = |deadline: Instant, what: &'static str| {
         move |error: io::Error| match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                Stopped::Otherwise(format!("does not {what} in time; a program without the SDK needs `exec`"))
-            }
-            _ if Instant::now() > until => Stopped::Otherwise(format!("does not {what} in time")),
-            _ => Stopped::Closed(None),
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => StartFailure::Other(format!(
+                "does not {what} in time; a program without the SDK needs `exec`"
+            )),
+            _ if Instant::now() > deadline => StartFailure::Other(format!("does not {what} in time")),
+            _ => StartFailure::Closed(None),
         }
     };
-    let until = Instant::now() + bulkhead.start.handshake;
-    let first = frame(&mut link, until).map_err(within(until, "say hello"));
-    let (header, metadata) = first.map_err(|stopped| match (stopped, &bulkhead.program) {
-        (Stopped::Closed(_), bulkhead_config::Program::Command { .. }) => Stopped::Closed(Some(
+    let deadline = Instant::now() + bulkhead.start.handshake;
+    let first = frame(&mut link, deadline).map_err(timeout_error(deadline, "say hello"));
+    let (header, metadata) = first.map_err(|failure| match (failure, &bulkhead.program) {
+        (StartFailure::Closed(_), bulkhead_config::Program::Command { .. }) => StartFailure::Closed(Some(
             "a program without the worker SDK needs `exec` instead of `command`".to_owned(),
         )),
         (other, _) => other,
@@ -379,17 +384,17 @@ fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfi
     let Ok((hello, _)) = hello.map_err(|_| ()).and_then(|hello| {
         if header.kind == kind::HELLO && header.number == MAGIC { Ok(hello) } else { Err(()) }
     }) else {
-        return Err(Stopped::Otherwise("does not say hello; a program without the SDK needs `exec`".into()));
+        return Err(StartFailure::Other("does not say hello; a program without the SDK needs `exec`".into()));
     };
     if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
-        return Err(Stopped::Otherwise(format!(
+        return Err(StartFailure::Other(format!(
             "speaks the protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
             hello.version_min, hello.version_max
         )));
     }
-    let until = Instant::now() + bulkhead.start.ready;
-    welcome(&mut link, program, bulkhead).map_err(within(until, "read the welcome frame"))?;
-    await_ready(&mut link, until, bulkhead.start.ready)
+    let deadline = Instant::now() + bulkhead.start.ready;
+    welcome(&mut link, program, bulkhead).map_err(timeout_error(deadline, "read the welcome frame"))?;
+    await_ready(&mut link, deadline, bulkhead.start.ready)
 }
 
 fn welcome(link: &mut UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> io::Result<()> {
@@ -414,22 +419,22 @@ fn welcome(link: &mut UnixStream, program: &Program, bulkhead: &BulkheadConfig) 
     link.write_all(&[&header.encode()[..], &metadata].concat())
 }
 
-fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> Result<(), Stopped> {
+fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> Result<(), StartFailure> {
     let mut status = None;
     loop {
-        let (header, metadata) = match frame(link, until) {
+        let (header, metadata) = match frame(link, deadline) {
             Ok(frame) => frame,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                return Err(Stopped::Otherwise("does not become ready in time".into()));
+                return Err(StartFailure::Other("does not become ready in time".into()));
             }
-            Err(_) => return Err(Stopped::Closed(status)),
+            Err(_) => return Err(StartFailure::Closed(status)),
         };
         match header.kind {
             kind::READY => return Ok(()),
             kind::EXTEND_START => {
                 let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
                 // An extension never shortens the deadline.
-                until = until.max(Instant::now() + Duration::from_millis(more.into()).min(at_most));
+                deadline = deadline.max(Instant::now() + Duration::from_millis(more.into()).min(max));
             }
             kind::STATUS => {
                 let said = codec::decode::<Status<'_>>(&metadata, &[]);
@@ -441,9 +446,9 @@ fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> 
 }
 
 /// Reads the next frame. Returns the header and the metadata, and drops the rest of the body.
-fn frame(link: &mut UnixStream, until: Instant) -> io::Result<(Header, Vec<u8>)> {
+fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8>)> {
     let mut read = |buffer: &mut [u8]| {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(Instant::now());
         link.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         link.read_exact(buffer)
     };
@@ -466,7 +471,7 @@ mod tests {
     /// Each line is indented. Tabs are kept.
     #[test]
     fn quotes_worker_output_without_control_characters() {
-        let told = quoted("one\ttwo\n\x1b[31mred\x07\rover\0");
+        let told = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");
         assert_eq!(told, "; output:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
     }
 }

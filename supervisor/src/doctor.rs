@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bulkhead_config::defaults::WORKER_UIDS;
 use bulkhead_keeper::{Ability, SubordinateIds, probe};
-use bulkhead_plane::worker_ids::{Claim, Ids, find_subordinate};
+use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
 /// Probes all layers and writes the results as a table or as one JSON array.
@@ -25,14 +25,14 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => Ids::new(None, Claim::Trial).map(|_| format!("separate ids, of {WORKER_UIDS}")),
+        None => IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids, of {WORKER_UIDS}")),
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
-            let misses = |part: &str| {
-                let lacking = abilities.iter().find(|one| one.layer == part && !one.is_available);
-                lacking.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
+            let missing = |part: &str| {
+                let ability = abilities.iter().find(|one| one.layer == part && !one.is_available);
+                ability.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
             };
-            match find_subordinate(misses, || SubordinateIds::find().map(Arc::new), None, Claim::Trial) {
+            match find_subordinate(missing, || SubordinateIds::find().map(Arc::new), None, IdUse::Check) {
                 Ok((ids, _)) => Ok(format!("separate ids, of {}-{} (/etc/subuid)", ids.first, ids.last)),
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_has_a_line_for_each_layer() {
+    fn table_has_a_row_per_layer() {
         let missing = Ability::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
         let there = Ability::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_one_array() {
+    fn json_output_is_an_array() {
         let mut out = Vec::new();
         run(true, &mut out).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&out).unwrap();

@@ -9,19 +9,19 @@ use std::thread::JoinHandle;
 
 use bulkhead_client::{Client, Connector, blocking};
 use bulkhead_config::Config;
-use bulkhead_control::control::Place;
+use bulkhead_control::control::RunMode;
 use bulkhead_dataplane::descriptors;
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
 use bulkhead_linux::schedule::shorten_slice;
-use bulkhead_plane::command::{Command, Commander, Unheard};
+use bulkhead_plane::command::{Command, CommandSendError, CommandSender};
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
-use bulkhead_plane::threads::Fate;
+use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_shared::in_process;
 use tokio::sync::oneshot;
 
-use crate::supervisor::{Basis, Ready, RunError, SLICE, system};
+use crate::supervisor::{Prerequisites, Ready, RunError, SLICE, system};
 
 mod local;
 mod parts;
@@ -40,13 +40,13 @@ static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 /// // The application begins here.
 /// ```
 pub fn keeper_main_if_asked() {
-    if is_asked_to_be_keeper() {
+    if is_started_as_keeper() {
         bulkhead_keeper::run_as_keeper();
     }
     MAY_BE_KEEPER.store(true, Ordering::SeqCst);
 }
 
-fn is_asked_to_be_keeper() -> bool {
+fn is_started_as_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
@@ -136,14 +136,14 @@ impl Builder {
                     return Ok(());
                 }
             };
-            let _ = sender.send(Ok(ready.commander.clone()));
+            let _ = sender.send(Ok(ready.commands.clone()));
             ready.run()
         };
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(run).map_err(system("start a thread"))?;
         let ended = |_| system("start")(io::Error::other("the thread of the supervisor has panicked"));
-        let commander = prepared.recv().map_err(ended)??;
-        Ok(Supervisor { commander, thread: Some(thread), owner: std::process::id() })
+        let commands = prepared.recv().map_err(ended)??;
+        Ok(Supervisor { commands, thread: Some(thread), owner: std::process::id() })
     }
 
     /// Starts the supervisor with its data plane on the caller's thread, which saves a thread switch per job.
@@ -165,7 +165,7 @@ impl Builder {
 
     /// Validates the options and returns the path of the keeper's program.
     fn check(&self) -> Result<PathBuf, StartError> {
-        if is_asked_to_be_keeper() {
+        if is_started_as_keeper() {
             return Err(StartError::IsToBeKeeper);
         }
         if !self.config.supervisor.socket.as_os_str().is_empty() {
@@ -194,22 +194,23 @@ impl Builder {
             None => program::require_host(&config)?,
         };
         let (keeper, found) = Keeper::start_beside(keeper).map_err(system("start the keeper"))?;
-        let support = SandboxSupport::found(&config, found);
-        crate::inherited::warn_of_limits(&config);
+        let support = SandboxSupport::from_probe(&config, found);
+        crate::inherited::warn_about_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), 0);
-        let basis = Basis { config, host, support, keeper, open_files, fate: Fate::of_embedded() };
-        Ready::prepare(basis, |_| Ok((None, Place::Application, None)))
+        let prerequisites =
+            Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::embedded() };
+        Ready::prepare(prerequisites, |_| Ok((None, RunMode::Embedded, None)))
     }
 }
 
 /// Returns the function that opens in-process connections to the data plane.
-fn connector(commander: &Commander) -> Connector {
-    let commander = commander.clone();
+fn connector(commands: &CommandSender) -> Connector {
+    let commands = commands.clone();
     Arc::new(move || {
         let (here, there) = in_process::pair();
-        commander.send(Command::Connect { end: there }).map_err(|unheard| match unheard {
-            Unheard::Busy => io::Error::other(unheard),
-            Unheard::Ended => io::Error::new(io::ErrorKind::NotConnected, unheard),
+        commands.send(Command::AddInProcessClient { end: there }).map_err(|error| match error {
+            CommandSendError::Busy => io::Error::other(error),
+            CommandSendError::Ended => io::Error::new(io::ErrorKind::NotConnected, error),
         })?;
         Ok(here)
     })
@@ -234,7 +235,7 @@ fn connector(commander: &Commander) -> Connector {
 /// ```
 #[derive(Debug)]
 pub struct Supervisor {
-    commander: Commander,
+    commands: CommandSender,
     /// `None` once the thread was joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
     /// Process id of the creator. A forked child has a copy of this value, but not the thread.
@@ -281,19 +282,19 @@ impl Supervisor {
     /// # }
     /// ```
     pub fn client(&self) -> Client {
-        Client::in_process(connector(&self.commander))
+        Client::in_process(connector(&self.commands))
     }
 
     /// Creates a blocking client with a separate connection. Fails if the client's thread cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
-        blocking::Client::in_process(connector(&self.commander))
+        blocking::Client::in_process(connector(&self.commands))
     }
 
     /// Stops the supervisor without blocking. Running and queued jobs get up to `drain_timeout` to finish,
     /// and new jobs are rejected with `draining`. A second call ends all jobs at once.
     pub fn stop(&self) {
         // A send error means that the supervisor has already ended.
-        let _ = self.commander.stop();
+        let _ = self.commands.stop();
     }
 
     /// Stops the supervisor like [`Supervisor::stop`], and waits until all its processes have ended,

@@ -32,8 +32,8 @@ const OPEN_FILES_MIN: u64 = 128;
 /// Rejects a hard limit of open files with which the supervisor would report readiness but serve no job.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
-        Some(most) if most < OPEN_FILES_MIN => Err(io::Error::other(format!(
-            "the limit is {most} files, but a supervisor with workers needs {OPEN_FILES_MIN} at least; raise the \
+        Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
+            "the limit is {max} files, but a supervisor with workers needs {OPEN_FILES_MIN} at least; raise the \
              limit (`ulimit -n`, LimitNOFILE= of systemd)"
         ))),
         _ => Ok(()),
@@ -42,26 +42,26 @@ pub(crate) fn require_open_files() -> io::Result<()> {
 
 /// Raises the soft limits to the hard limits, and warns about limits that are still too low.
 pub(crate) fn raise_limits(config: &Config) {
-    for (resource, ..) in needed(config) {
+    for (resource, ..) in required_limits(config) {
         let limit = getrlimit(resource);
         if limit.current.is_some() {
             let _ = setrlimit(resource, Rlimit { current: limit.maximum, maximum: limit.maximum });
         }
     }
-    warn_of_limits(config);
+    warn_about_limits(config);
 }
 
 /// Logs a warning for each limit that is too low.
-pub(crate) fn warn_of_limits(config: &Config) {
-    for (resource, name, least, consequence) in needed(config) {
-        if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < least) {
+pub(crate) fn warn_about_limits(config: &Config) {
+    for (resource, name, min, consequence) in required_limits(config) {
+        if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < min) {
             tracing::warn!("the inherited limit {name} is {bytes} bytes: {consequence}; raise the limit");
         }
     }
 }
 
 /// Returns the resource limits with their minimum in bytes and the consequence of a lower limit.
-fn needed(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
+fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";
     let memory = config.supervisor.max_buffered.saturating_add(ADDRESS_SPACE_BYTES);

@@ -21,7 +21,7 @@ const USAGE: u8 = 2;
 
 /// Exit code if standard output could not be written: `EX_IOERR` of sysexits.h, which the `bulkhead` command
 /// uses too.
-const UNWRITTEN: u8 = 74;
+const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == keeper::KEEPER_ARGUMENT) {
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     match (&args.command, &args.config) {
         (Some(Command::Doctor { json }), _) => {
-            printed(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
+            exit_code_after_write(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
         }
         (None, Some(config)) => run(&args, config),
         (None, None) if args.schema => print(&format!("{:#}\n", config::json_schema())),
@@ -40,14 +40,14 @@ fn main() -> ExitCode {
 }
 
 fn print(text: &str) -> ExitCode {
-    printed(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
+    exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
 /// Returns the exit code after writing to standard output. A reader that closed the pipe early is no error.
-fn printed(written: io::Result<()>) -> ExitCode {
+fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            refused(UNWRITTEN, &format!("failed to write to standard output: {error}"))
+            fail_with(OUTPUT_FAILED, &format!("failed to write to standard output: {error}"))
         }
         _ => ExitCode::SUCCESS,
     }
@@ -55,33 +55,36 @@ fn printed(written: io::Result<()>) -> ExitCode {
 
 /// Starts a worker of each bulkhead. Prints successes to standard output and failures to standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
-    let begun = standard_output::get().and_then(|mut out| {
+    let opened = standard_output::get().and_then(|mut out| {
         write!(out, "{}", config.summary_where(check::worker_ids(config)))?;
         Ok(out)
     });
-    let mut out = match begun {
+    let mut out = match opened {
         Ok(out) => out,
-        Err(error) => return printed(Err(error)),
+        Err(error) => return exit_code_after_write(Err(error)),
     };
     let failures = check::start_each(config, &mut out).unwrap_or_else(|error| vec![error.to_string()]);
     for failure in &failures {
-        refused(USAGE, failure);
+        fail_with(USAGE, failure);
     }
     if !failures.is_empty() {
         return ExitCode::from(USAGE);
     }
-    printed(writeln!(out, "# ok: the configuration is valid, and a worker of each bulkhead starts"))
+    exit_code_after_write(writeln!(
+        out,
+        "# ok: the configuration is valid, and a worker of each bulkhead starts"
+    ))
 }
 
 fn run(args: &Args, config: &Path) -> ExitCode {
     let lifeline = match args.while_open.map(Lifeline::inherit).transpose() {
         Ok(lifeline) => lifeline,
-        Err(error) => return refused(USAGE, &format!("--while-open: {error}")),
+        Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),
     };
     // Removes the folder when this function returns, on every path.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
-        Err(error) => return refused(USAGE, &format!("--own-folder: {error}")),
+        Err(error) => return fail_with(USAGE, &format!("--own-folder: {error}")),
     };
     let config = match config::load(config) {
         Ok(config) => config,
@@ -102,16 +105,16 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         LogFormat::Text => logging::LogFormat::Text,
         LogFormat::Json => logging::LogFormat::Json,
     };
-    let selection =
-        logging::Selection { level: &args.log_level, has_output: args.log_output == LogOutput::On };
-    if let Err(error) = logging::init(format, selection) {
-        return refused(USAGE, &error);
+    let log_filter =
+        logging::LogFilter { level: &args.log_level, has_output: args.log_output == LogOutput::On };
+    if let Err(error) = logging::init(format, log_filter) {
+        return fail_with(USAGE, &error);
     }
-    supervisor::run(config, lifeline).map_or_else(|error| refused(FAILED, &error), |()| ExitCode::SUCCESS)
+    supervisor::run(config, lifeline).map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
 /// Prints the error to standard error, if that is open, and returns the exit code.
-fn refused(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
+fn fail_with(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
     let _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(code)
 }

@@ -10,21 +10,21 @@ use std::time::Duration;
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
-use bulkhead_control::control::{self, ControlThread, InForce, Options, Place};
+use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
 use bulkhead_control::observe::{crashes, spans};
-use bulkhead_control::sockets::{Bound, Sockets};
+use bulkhead_control::sockets::{BoundSocket, Sockets};
 use bulkhead_dataplane::{DataPlane, Parts, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::lifeline::{self, Lifeline};
 use bulkhead_linux::schedule::shorten_slice;
-use bulkhead_plane::command::Commander;
+use bulkhead_plane::command::CommandSender;
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
-use bulkhead_plane::lock::try_while_taken;
+use bulkhead_plane::lock::retry_while_taken;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
-use bulkhead_plane::threads::Fate;
-use bulkhead_plane::worker_ids::Claim;
+use bulkhead_plane::threads::ThreadMonitor;
+use bulkhead_plane::worker_ids::IdUse;
 
 /// An error that keeps a supervisor from running.
 #[derive(thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum RunError {
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
     /// The host program for C libraries and plain programs is missing.
     #[error(transparent)]
-    NoHost(#[from] program::NoHost),
+    NoHost(#[from] program::HostNotFound),
     /// A system call failed.
     #[error("failed to {0}: {1}")]
     System(&'static str, #[source] std::io::Error),
@@ -66,7 +66,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
-    let support = SandboxSupport::find(&config, Claim::Lasting);
+    let support = SandboxSupport::probe(&config, IdUse::Run);
     // Before the keeper starts, because the keeper inherits the state of this process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(
@@ -79,16 +79,17 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     // After the start of the keeper, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
-    let basis = Basis { config, host, support, keeper, open_files, fate: Fate::default() };
-    let ready = Ready::prepare(basis, open_sockets)?;
+    let prerequisites =
+        Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::default() };
+    let ready = Ready::prepare(prerequisites, open_sockets)?;
     if let Some(lifeline) = lifeline {
-        let commander = ready.commander.clone();
+        let commands = ready.commands.clone();
         let stop = move || {
             tracing::warn!(
                 "the descriptor of --while-open was closed, or the process has ended: stopping at once"
             );
             for _ in 0..2 {
-                let _ = commander.stop();
+                let _ = commands.stop();
             }
         };
         lifeline::at_the_end_of(lifeline, stop).map_err(system("start a thread"))?;
@@ -97,52 +98,57 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
 }
 
 /// The configuration, the keeper, and the results of probing this machine.
-pub(crate) struct Basis {
+pub(crate) struct Prerequisites {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,
     pub(crate) support: SandboxSupport,
     pub(crate) keeper: Keeper,
     pub(crate) open_files: OpenFiles,
-    pub(crate) fate: Fate,
+    pub(crate) threads: ThreadMonitor,
 }
 
-/// Listening sockets of a supervisor: the jobs socket, the admin socket (in [`Place`]), and the TCP listener
+/// Listening sockets of a supervisor: the jobs socket, the admin socket (in [`RunMode`]), and the TCP listener
 /// of `http`.
-pub(crate) type Ways = (Option<UnixListener>, Place, Option<(std::net::TcpListener, Token)>);
+pub(crate) type Listeners = (Option<UnixListener>, RunMode, Option<(std::net::TcpListener, Token)>);
 
 /// A supervisor with everything started except the data plane.
 pub(crate) struct Ready {
     pub(crate) data_plane: DataPlane,
-    pub(crate) commander: Commander,
+    pub(crate) commands: CommandSender,
     pub(crate) control: ControlThread,
     pub(crate) span_thread: Option<spans::SpanThread>,
-    pub(crate) fate: Fate,
-    pub(crate) pulse: Arc<SharedCounters>,
+    pub(crate) threads: ThreadMonitor,
+    pub(crate) counters: Arc<SharedCounters>,
 }
 
 impl Ready {
     /// Starts everything except the data plane. `open` creates the listening sockets.
     pub(crate) fn prepare(
-        basis: Basis,
-        open: impl FnOnce(&SupervisorConfig) -> Result<Ways, RunError>,
+        prerequisites: Prerequisites,
+        open: impl FnOnce(&SupervisorConfig) -> Result<Listeners, RunError>,
     ) -> Result<Self, RunError> {
-        let Basis { config, host, support, mut keeper, open_files, fate } = basis;
+        let Prerequisites { config, host, support, mut keeper, open_files, threads } = prerequisites;
         if let Some(ids) = support.subordinate() {
             keeper.give(ids).map_err(system("start the keeper"))?;
         }
         let (file, support) = (Arc::new(config), Arc::new(support));
         let mut config = file.clone();
-        open_files.leave_room(&mut config);
-        let store = crashes::Store::of(&config.supervisor)?;
-        let (listener, place, http) = open(&config.supervisor)?;
-        let (notices, received) = bulkhead_plane::notices::ways();
-        let pulse = Arc::new(SharedCounters::default());
+        open_files.lower_max_clients(&mut config);
+        let store = crashes::Store::new(&config.supervisor)?;
+        let (listener, mode, http) = open(&config.supervisor)?;
+        let (notices, notice_receiver) = bulkhead_plane::notices::channels();
+        let counters = Arc::new(SharedCounters::default());
         let (spans, span_thread) =
-            spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
-        let own = rustix::process::geteuid().as_raw();
+            spans::start(counters.clone(), &threads).map_err(system("start the thread for spans"))?.unzip();
+        let own_uid = rustix::process::geteuid().as_raw();
         let labels: Arc<[String]> = config.labelled_tenants().into();
-        let in_force =
-            InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
+        let active_config = ActiveConfig {
+            config: file,
+            support: support.clone(),
+            open_files,
+            own_uid,
+            labels: labels.clone(),
+        };
         let parts = Parts {
             config: config.clone(),
             support,
@@ -150,66 +156,66 @@ impl Ready {
             keeper,
             notices,
             spans,
-            pulse: pulse.clone(),
+            counters: counters.clone(),
             host,
             labels,
-            fate: fate.clone(),
+            threads: threads.clone(),
         };
-        let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
+        let (data_plane, commands) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
         let options = Options {
-            place,
-            commander: commander.clone(),
-            notices: received,
-            pulse: pulse.clone(),
-            in_force,
-            crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
-            own,
+            mode,
+            commands: commands.clone(),
+            notices: notice_receiver,
+            counters: counters.clone(),
+            active_config,
+            crashes: crashes::start(store, &threads).map_err(system("start the thread for crash reports"))?,
+            own_uid,
             config,
             http,
-            fate: fate.clone(),
+            threads: threads.clone(),
         };
         let control = control::start(options).map_err(system("start the control plane"))?;
-        Ok(Self { data_plane, commander, control, span_thread, fate, pulse })
+        Ok(Self { data_plane, commands, control, span_thread, threads, counters })
     }
 
     pub(crate) fn run(self) -> Result<(), RunError> {
         let data_plane = self.data_plane;
-        let ran = run_data_plane(|| data_plane.run(), &self.fate, &self.pulse);
+        let result = run_data_plane(|| data_plane.run(), &self.threads, &self.counters);
         self.control.join();
-        self.span_thread.into_iter().for_each(spans::SpanThread::settle);
-        ran.map_err(system("run the event loop"))
+        self.span_thread.into_iter().for_each(spans::SpanThread::finish);
+        result.map_err(system("run the event loop"))
     }
 }
 
 /// Binds the sockets of a standalone supervisor.
-fn open_sockets(config: &SupervisorConfig) -> Result<Ways, RunError> {
-    let mut jobs = Bound::bind(&config.socket, config.socket_mode, config.folder_mode)?;
-    let mut admin = Bound::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
+fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
+    let mut jobs = BoundSocket::bind(&config.socket, config.socket_mode, config.folder_mode)?;
+    let mut admin = BoundSocket::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
     let http = config.http.as_ref().map(open_http).transpose()?;
     if config.folder_mode != FOLDER_MODE {
-        warn_of_closed_folder(&config.socket);
+        warn_about_closed_folder(&config.socket);
     }
     let jobs_listener = jobs.take_listener().map_err(system("take the jobs socket"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
-    Ok((Some(jobs_listener), Place::Process { admin: admin_listener, sockets }, http))
+    Ok((Some(jobs_listener), RunMode::Standalone { admin: admin_listener, sockets }, http))
 }
 
 /// Runs the data plane. After an error or a panic, tells the other threads to end. By then the keeper has
 /// been dropped, which ends the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
-    fate: &Fate,
-    pulse: &SharedCounters,
+    threads: &ThreadMonitor,
+    counters: &SharedCounters,
 ) -> std::io::Result<()> {
-    let ran = catch_unwind(AssertUnwindSafe(run));
-    if matches!(ran, Ok(Ok(()))) {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    if matches!(result, Ok(Ok(()))) {
         return Ok(());
     }
-    fate.expect_end();
-    fate.end_in_time();
-    pulse.is_over.store(true, Ordering::SeqCst);
-    ran.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
+    threads.begin_shutdown();
+    threads.exit_after_timeout();
+    counters.has_ended.store(true, Ordering::SeqCst);
+    result.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
 /// Binds the address and reads the token again, because the file may have changed since the configuration was
@@ -219,7 +225,7 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     let token = Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
     let bind = || std::net::TcpListener::bind(http.address);
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
-    let socket = try_while_taken(bind, is_taken).map_err(|error| {
+    let socket = retry_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => "end the program that uses the port, or choose another port",
             std::io::ErrorKind::AddrNotAvailable => "not an address of this machine: choose another address",
@@ -233,7 +239,7 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
 
 /// Warns if the folder of the jobs socket keeps out users that `[[access]]` admits. The supervisor does not
 /// change the mode of an existing folder.
-fn warn_of_closed_folder(socket: &Path) {
+fn warn_about_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
     let mode = std::fs::metadata(folder).map_or(OTHERS_SEARCH, |found| found.permissions().mode());
@@ -274,31 +280,31 @@ mod tests {
         if std::env::var_os(MARK).is_none() {
             return;
         }
-        let (fate, pulse) = (Fate::default(), Arc::new(SharedCounters::default()));
-        fate.begin();
-        let seen = pulse.clone();
-        let goes_on = move || {
-            while !seen.is_over.load(Ordering::SeqCst) {
+        let (threads, counters) = (ThreadMonitor::default(), Arc::new(SharedCounters::default()));
+        threads.mark_started();
+        let control_counters = counters.clone();
+        let wait_for_end = move || {
+            while !control_counters.has_ended.load(Ordering::SeqCst) {
                 std::thread::yield_now();
             }
         };
-        let control = fate.spawn("control", goes_on).unwrap();
+        let control = threads.spawn("control", wait_for_end).unwrap();
         let owned = Owned;
-        let ran = run_data_plane(
+        let result = run_data_plane(
             move || {
                 let _owned = owned;
                 panic!("as a test")
             },
-            &fate,
-            &pulse,
+            &threads,
+            &counters,
         );
         control.join().unwrap();
-        println!("\nthe rest has ended, lost: {:?}, {}", fate.lost(), ran.unwrap_err());
+        println!("\nthe rest has ended, lost: {:?}, {}", threads.lost(), result.unwrap_err());
     }
 
     /// The keeper ends before the remaining threads.
     #[test]
-    fn data_plane_panic_stops_the_supervisor_with_an_error() {
+    fn data_plane_panic_ends_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "supervisor::tests::helper", "--nocapture"])
             .env(MARK, "")

@@ -9,7 +9,7 @@ use ratatui::crossterm::event::{Event as Input, KeyCode, KeyEvent, KeyEventKind,
 
 use super::events::Events;
 use super::sample::{Bulkhead, Counts, Sample, rates};
-use super::words::clean;
+use super::text::clean;
 use crate::output::{Failure, exit};
 
 /// Maximum length of a filter in characters.
@@ -33,7 +33,7 @@ pub(super) enum Step {
 pub(super) enum Page {
     List,
     /// A single bulkhead, with the number of workers scrolled past.
-    One {
+    Bulkhead {
         name: String,
         scroll: usize,
     },
@@ -101,7 +101,7 @@ impl Sort {
 
 /// State of the contact with the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Contact {
+pub(super) enum ConnectionState {
     Live,
     Paused,
     /// The supervisor has not answered for this time.
@@ -125,21 +125,21 @@ pub(super) struct App {
     pub(super) interval: Duration,
     pub(super) socket: String,
     bulkheads: Vec<Bulkhead>,
-    selected: Selected,
+    selected: Selection,
     /// Time of the last sample, or of the end of a pause.
-    seen: Instant,
+    last_contact: Instant,
     /// Error of the last sample.
-    trouble: Option<String>,
+    error: Option<String>,
     is_paused: bool,
-    sampled: Instant,
+    sampled_at: Instant,
 }
 
-/// The selected row. The selection follows a bulkhead by name, and stays in place if the bulkhead is not
+/// The selected row. The selection follows a bulkhead by name, and stays in index if the bulkhead is not
 /// displayed.
 #[derive(Debug, Default)]
-struct Selected {
+struct Selection {
     name: Option<String>,
-    place: usize,
+    index: usize,
 }
 
 impl App {
@@ -157,28 +157,28 @@ impl App {
             interval,
             socket: clean(&socket),
             bulkheads: first.bulkheads,
-            selected: Selected::default(),
-            seen: first.at,
-            trouble: None,
+            selected: Selection::default(),
+            last_contact: first.at,
+            error: None,
             is_paused: false,
-            sampled: first.at,
+            sampled_at: first.at,
         }
     }
 
     // Samples.
 
     /// Stores a sample, or the error of a failed sample.
-    pub(super) fn take(&mut self, looked: Result<Sample, Failure>) -> Step {
-        match looked {
-            Ok(sample) => self.take_sample(sample),
-            Err(failure) => self.trouble = Some(clean(failure.message())),
+    pub(super) fn store(&mut self, result: Result<Sample, Failure>) -> Step {
+        match result {
+            Ok(sample) => self.store_sample(sample),
+            Err(failure) => self.error = Some(clean(failure.message())),
         }
         Step::Stay
     }
 
-    fn take_sample(&mut self, mut sample: Sample) {
-        let elapsed = sample.at.saturating_duration_since(self.sampled);
-        if !sample.is_another {
+    fn store_sample(&mut self, mut sample: Sample) {
+        let elapsed = sample.at.saturating_duration_since(self.sampled_at);
+        if !sample.was_restarted {
             let before: HashMap<&str, Counts<u64>> =
                 self.bulkheads.iter().map(|before| (before.name.as_str(), before.counts)).collect();
             for now in &mut sample.bulkheads {
@@ -188,21 +188,21 @@ impl App {
         }
         self.bulkheads = sample.bulkheads;
         self.events.add(sample.events);
-        (self.sampled, self.seen, self.trouble) = (sample.at, sample.at, None);
+        (self.sampled_at, self.last_contact, self.error) = (sample.at, sample.at, None);
     }
 
-    pub(super) fn contact(&self, now: Instant) -> Contact {
-        let silence = now.saturating_duration_since(self.seen);
-        match (&self.trouble, self.is_paused) {
-            (Some(_), _) => Contact::Lost(now.saturating_duration_since(self.sampled)),
-            (None, true) => Contact::Paused,
-            (None, false) if silence > self.interval + SILENT_AFTER => Contact::Silent(silence),
-            (None, false) => Contact::Live,
+    pub(super) fn connection_state(&self, now: Instant) -> ConnectionState {
+        let silence = now.saturating_duration_since(self.last_contact);
+        match (&self.error, self.is_paused) {
+            (Some(_), _) => ConnectionState::Lost(now.saturating_duration_since(self.sampled_at)),
+            (None, true) => ConnectionState::Paused,
+            (None, false) if silence > self.interval + SILENT_AFTER => ConnectionState::Silent(silence),
+            (None, false) => ConnectionState::Live,
         }
     }
 
-    pub(super) fn trouble(&self) -> Option<&str> {
-        self.trouble.as_deref()
+    pub(super) fn error(&self) -> Option<&str> {
+        self.error.as_deref()
     }
 
     pub(super) fn is_paused(&self) -> bool {
@@ -230,7 +230,7 @@ impl App {
     pub(super) fn selected(&self, rows: &[&Bulkhead]) -> usize {
         let named = self.selected.name.as_ref();
         let found = named.and_then(|name| rows.iter().position(|row| row.name == *name));
-        found.unwrap_or(self.selected.place).min(rows.len().saturating_sub(1))
+        found.unwrap_or(self.selected.index).min(rows.len().saturating_sub(1))
     }
 
     // Keys.
@@ -283,19 +283,19 @@ impl App {
             KeyCode::Char('p') => self.pause(now),
             KeyCode::Enter => self.open(),
             KeyCode::Backspace | KeyCode::Left => self.page = Page::List,
-            KeyCode::Down | KeyCode::Char('j') => self.go(1),
-            KeyCode::Up | KeyCode::Char('k') => self.go(-1),
-            KeyCode::PageDown => self.go(step(self.page_rows)),
-            KeyCode::PageUp => self.go(-step(self.page_rows)),
-            KeyCode::Home => self.go(isize::MIN),
-            KeyCode::End => self.go(isize::MAX),
-            KeyCode::Char(c) if self.page == Page::List => self.arrange(c),
+            KeyCode::Down | KeyCode::Char('j') => self.move_by(1),
+            KeyCode::Up | KeyCode::Char('k') => self.move_by(-1),
+            KeyCode::PageDown => self.move_by(step(self.page_rows)),
+            KeyCode::PageUp => self.move_by(-step(self.page_rows)),
+            KeyCode::Home => self.move_by(isize::MIN),
+            KeyCode::End => self.move_by(isize::MAX),
+            KeyCode::Char(c) if self.page == Page::List => self.change_sort(c),
             _ => {}
         }
         Step::Stay
     }
 
-    fn arrange(&mut self, key: char) {
+    fn change_sort(&mut self, key: char) {
         match key {
             '/' => self.mode = Mode::Filter { before: self.filter.clone() },
             's' => self.sort = self.sort.next(),
@@ -321,26 +321,26 @@ impl App {
 
     fn pause(&mut self, now: Instant) {
         self.is_paused = !self.is_paused;
-        self.seen = now;
+        self.last_contact = now;
     }
 
     fn open(&mut self) {
         let rows = self.rows();
         if let (Page::List, Some(row)) = (&self.page, rows.get(self.selected(&rows))) {
-            self.page = Page::One { name: row.name.clone(), scroll: 0 };
+            self.page = Page::Bulkhead { name: row.name.clone(), scroll: 0 };
         }
     }
 
-    fn go(&mut self, by: isize) {
-        if let Page::One { scroll, .. } = &mut self.page {
+    fn move_by(&mut self, by: isize) {
+        if let Page::Bulkhead { scroll, .. } = &mut self.page {
             // Drawing limits the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
         let rows = self.rows();
-        let place = self.selected(&rows).saturating_add_signed(by).min(rows.len().saturating_sub(1));
-        let name = rows.get(place).map(|row| row.name.clone());
-        self.selected = Selected { name, place };
+        let index = self.selected(&rows).saturating_add_signed(by).min(rows.len().saturating_sub(1));
+        let name = rows.get(index).map(|row| row.name.clone());
+        self.selected = Selection { name, index };
     }
 }
 
@@ -363,7 +363,7 @@ pub(super) mod tests {
 
     pub(in super::super) fn sample(at: Instant, bulkheads: &[serde_json::Value]) -> Sample {
         let bulkheads = bulkheads.iter().map(super::super::sample::tests::bulkhead).collect();
-        Sample { at, bulkheads, events: Vec::new(), is_another: false }
+        Sample { at, bulkheads, events: Vec::new(), was_restarted: false }
     }
 
     fn bulkhead(name: &str, in_flight: u64, rejected: u64, crashed: u64) -> serde_json::Value {
@@ -394,7 +394,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rows_are_sorted_and_filtered() {
+    fn sorts_and_filters_rows() {
         let mut app = app(Instant::now());
         assert_eq!(names(&app), "a b c");
         for (key, order) in [('u', "b c a"), ('r', "c b a"), ('c', "a b c"), ('n', "a b c"), ('s', "b c a")] {
@@ -416,12 +416,12 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_worst_comes_first_at_first() {
+    fn sorts_worst_first_by_default() {
         let mut all = ["a", "b", "c", "d"].map(|name| bulkhead(name, 0, 0, 0));
-        for (place, state, service) in
+        for (index, state, service) in
             [(1, "ready", "failing"), (2, "failed", "ok"), (3, "ready", "degraded")]
         {
-            (all[place]["state"], all[place]["service"]) = (json!(state), json!(service));
+            (all[index]["state"], all[index]["service"]) = (json!(state), json!(service));
         }
         let mut app = App::new(sample(Instant::now(), &all), Duration::from_secs(1), String::new());
         assert_eq!(names(&app), "b c d a");
@@ -432,12 +432,12 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_happens_now_comes_first() {
+    fn sorts_by_current_rates() {
         let start = Instant::now();
         let mut app = app(start);
         types(&mut app, "r");
         let later = start + Duration::from_secs(1);
-        app.take(Ok(sample(
+        app.store(Ok(sample(
             later,
             &[bulkhead("a", 1, 1, 5), bulkhead("b", 9, 3, 0), bulkhead("c", 5, 7, 0)],
         )));
@@ -445,7 +445,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_selection_follows_its_bulkhead() {
+    fn selection_follows_bulkhead() {
         let start = Instant::now();
         let mut app = app(start);
         assert_eq!(selected(&app), "a");
@@ -459,9 +459,9 @@ pub(super) mod tests {
             press(&mut app, key);
             assert_eq!(selected(&app), "a", "there is nothing below");
         }
-        app.take(Ok(sample(start, &[bulkhead("b", 0, 0, 0)])));
+        app.store(Ok(sample(start, &[bulkhead("b", 0, 0, 0)])));
         assert_eq!(selected(&app), "b", "it is gone, so the last one");
-        app.take(Ok(sample(start, &[])));
+        app.store(Ok(sample(start, &[])));
         for key in [KeyCode::Up, KeyCode::Home, KeyCode::Enter] {
             press(&mut app, key);
         }
@@ -469,13 +469,13 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn keys_lead_in_and_out() {
+    fn keys_open_and_close_pages() {
         let mut app = app(Instant::now());
         press(&mut app, KeyCode::Char('j'));
         press(&mut app, KeyCode::Enter);
-        assert_eq!(app.page, Page::One { name: "b".into(), scroll: 0 });
+        assert_eq!(app.page, Page::Bulkhead { name: "b".into(), scroll: 0 });
         press(&mut app, KeyCode::Down);
-        assert_eq!(app.page, Page::One { name: "b".into(), scroll: 1 });
+        assert_eq!(app.page, Page::Bulkhead { name: "b".into(), scroll: 1 });
         types(&mut app, "/?");
         assert_eq!(app.mode, Mode::Help, "and / is for the list");
         assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key leaves the help");
@@ -491,49 +491,49 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rates_are_those_between_two_looks() {
+    fn computes_rates_between_samples() {
         let start = Instant::now();
         let mut app = app(start);
         let rejected =
             |app: &App| app.bulkhead("a").and_then(|a| a.rates.as_ref()).map(|rates| rates.rejected);
         assert_eq!(rejected(&app), None);
-        let mut look = |seconds: u64, rejected, is_another| {
+        let mut sampled_rate = |seconds: u64, rejected, was_restarted| {
             let at = start + Duration::from_secs(seconds);
             let sample = sample(at, &[bulkhead("a", 0, rejected, 9), bulkhead("new", 0, 1, 1)]);
-            app.take(Ok(Sample { is_another, ..sample }));
+            app.store(Ok(Sample { was_restarted, ..sample }));
             app.bulkhead("a").and_then(|a| a.rates.as_ref()).map(|rates| rates.rejected)
         };
-        assert_eq!(look(2, 10, false), Some(5.0));
-        assert_eq!(look(3, 10, false), Some(0.0));
-        assert_eq!(look(4, 3, false), None, "counters that go back are a restart");
-        assert_eq!(look(5, 4, false), Some(1.0));
-        assert_eq!(look(6, 9, true), None, "so is another ring of events");
-        assert_eq!(look(6, 9, false), None, "no time has passed");
+        assert_eq!(sampled_rate(2, 10, false), Some(5.0));
+        assert_eq!(sampled_rate(3, 10, false), Some(0.0));
+        assert_eq!(sampled_rate(4, 3, false), None, "counters that go back are a restart");
+        assert_eq!(sampled_rate(5, 4, false), Some(1.0));
+        assert_eq!(sampled_rate(6, 9, true), None, "so is another ring of events");
+        assert_eq!(sampled_rate(6, 9, false), None, "no time has passed");
     }
 
     #[test]
-    fn silence_loss_and_pause_are_told() {
+    fn reports_silence_loss_and_pause() {
         let start = Instant::now();
         let mut app = app(start);
         let after = |seconds| start + Duration::from_secs(seconds);
-        assert_eq!(app.contact(start), Contact::Live);
-        assert_eq!(app.contact(after(4)), Contact::Live);
-        assert_eq!(app.contact(after(5)), Contact::Silent(Duration::from_secs(5)));
+        assert_eq!(app.connection_state(start), ConnectionState::Live);
+        assert_eq!(app.connection_state(after(4)), ConnectionState::Live);
+        assert_eq!(app.connection_state(after(5)), ConnectionState::Silent(Duration::from_secs(5)));
         app.press(Input::Key(KeyCode::Char('p').into()), after(5));
         assert!(app.is_paused());
-        assert_eq!(app.contact(after(60)), Contact::Paused);
+        assert_eq!(app.connection_state(after(60)), ConnectionState::Paused);
         app.press(Input::Key(KeyCode::Char('p').into()), after(60));
-        assert_eq!(app.contact(after(61)), Contact::Live, "it was not asked");
-        app.take(Err(Failure::new(69, "gone\u{1b}[2J")));
-        assert_eq!(app.contact(after(70)), Contact::Lost(Duration::from_secs(70)));
-        assert_eq!(app.trouble(), Some("gone\\u{1b}[2J"));
+        assert_eq!(app.connection_state(after(61)), ConnectionState::Live, "it was not asked");
+        app.store(Err(Failure::new(69, "gone\u{1b}[2J")));
+        assert_eq!(app.connection_state(after(70)), ConnectionState::Lost(Duration::from_secs(70)));
+        assert_eq!(app.error(), Some("gone\\u{1b}[2J"));
         assert_eq!(names(&app), "a b c", "what was there is shown on");
-        app.take(Ok(sample(after(71), &[bulkhead("a", 0, 0, 0)])));
-        assert_eq!((app.contact(after(71)), names(&app)), (Contact::Live, "a".to_owned()));
+        app.store(Ok(sample(after(71), &[bulkhead("a", 0, 0, 0)])));
+        assert_eq!((app.connection_state(after(71)), names(&app)), (ConnectionState::Live, "a".to_owned()));
     }
 
     #[test]
-    fn the_window_holds_the_selected_row() {
+    fn window_contains_selected_row() {
         for rows in 0..12 {
             for page in 0..12 {
                 let mut top = 0;

@@ -1,14 +1,14 @@
 //! The columns of the table of bulkheads: contents, and the choice for a given width.
 
 use super::sample::{Bulkhead, Counts};
-use super::words::{rate, short, width};
+use super::text::{rate, short, width};
 
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
 /// Minimum width of a name in screen columns, before other columns get any. A name gets more only if there is
 /// space left.
-const NAME_FIRST: usize = 14;
+const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table, in display order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,7 +59,7 @@ impl Column {
         all
     }
 
-    pub(super) fn head(self) -> &'static str {
+    pub(super) fn title(self) -> &'static str {
         match self {
             Self::Name => "NAME",
             Self::State => "STATE",
@@ -111,40 +111,40 @@ impl Column {
     }
 
     /// Returns the width that the column needs for these rows, in screen columns.
-    fn wanted(self, rows: &[&Bulkhead]) -> usize {
+    fn needed_width(self, rows: &[&Bulkhead]) -> usize {
         if self == Self::Load {
             return BAR_COLUMNS;
         }
         let widest = rows.iter().map(|row| width(&self.text(row))).max().unwrap_or(0);
-        widest.max(self.head().len())
+        widest.max(self.title().len())
     }
 }
 
 /// A column and the width in screen columns.
-pub(super) type Placed = (Column, usize);
+pub(super) type ColumnWidth = (Column, usize);
 
 /// Returns the columns that fit, in display order, separated by one space. The name is always included.
-pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<Placed> {
+pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<ColumnWidth> {
     let mut left = columns;
-    let mut placed: Vec<Placed> = Vec::new();
-    let name = Column::Name.wanted(rows);
+    let mut widths: Vec<ColumnWidth> = Vec::new();
+    let name = Column::Name.needed_width(rows);
     for column in BY_IMPORTANCE {
-        let taken = match column {
-            Column::Name => name.min(NAME_FIRST).min(left),
-            other => other.wanted(rows),
+        let width_taken = match column {
+            Column::Name => name.min(NAME_COLUMNS_MIN).min(left),
+            other => other.needed_width(rows),
         };
         let gap = usize::from(column != Column::Name);
         // Less important columns are omitted even if they would fit, so that columns appear and disappear in
         // a fixed order.
-        let Some(rest) = left.checked_sub(taken + gap) else { break };
+        let Some(rest) = left.checked_sub(width_taken + gap) else { break };
         left = rest;
-        placed.push((column, taken));
+        widths.push((column, width_taken));
     }
-    if let Some((_, taken)) = placed.first_mut() {
-        *taken += left.min(name - (*taken).min(name));
+    if let Some((_, width_taken)) = widths.first_mut() {
+        *width_taken += left.min(name - (*width_taken).min(name));
     }
-    placed.sort();
-    placed
+    widths.sort();
+    widths
 }
 
 #[cfg(test)]
@@ -162,14 +162,14 @@ mod tests {
     }
 
     fn heads(rows: &[&Bulkhead], columns: usize) -> Vec<&'static str> {
-        let placed = choose(rows, columns);
-        let taken = placed.iter().map(|(_, taken)| taken + 1).sum::<usize>() - 1;
-        assert!(taken <= columns, "{placed:?} in {columns}");
-        placed.iter().map(|(column, _)| column.head()).collect()
+        let widths = choose(rows, columns);
+        let width_taken = widths.iter().map(|(_, width_taken)| width_taken + 1).sum::<usize>() - 1;
+        assert!(width_taken <= columns, "{widths:?} in {columns}");
+        widths.iter().map(|(column, _)| column.title()).collect()
     }
 
     #[test]
-    fn a_width_gets_what_is_most_important() {
+    fn shows_most_important_columns_that_fit() {
         let rows = [&bulkhead("thumbnail"), &bulkhead("ocr")];
         let at_76 =
             ["NAME", "STATE", "SERVICE", "INFLIGHT", "QUEUE", "OK/s", "REJ/s", "FAIL/s", "LATE/s", "CRASH/s"];
@@ -185,16 +185,16 @@ mod tests {
     }
 
     #[test]
-    fn names_take_what_is_left() {
+    fn names_use_remaining_width() {
         let long = bulkhead(&"n".repeat(40));
         let name = |columns| choose(&[&long], columns)[0].1;
         assert_eq!((name(0), name(5), name(14)), (0, 5, 14));
         assert_eq!(name(300), 40);
-        assert!(name(80) >= NAME_FIRST);
+        assert!(name(80) >= NAME_COLUMNS_MIN);
     }
 
     #[test]
-    fn what_stands_in_them() {
+    fn formats_cells() {
         let mut one = bulkhead("b");
         let told = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
         assert_eq!(told(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");

@@ -7,49 +7,49 @@ use ratatui::style::{Color, Style};
 
 use super::app::{App, Page};
 use super::columns;
-use super::pieces::{bold, put, table_head, table_row, take_top};
 use super::sample::{Bulkhead, Worker};
-use super::words::{fit, width};
+use super::text::{fit, width};
+use super::widgets::{bold, draw_line, table_head, table_row, take_top};
 use crate::admin::WORKER_COLUMNS;
 
 /// Number of screen rows reserved for workers before tenants and counters get any.
-const WORKER_ROWS_FIRST: usize = 4;
+const WORKER_ROWS_RESERVED: usize = 4;
 
 /// Width of a tenant's name in screen columns.
 const TENANT_COLUMNS: usize = 20;
 
 /// Draws the page. Returns the number of workers that fit.
 pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
-    let Page::One { name, scroll } = &app.page else { return 1 };
+    let Page::Bulkhead { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);
     let Some(bulkhead) = app.bulkhead(&name) else {
-        put(buffer, take_top(&mut rest, 1), &format!("{name} no longer exists"), Style::new());
+        draw_line(buffer, take_top(&mut rest, 1), &format!("{name} no longer exists"), Style::new());
         return 1;
     };
-    let placed = columns::choose(&[bulkhead], usize::from(rest.width));
+    let widths = columns::choose(&[bulkhead], usize::from(rest.width));
     if rest.height > 1 {
-        table_head(buffer, take_top(&mut rest, 1), &placed);
+        table_head(buffer, take_top(&mut rest, 1), &widths);
     }
-    table_row(buffer, take_top(&mut rest, 1), &placed, bulkhead);
-    let room = usize::from(rest.height).saturating_sub(WORKER_ROWS_FIRST);
-    for (text, style) in about(bulkhead).into_iter().take(room) {
-        put(buffer, take_top(&mut rest, 1), &text, style);
+    table_row(buffer, take_top(&mut rest, 1), &widths, bulkhead);
+    let room = usize::from(rest.height).saturating_sub(WORKER_ROWS_RESERVED);
+    for (text, style) in detail_lines(bulkhead).into_iter().take(room) {
+        draw_line(buffer, take_top(&mut rest, 1), &text, style);
     }
     let lines = worker_lines(&bulkhead.workers);
     let mut lines = lines.iter();
     if let Some(head) = lines.next() {
-        put(buffer, take_top(&mut rest, 1), head, bold());
+        draw_line(buffer, take_top(&mut rest, 1), head, bold());
     }
     let shown = usize::from(rest.height);
     let scroll = scroll.min(lines.len().saturating_sub(shown));
     for line in lines.skip(scroll).take(shown) {
-        put(buffer, take_top(&mut rest, 1), line, Style::new());
+        draw_line(buffer, take_top(&mut rest, 1), line, Style::new());
     }
-    app.page = Page::One { name, scroll };
+    app.page = Page::Bulkhead { name, scroll };
     shown
 }
 
-fn about(bulkhead: &Bulkhead) -> Vec<(String, Style)> {
+fn detail_lines(bulkhead: &Bulkhead) -> Vec<(String, Style)> {
     let mut lines = Vec::new();
     let causes = bulkhead.detail.iter().chain(&bulkhead.service_cause);
     lines.extend(causes.map(|cause| (cause.clone(), Style::new().fg(Color::Red))));

@@ -8,18 +8,18 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 
-use super::app::{App, Contact, Mode, Page, window};
+use super::app::{App, ConnectionState, Mode, Page, window};
 use super::columns;
 use super::detail;
 use super::events::Event;
-use super::pieces::{bold, put, table_head, table_row, take_bottom, take_top};
-use super::words::fit;
+use super::text::fit;
+use super::widgets::{bold, draw_line, table_head, table_row, take_bottom, take_top};
 
 /// Minimum screen height for the event pane.
-const EVENTS_FROM: u16 = 10;
+const EVENT_PANE_HEIGHT_MIN: u16 = 10;
 
 /// Minimum screen height for the footer.
-const FOOTER_FROM: u16 = 4;
+const FOOTER_HEIGHT_MIN: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[
     ("↑ ↓ j k", "select a bulkhead, or scroll"),
@@ -38,7 +38,7 @@ const HELP: &[(&str, &str)] = &[
 /// Draws the screen, and stores the number of rows per page in `app`.
 pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     let mut rest = buffer.area;
-    let has_footer = rest.height >= FOOTER_FROM;
+    let has_footer = rest.height >= FOOTER_HEIGHT_MIN;
     header(buffer, take_top(&mut rest, 1), app, now);
     if has_footer {
         footer(buffer, take_bottom(&mut rest, 1), app);
@@ -46,14 +46,14 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
     if app.mode == Mode::Help {
         return help(buffer, rest);
     }
-    let events = if rest.height + 2 >= EVENTS_FROM { (rest.height / 4).min(10) } else { 0 };
+    let events = if rest.height + 2 >= EVENT_PANE_HEIGHT_MIN { (rest.height / 4).min(10) } else { 0 };
     let events = take_bottom(&mut rest, events);
     app.page_rows = match &mut app.page {
         Page::List => list(buffer, rest, app),
-        Page::One { .. } => detail::page(buffer, rest, app),
+        Page::Bulkhead { .. } => detail::page(buffer, rest, app),
     };
     event_pane(buffer, events, app);
-    if matches!(app.contact(now), Contact::Lost(_) | Contact::Silent(_)) {
+    if matches!(app.connection_state(now), ConnectionState::Lost(_) | ConnectionState::Silent(_)) {
         // Dims outdated data.
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
@@ -67,46 +67,52 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
     let seconds =
         |time: Duration| humantime::format_duration(Duration::from_secs(time.as_secs())).to_string();
     let every = humantime::format_duration(app.interval);
-    let (told, style) = match app.contact(now) {
-        Contact::Live => (format!("every {every}"), bold()),
-        Contact::Paused => ("PAUSED".to_owned(), bold().fg(Color::Yellow)),
-        Contact::Silent(time) => (format!("NO ANSWER for {}", seconds(time)), bold().fg(Color::Yellow)),
-        Contact::Lost(time) => (format!("NOT REACHABLE for {}", seconds(time)), bold().fg(Color::Red)),
+    let (status, style) = match app.connection_state(now) {
+        ConnectionState::Live => (format!("every {every}"), bold()),
+        ConnectionState::Paused => ("PAUSED".to_owned(), bold().fg(Color::Yellow)),
+        ConnectionState::Silent(time) => {
+            (format!("NO ANSWER for {}", seconds(time)), bold().fg(Color::Yellow))
+        }
+        ConnectionState::Lost(time) => {
+            (format!("NOT REACHABLE for {}", seconds(time)), bold().fg(Color::Red))
+        }
     };
     let all = app.bulkheads();
-    let troubled = all.iter().filter(|bulkhead| bulkhead.state != "ready").count();
-    let unserved = all.iter().filter(|bulkhead| matches!(&*bulkhead.service, "degraded" | "failing")).count();
+    let not_ready = all.iter().filter(|bulkhead| bulkhead.state != "ready").count();
+    let not_ok = all.iter().filter(|bulkhead| matches!(&*bulkhead.service, "degraded" | "failing")).count();
     let of = if all.len() == 1 { "bulkhead" } else { "bulkheads" };
     let mut text =
-        format!("bulkhead top  {told}  {} {of}, {troubled} not ready, {unserved} not ok", all.len());
+        format!("bulkhead top  {status}  {} {of}, {not_ready} not ready, {not_ok} not ok", all.len());
     if !app.filter.is_empty() {
         text.push_str(&format!("  filter: {}", app.filter));
     }
-    put(buffer, row, &text, style);
+    draw_line(buffer, row, &text, style);
 }
 
 fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
-    let text = match (&app.mode, app.trouble(), &app.page) {
+    let text = match (&app.mode, app.error(), &app.page) {
         (Mode::Filter { .. }, ..) => format!("/{}_  Enter applies the filter, Esc cancels", app.filter),
         (Mode::Help, ..) => format!("any key goes back; watching {}", app.socket),
-        (Mode::Browse, Some(trouble), _) => trouble.to_owned(),
+        (Mode::Browse, Some(error), _) => error.to_owned(),
         (Mode::Browse, None, Page::List) => {
             let by = app.sort.name();
             format!("↑↓ select  Enter open  / filter  s sort: {by}  p pause  ? help  q leave")
         }
-        (Mode::Browse, None, Page::One { .. }) => "↑↓ scroll  Esc back  p pause  ? help  q leave".to_owned(),
+        (Mode::Browse, None, Page::Bulkhead { .. }) => {
+            "↑↓ scroll  Esc back  p pause  ? help  q leave".to_owned()
+        }
     };
-    put(buffer, row, &text, Style::new().add_modifier(Modifier::DIM));
+    draw_line(buffer, row, &text, Style::new().add_modifier(Modifier::DIM));
 }
 
 fn event_pane(buffer: &mut Buffer, mut area: Rect, app: &App) {
     let whose = match &app.page {
         Page::List => None,
-        Page::One { name, .. } => Some(name.as_str()),
+        Page::Bulkhead { name, .. } => Some(name.as_str()),
     };
-    put(buffer, take_top(&mut area, 1), "EVENTS", bold());
+    draw_line(buffer, take_top(&mut area, 1), "EVENTS", bold());
     for event in app.events.newest(usize::from(area.height), whose) {
-        put(buffer, take_top(&mut area, 1), &event.line, event_style(event));
+        draw_line(buffer, take_top(&mut area, 1), &event.line, event_style(event));
     }
 }
 
@@ -120,7 +126,7 @@ fn event_style(event: &Event) -> Style {
 
 fn help(buffer: &mut Buffer, mut rest: Rect) {
     for (keys, what) in HELP {
-        put(buffer, take_top(&mut rest, 1), &format!(" {} {what}", fit(keys, 10)), Style::new());
+        draw_line(buffer, take_top(&mut rest, 1), &format!(" {} {what}", fit(keys, 10)), Style::new());
     }
 }
 
@@ -130,21 +136,21 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);
-    let placed = columns::choose(&rows, usize::from(rest.width));
+    let widths = columns::choose(&rows, usize::from(rest.width));
     if rest.height > 1 {
-        table_head(buffer, take_top(&mut rest, 1), &placed);
+        table_head(buffer, take_top(&mut rest, 1), &widths);
     }
     let page = usize::from(rest.height);
     let top = window(app.top, selected, page, rows.len());
     if rows.is_empty() {
         let none =
             if app.bulkheads().is_empty() { "there are no bulkheads" } else { "no name matches the filter" };
-        put(buffer, take_top(&mut rest, 1), none, Style::new());
+        draw_line(buffer, take_top(&mut rest, 1), none, Style::new());
     }
-    for (place, bulkhead) in rows.iter().enumerate().skip(top).take(page) {
+    for (index, bulkhead) in rows.iter().enumerate().skip(top).take(page) {
         let row = take_top(&mut rest, 1);
-        table_row(buffer, row, &placed, bulkhead);
-        if place == selected {
+        table_row(buffer, row, &widths, bulkhead);
+        if index == selected {
             buffer.set_style(row, Style::new().add_modifier(Modifier::REVERSED));
         }
     }

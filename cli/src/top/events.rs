@@ -6,7 +6,7 @@ use bulkhead_api::{Severity, Word};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::words::clean;
+use super::text::clean;
 use crate::admin::event_words;
 
 /// Maximum number of stored events, as in the supervisor.
@@ -34,20 +34,20 @@ impl Event {
 /// The most recent events, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Events {
-    kept: VecDeque<Event>,
+    events: VecDeque<Event>,
 }
 
 impl Events {
     pub(super) fn add(&mut self, events: Vec<Event>) {
-        self.kept.extend(events);
-        let surplus = self.kept.len().saturating_sub(EVENTS_MAX);
-        self.kept.drain(..surplus);
+        self.events.extend(events);
+        let surplus = self.events.len().saturating_sub(EVENTS_MAX);
+        self.events.drain(..surplus);
     }
 
     /// Returns the last `count` events, of one bulkhead or of all.
     pub(super) fn newest(&self, count: usize, bulkhead: Option<&str>) -> Vec<&Event> {
         let is_wanted = |event: &&Event| bulkhead.is_none() || event.bulkhead.as_deref() == bulkhead;
-        let mut newest: Vec<&Event> = self.kept.iter().rev().filter(is_wanted).take(count).collect();
+        let mut newest: Vec<&Event> = self.events.iter().rev().filter(is_wanted).take(count).collect();
         newest.reverse();
         newest
     }
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_is_one_harmless_line() {
+    fn formats_event_in_one_escaped_line() {
         let one = event(1, "b");
         assert!(one.line.starts_with("14:07:35 warning  worker_exited b operation="), "{}", one.line);
         assert!(one.line.is_ascii() && !one.line.contains(char::is_control), "{}", one.line);
@@ -78,12 +78,12 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept() {
+    fn keeps_newest_events() {
         let mut events = Events::default();
         for seq in 0..EVENTS_MAX + 10 {
             events.add(vec![event(seq, if seq % 2 == 0 { "even" } else { "odd" })]);
         }
-        assert_eq!(events.kept.len(), EVENTS_MAX);
+        assert_eq!(events.events.len(), EVENTS_MAX);
         assert_eq!(events.newest(3, None).len(), 3);
         let odd = events.newest(usize::MAX, Some("odd"));
         assert_eq!(odd.len(), EVENTS_MAX / 2);

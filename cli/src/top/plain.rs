@@ -7,20 +7,20 @@ use serde_json::{Value, json};
 
 use super::columns::Column;
 use super::events::Event;
-use super::sample::{Answers, Bulkhead, Counts, Watcher, counts, rates};
+use super::sample::{Bulkhead, Counts, RawSample, Sampler, counts, rates};
 use crate::admin::table;
 use crate::args::Args;
 use crate::output::{self, Failure, exit};
-use crate::worst;
+use crate::severity;
 
 /// Number of recent events to print.
 const EVENTS_SHOWN: usize = 10;
 
 pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> {
-    let mut watcher = Watcher::new(args);
-    let before = watcher.ask().await?;
+    let mut sampler = Sampler::new(args);
+    let before = sampler.fetch().await?;
     tokio::time::sleep(interval).await;
-    let now = watcher.ask().await?;
+    let now = sampler.fetch().await?;
     if args.json {
         output::json(as_json(&before, &now))?;
     } else {
@@ -29,11 +29,11 @@ pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> 
     Ok(exit::OK)
 }
 
-fn print(before: &Answers, now: &Answers) -> Result<(), Failure> {
+fn print(before: &RawSample, now: &RawSample) -> Result<(), Failure> {
     let columns = Column::all();
-    let mut table = table(&columns.map(Column::head));
+    let mut table = table(&columns.map(Column::title));
     let mut snapshots = now.snapshots.clone();
-    worst::sort(&mut snapshots);
+    severity::sort(&mut snapshots);
     for snapshot in &snapshots {
         let mut bulkhead = Bulkhead::new(snapshot);
         bulkhead.rates = now.rates_of(snapshot, before);
@@ -41,37 +41,37 @@ fn print(before: &Answers, now: &Answers) -> Result<(), Failure> {
     }
     output::line(&table.trim_fmt())?;
     output::line("")?;
-    let events = newest(before, now);
+    let events = recent_events(before, now);
     events.into_iter().filter_map(Event::new).try_for_each(|event| output::line(&event.line))
 }
 
-fn as_json(before: &Answers, now: &Answers) -> Value {
-    let told = |(told, snapshot): (&Value, &Snapshot)| {
-        let mut told = told.clone();
-        told["utilisation"] = json!(Bulkhead::new(snapshot).utilisation());
-        told["per_second"] = now.rates_of(snapshot, before).map_or(Value::Null, |rates| {
+fn as_json(before: &RawSample, now: &RawSample) -> Value {
+    let document = |(document, snapshot): (&Value, &Snapshot)| {
+        let mut document = document.clone();
+        document["utilisation"] = json!(Bulkhead::new(snapshot).utilisation());
+        document["per_second"] = now.rates_of(snapshot, before).map_or(Value::Null, |rates| {
             let Counts { ok, rejected, failed, late, crashed } = rates;
             json!({"ok": ok, "rejected": rejected, "failed": failed, "late": late, "crashed": crashed})
         });
-        told
+        document
     };
-    let bulkheads = now.bulkheads.iter().zip(&now.snapshots).filter(|(told, _)| told.is_object());
+    let bulkheads = now.bulkheads.iter().zip(&now.snapshots).filter(|(document, _)| document.is_object());
     json!({
         "interval_ms": u64::try_from((now.at - before.at).as_millis()).unwrap_or(u64::MAX),
-        "bulkheads": bulkheads.map(told).collect::<Vec<_>>(),
-        "events": newest(before, now),
+        "bulkheads": bulkheads.map(document).collect::<Vec<_>>(),
+        "events": recent_events(before, now),
     })
 }
 
-fn newest<'a>(before: &'a Answers, now: &'a Answers) -> Vec<&'a Value> {
+fn recent_events<'a>(before: &'a RawSample, now: &'a RawSample) -> Vec<&'a Value> {
     let all: Vec<&Value> = before.events.iter().chain(&now.events).collect();
     all[all.len().saturating_sub(EVENTS_SHOWN)..].to_vec()
 }
 
-impl Answers {
+impl RawSample {
     fn rates_of(&self, snapshot: &Snapshot, before: &Self) -> Option<Counts<f64>> {
         let earlier = before.snapshots.iter().find(|earlier| earlier.name == snapshot.name)?;
-        let is_same = !self.is_another;
-        is_same.then(|| rates(&counts(earlier), &counts(snapshot), self.at - before.at)).flatten()
+        let is_same_supervisor = !self.was_restarted;
+        is_same_supervisor.then(|| rates(&counts(earlier), &counts(snapshot), self.at - before.at)).flatten()
     }
 }

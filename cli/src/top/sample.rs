@@ -9,13 +9,13 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::events::{EVENTS_MAX, Event};
-use super::words::clean;
+use super::text::clean;
 use crate::admin::{
     adaptive_line, breaker, get, known, millis, read, rejected_line, request, shown, worker_cells,
 };
 use crate::args::Args;
 use crate::output::Failure;
-use crate::worst::rank;
+use crate::severity::rank;
 
 /// A sample of the supervisor.
 #[derive(Debug)]
@@ -24,8 +24,8 @@ pub(super) struct Sample {
     pub(super) bulkheads: Vec<Bulkhead>,
     /// Events since the previous sample.
     pub(super) events: Vec<Event>,
-    /// True if the supervisor was restarted since the previous sample, so that the counters began at zero.
-    pub(super) is_another: bool,
+    /// True if the supervisor was restarted since the previous sample, so that the counters start at zero.
+    pub(super) was_restarted: bool,
 }
 
 /// Number of jobs by outcome.
@@ -170,41 +170,41 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
     })
 }
 
-/// The supervisor's answers for one sample.
-pub(super) struct Answers {
+/// The supervisor's raw for one sample.
+pub(super) struct RawSample {
     pub(super) at: Instant,
     /// Unparsed documents.
     pub(super) bulkheads: Vec<Value>,
     /// Parsed documents. Malformed ones are empty.
     pub(super) snapshots: Vec<Snapshot>,
     pub(super) events: Vec<Value>,
-    pub(super) is_another: bool,
+    pub(super) was_restarted: bool,
 }
 
 /// Parses a snapshot. Returns an empty snapshot if the document is malformed.
-fn understood(told: &Value) -> Snapshot {
-    Snapshot::deserialize(told).unwrap_or_default()
+fn parse_snapshot(document: &Value) -> Snapshot {
+    Snapshot::deserialize(document).unwrap_or_default()
 }
 
-impl From<Answers> for Sample {
-    fn from(answers: Answers) -> Self {
+impl From<RawSample> for Sample {
+    fn from(raw: RawSample) -> Self {
         Self {
-            at: answers.at,
-            bulkheads: answers.snapshots.iter().map(Bulkhead::new).collect(),
-            events: answers.events.iter().filter_map(Event::new).collect(),
-            is_another: answers.is_another,
+            at: raw.at,
+            bulkheads: raw.snapshots.iter().map(Bulkhead::new).collect(),
+            events: raw.events.iter().filter_map(Event::new).collect(),
+            was_restarted: raw.was_restarted,
         }
     }
 }
 
 /// Takes samples of a supervisor, and remembers the last known event.
 #[derive(Debug)]
-pub(super) struct Watcher<'a> {
+pub(super) struct Sampler<'a> {
     args: &'a Args,
     last: Option<Value>,
 }
 
-impl<'a> Watcher<'a> {
+impl<'a> Sampler<'a> {
     pub(super) fn new(args: &'a Args) -> Self {
         Self { args, last: None }
     }
@@ -214,11 +214,11 @@ impl<'a> Watcher<'a> {
         self.args.admin()
     }
 
-    pub(super) async fn look(&mut self) -> Result<Sample, Failure> {
-        self.ask().await.map(Sample::from)
+    pub(super) async fn sample(&mut self) -> Result<Sample, Failure> {
+        self.fetch().await.map(Sample::from)
     }
 
-    pub(super) async fn ask(&mut self) -> Result<Answers, Failure> {
+    pub(super) async fn fetch(&mut self) -> Result<RawSample, Failure> {
         let mut all: Value = get(self.args, "/v1/bulkheads").await?;
         let at = Instant::now();
         let bulkheads = match all["bulkheads"].take() {
@@ -227,15 +227,15 @@ impl<'a> Watcher<'a> {
         };
         // Requests the last known event again, to detect whether the supervisor was restarted.
         let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
-        let (events, is_another) = match unknown(self.last.as_ref(), self.events(since).await?) {
-            Ring::Same(events) => (events, false),
-            Ring::Another => (self.events(0).await?, true),
+        let (events, was_restarted) = match new_events(self.last.as_ref(), self.events(since).await?) {
+            EventLog::Same(events) => (events, false),
+            EventLog::Restarted => (self.events(0).await?, true),
         };
         if let Some(last) = events.last() {
             self.last = Some(last.clone());
         }
-        let snapshots = bulkheads.iter().map(understood).collect();
-        Ok(Answers { at, bulkheads, snapshots, events, is_another })
+        let snapshots = bulkheads.iter().map(parse_snapshot).collect();
+        Ok(RawSample { at, bulkheads, snapshots, events, was_restarted })
     }
 
     async fn events(&self, since: u64) -> Result<Vec<Value>, Failure> {
@@ -247,25 +247,25 @@ impl<'a> Watcher<'a> {
 }
 
 /// The origin of received events.
-enum Ring {
+enum EventLog {
     /// Unchanged supervisor, with the new events.
     Same(Vec<Value>),
     /// A restarted supervisor, whose event numbers start again at one.
-    Another,
+    Restarted,
 }
 
-fn unknown(last: Option<&Value>, mut events: Vec<Value>) -> Ring {
-    let Some(last) = last else { return Ring::Same(events) };
+fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
+    let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
         // A supervisor always keeps the newest event.
-        None => Ring::Another,
+        None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);
-            Ring::Same(events)
+            EventLog::Same(events)
         }
-        Some(first) if first["seq"] == last["seq"] => Ring::Another,
+        Some(first) if first["seq"] == last["seq"] => EventLog::Restarted,
         // More events have occurred than the supervisor keeps.
-        Some(_) => Ring::Same(events),
+        Some(_) => EventLog::Same(events),
     }
 }
 
@@ -276,12 +276,12 @@ pub(super) mod tests {
     use super::*;
 
     /// Parses a snapshot as far as possible.
-    pub(in super::super) fn bulkhead(told: &Value) -> Bulkhead {
-        Bulkhead::new(&understood(told))
+    pub(in super::super) fn bulkhead(document: &Value) -> Bulkhead {
+        Bulkhead::new(&parse_snapshot(document))
     }
 
     #[test]
-    fn a_snapshot_that_says_nothing_is_taken_too() {
+    fn accepts_empty_snapshot() {
         for odd in [json!({}), json!(null), json!({"workers": 3, "rejected": [], "limit": -1, "name": ["x"]})]
         {
             let bulkhead = bulkhead(&odd);
@@ -290,19 +290,21 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn no_text_of_a_snapshot_steers_a_terminal() {
+    fn escapes_control_characters_of_snapshots() {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
             "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},
             "tenants": [{"name": evil}],
             "workers": [{"tenant": evil, "state": evil, "last_exit": evil}],
         });
-        let told = format!("{:#?}", bulkhead(&odd));
+        let document = format!("{:#?}", bulkhead(&odd));
         assert!(
-            !told.contains("\\u{1b}[2J\\n") && !told.contains('\u{202e}') && !told.contains('\u{1b}'),
-            "{told}"
+            !document.contains("\\u{1b}[2J\\n")
+                && !document.contains('\u{202e}')
+                && !document.contains('\u{1b}'),
+            "{document}"
         );
-        assert_eq!(told.matches("evil").count(), 11, "{told}");
+        assert_eq!(document.matches("evil").count(), 11, "{document}");
         assert!(!format!("{:#?}", bulkhead(&json!({"name": "b", "done": evil}))).contains("evil"));
     }
 
@@ -321,7 +323,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_share_in_use() {
+    fn computes_utilisation() {
         let share = |in_flight: u64, limit: u64| {
             bulkhead(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
         };
@@ -329,18 +331,20 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn another_ring_is_told_from_the_same_one() {
+    fn detects_restarted_supervisor() {
         let event = |seq: u64, at: &str| json!({"seq": seq, "at": at});
         let last = event(7, "noon");
-        let same = |events: Vec<Value>| match unknown(Some(&last), events) {
-            Ring::Same(events) => Some(events.len()),
-            Ring::Another => None,
+        let same = |events: Vec<Value>| match new_events(Some(&last), events) {
+            EventLog::Same(events) => Some(events.len()),
+            EventLog::Restarted => None,
         };
         assert_eq!(same(vec![event(7, "noon")]), Some(0));
         assert_eq!(same(vec![event(7, "noon"), event(8, "one")]), Some(1));
         assert_eq!(same(vec![event(90, "two"), event(91, "two")]), Some(2));
         assert_eq!(same(vec![]), None);
         assert_eq!(same(vec![event(7, "three")]), None);
-        assert!(matches!(unknown(None, vec![event(1, "noon")]), Ring::Same(events) if events.len() == 1));
+        assert!(
+            matches!(new_events(None, vec![event(1, "noon")]), EventLog::Same(events) if events.len() == 1)
+        );
     }
 }

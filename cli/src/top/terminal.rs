@@ -29,7 +29,7 @@ const KEYS_MAX: usize = 64;
 const FRAME_BYTES: usize = 64 << 10;
 
 /// True while this process owns the terminal. Global, because the panic hook needs it.
-static IS_OURS: AtomicBool = AtomicBool::new(false);
+static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 
 /// The full screen, which is restored when this value is dropped.
 pub(super) struct Screen {
@@ -39,15 +39,15 @@ pub(super) struct Screen {
 impl Screen {
     pub(super) fn enter() -> io::Result<Self> {
         restore_on_panic();
-        take()?;
+        acquire()?;
         let backend = CrosstermBackend::new(BufWriter::with_capacity(FRAME_BYTES, stdout()));
-        let terminal = Terminal::new(backend).inspect_err(|_| give_back())?;
+        let terminal = Terminal::new(backend).inspect_err(|_| release())?;
         Ok(Self { terminal })
     }
 
     /// Draws the screen, unless another process owns the terminal.
     pub(super) fn show(&mut self, app: &mut App, now: Instant) -> io::Result<()> {
-        if !IS_OURS.load(Ordering::SeqCst) {
+        if !OWNS_TERMINAL.load(Ordering::SeqCst) {
             return Ok(());
         }
         self.terminal.draw(|frame| draw::draw(frame.buffer_mut(), app, now))?;
@@ -55,13 +55,13 @@ impl Screen {
     }
 
     pub(super) fn leave(&mut self) {
-        give_back();
+        release();
     }
 
     /// Acquires the terminal again, after a suspension in which other programs may have used it.
-    pub(super) fn enter_again(&mut self) -> io::Result<()> {
-        give_back();
-        take()?;
+    pub(super) fn reenter(&mut self) -> io::Result<()> {
+        release();
+        acquire()?;
         // Not `clear`, because it queries the cursor position, and the keyboard thread would receive the
         // answer.
         let size = self.terminal.size()?;
@@ -71,19 +71,17 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        give_back();
+        release();
     }
 }
 
-fn take() -> io::Result<()> {
-    IS_OURS.store(true, Ordering::SeqCst);
-    enable_raw_mode()
-        .and_then(|()| execute!(stdout(), EnterAlternateScreen, Hide))
-        .inspect_err(|_| give_back())
+fn acquire() -> io::Result<()> {
+    OWNS_TERMINAL.store(true, Ordering::SeqCst);
+    enable_raw_mode().and_then(|()| execute!(stdout(), EnterAlternateScreen, Hide)).inspect_err(|_| release())
 }
 
-fn give_back() {
-    if IS_OURS.swap(false, Ordering::SeqCst) {
+fn release() {
+    if OWNS_TERMINAL.swap(false, Ordering::SeqCst) {
         // If the terminal is gone, errors do not matter.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
@@ -95,7 +93,7 @@ fn restore_on_panic() {
     HOOK.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            give_back();
+            release();
             before(panic);
         }));
     });
@@ -107,8 +105,8 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
     let read = move || {
         loop {
             let event = event::read();
-            let is_over = event.is_err();
-            if sender.blocking_send(event).is_err() || is_over {
+            let has_failed = event.is_err();
+            if sender.blocking_send(event).is_err() || has_failed {
                 return;
             }
         }
@@ -118,7 +116,7 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
 }
 
 /// Action requested by a signal.
-pub(super) enum Heard {
+pub(super) enum SignalAction {
     /// Exit with this status.
     End(u8),
     Stop,
@@ -147,39 +145,39 @@ impl Signals {
         })
     }
 
-    pub(super) async fn next(&mut self) -> Heard {
+    pub(super) async fn next(&mut self) -> SignalAction {
         tokio::select! {
-            _ = self.hangup.recv() => ended_by(Number::HUP),
-            _ = self.interrupt.recv() => ended_by(Number::INT),
-            _ = self.quit.recv() => ended_by(Number::QUIT),
-            _ = self.terminate.recv() => ended_by(Number::TERM),
-            _ = self.stop.recv() => Heard::Stop,
-            _ = self.resume.recv() => Heard::Continue,
+            _ = self.hangup.recv() => exit_after(Number::HUP),
+            _ = self.interrupt.recv() => exit_after(Number::INT),
+            _ = self.quit.recv() => exit_after(Number::QUIT),
+            _ = self.terminate.recv() => exit_after(Number::TERM),
+            _ = self.stop.recv() => SignalAction::Stop,
+            _ = self.resume.recv() => SignalAction::Continue,
         }
     }
 }
 
 /// Returns the exit status that shells use for a signal.
-fn ended_by(signal: Number) -> Heard {
-    Heard::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
+fn exit_after(signal: Number) -> SignalAction {
+    SignalAction::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
 /// Returns true if a parent, usually a shell with job control, could continue this process. Without such a
 /// parent, this process leads its session.
-pub(super) fn may_stop() -> bool {
+pub(super) fn can_suspend() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
 }
 
 /// Suspends the foreground process group, as the terminal does on ^Z outside of raw mode.
-pub(super) fn ask_for_stop() {
-    if may_stop() {
+pub(super) fn request_suspend() {
+    if can_suspend() {
         // The process group exists as long as this process.
         let _ = kill_current_process_group(Number::TSTP);
     }
 }
 
 /// Suspends this process until it is continued.
-pub(super) fn stop() {
+pub(super) fn suspend() {
     // A process can always stop itself.
     let _ = kill_process(getpid(), Number::STOP);
 }

@@ -24,7 +24,7 @@ pub struct Advice<S: Default = Setting> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Observations that the advice is based on.
-    pub seen: Seen,
+    pub seen: Observations,
     /// Keys that should have another value.
     pub advice: Vec<Proposal<S>>,
     /// Keys that should keep their value.
@@ -73,7 +73,8 @@ pub enum Setting {
 /// Observations of a bulkhead. Shares of time refer to the time with jobs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Seen {
+#[schemars(rename = "Seen")]
+pub struct Observations {
     /// Length of the observation. Not serialized, because [`Advice`] has it.
     #[serde(skip)]
     pub watched: Duration,
@@ -108,7 +109,7 @@ pub struct Seen {
     /// Rejected jobs, by reason.
     pub rejected: BTreeMap<Text, u64>,
     /// Jobs that missed their deadline.
-    pub deadline_exceeded: Late,
+    pub deadline_exceeded: DeadlineMisses,
     /// Processors used per job in flight, if known.
     pub processors_per_job: Option<f64>,
     /// Largest resident memory of one worker, if meaningful.
@@ -128,7 +129,8 @@ pub struct Marks<T: Default> {
 /// Jobs that missed their deadline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Late {
+#[schemars(rename = "Late")]
+pub struct DeadlineMisses {
     /// Jobs that missed it while queued.
     pub queued: u64,
     /// Jobs that missed it while running.

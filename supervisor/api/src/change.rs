@@ -15,7 +15,7 @@ pub struct Change {
     /// Maximum number of queued jobs. Excess jobs already in the queue stay.
     pub max_queue: Option<u32>,
     /// Rate limit of the bulkhead, or `null` for none.
-    #[serde(default, deserialize_with = "named")]
+    #[serde(default, deserialize_with = "nullable")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
     /// `forced_open`, or `auto` to let the breaker follow its own measurements.
@@ -61,19 +61,19 @@ pub enum BreakerMode {
 #[serde(deny_unknown_fields)]
 pub struct TenantChange {
     /// Jobs of the tenant in flight; per worker process, if the tenant has separate workers.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub max_in_flight: Option<u32>,
     /// Number of worker processes, if the tenant has separate workers.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub processes: Option<u32>,
     /// Maximum number of queued jobs of the tenant.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32")]
     pub max_queue: Option<u32>,
     /// Rate limit of the tenant.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "TenantRate")]
     pub rate_limit: Option<TenantRate>,
 }
@@ -91,14 +91,14 @@ pub struct TenantRate {
 }
 
 /// Deserializes a present key, which can be `null`.
-fn named<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
+fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
 /// Deserializes a present key and rejects `null`, because a tenant's limit can be changed but not removed.
-fn given<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
-    let given = Option::deserialize(value)?;
-    let nothing =
+fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
+    let value = Option::deserialize(value)?;
+    let null_error =
         || serde::de::Error::custom("null is no number: a tenant's own can be changed, not taken away");
-    given.map(Some).ok_or_else(nothing)
+    value.map(Some).ok_or_else(null_error)
 }

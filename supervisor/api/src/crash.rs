@@ -56,35 +56,35 @@ impl fmt::Display for CrashId {
 
 /// The text is not the id of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoCrashId;
+pub struct InvalidCrashId;
 
-impl fmt::Display for NoCrashId {
+impl fmt::Display for InvalidCrashId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("this is not the id of a crash report: it looks like 20260307T101530123-0001")
     }
 }
 
-impl std::error::Error for NoCrashId {}
+impl std::error::Error for InvalidCrashId {}
 
 impl FromStr for CrashId {
-    type Err = NoCrashId;
+    type Err = InvalidCrashId;
 
     /// Accepts only the exact text that `Display` writes.
-    fn from_str(text: &str) -> Result<Self, NoCrashId> {
-        let (time, number) = text.split_once('-').ok_or(NoCrashId)?;
+    fn from_str(text: &str) -> Result<Self, InvalidCrashId> {
+        let (time, number) = text.split_once('-').ok_or(InvalidCrashId)?;
         if time.len() != TIME_DIGITS || !time.is_ascii() {
-            return Err(NoCrashId);
+            return Err(InvalidCrashId);
         }
         let (mut rfc3339, mut digits) = (String::new(), time);
         for (count, mark) in [(4, '-'), (2, '-'), (2, 'T'), (2, ':'), (2, ':'), (2, '.'), (3, 'Z')] {
             let (part, rest) =
-                digits.strip_prefix('T').unwrap_or(digits).split_at_checked(count).ok_or(NoCrashId)?;
+                digits.strip_prefix('T').unwrap_or(digits).split_at_checked(count).ok_or(InvalidCrashId)?;
             rfc3339.extend(part.chars().chain([mark]));
             digits = rest;
         }
-        let at = humantime::parse_rfc3339(&rfc3339).map_err(|_| NoCrashId)?;
-        let id = Self::new(at, number.parse().map_err(|_| NoCrashId)?);
-        if id.to_string() == text { Ok(id) } else { Err(NoCrashId) }
+        let at = humantime::parse_rfc3339(&rfc3339).map_err(|_| InvalidCrashId)?;
+        let id = Self::new(at, number.parse().map_err(|_| InvalidCrashId)?);
+        if id.to_string() == text { Ok(id) } else { Err(InvalidCrashId) }
     }
 }
 
@@ -143,7 +143,7 @@ pub struct Cause {
 
 impl Cause {
     /// True if both causes are equal apart from the message.
-    pub fn is_same(&self, other: &Self) -> bool {
+    pub fn has_same_cause(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.exit_code == other.exit_code
             && self.signal == other.signal
@@ -334,9 +334,9 @@ impl CrashReport {
 
     /// True if the report is within the limits of a genuine report. A report read from a file can come from
     /// any process.
-    pub fn is_sound(&self) -> bool {
-        let is_short = |text: &str, most: usize| text.len() <= most && !text.contains('\0');
-        let is_sound = |job: &CrashJob| {
+    pub fn is_valid(&self) -> bool {
+        let is_short = |text: &str, max: usize| text.len() <= max && !text.contains('\0');
+        let is_valid_job = |job: &CrashJob| {
             let payload = job.payload.as_ref().map_or(0, Vec::len);
             is_short(&job.operation, OPERATION_BYTES_MAX)
                 && is_short(&job.tenant, TENANT_BYTES_MAX)
@@ -345,7 +345,7 @@ impl CrashReport {
         is_bulkhead_name(&self.bulkhead)
             && self.jobs.len() <= JOBS_MAX
             && self.culprit.is_none_or(|culprit| culprit < self.jobs.len())
-            && self.jobs.iter().all(is_sound)
+            && self.jobs.iter().all(is_valid_job)
     }
 }
 
@@ -438,7 +438,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_is_read_only_as_it_is_written() {
+    fn parses_only_exact_ids() {
         let id = CrashId::new(SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_878_530_123), 1);
         assert_eq!(id.to_string(), "20260307T101530123-0001");
         assert_eq!("20260307T101530123-0001".parse(), Ok(id));
@@ -459,12 +459,12 @@ mod tests {
             "20260307T101530123",
         ];
         for text in others {
-            assert_eq!(text.parse::<CrashId>(), Err(NoCrashId), "{text}");
+            assert_eq!(text.parse::<CrashId>(), Err(InvalidCrashId), "{text}");
         }
     }
 
     #[test]
-    fn ids_sort_as_the_crashes_came() {
+    fn ids_sort_by_time() {
         let at = |ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms);
         let ids = [CrashId::new(at(1), 9), CrashId::new(at(1), 10), CrashId::new(at(2), 1)];
         let texts = ids.map(|id| id.to_string());
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_of_a_newer_supervisor_is_read() {
+    fn reads_report_of_newer_supervisor() {
         let told = serde_json::json!({
             "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
             "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,
@@ -480,6 +480,6 @@ mod tests {
         });
         let report: CrashReport = serde_json::from_value(told).unwrap();
         assert_eq!((report.cause.kind.as_str(), report.stage.as_str()), ("boredom", "dreaming"));
-        assert!(report.victim != Victim::Worker && report.is_sound());
+        assert!(report.victim != Victim::Worker && report.is_valid());
     }
 }

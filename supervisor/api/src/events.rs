@@ -39,11 +39,11 @@ pub struct Event {
 }
 
 impl Event {
-    /// Returns the kind with its fields, or [`What::Unknown`] if the reader does not know the kind.
-    pub fn what(&self) -> What {
+    /// Returns the kind with its fields, or [`EventKind::Unknown`] if the reader does not know the kind.
+    pub fn event_kind(&self) -> EventKind {
         let mut tagged = self.fields.clone();
         tagged.insert("kind".to_owned(), json!(self.kind));
-        What::deserialize(Value::Object(tagged)).unwrap_or(What::Unknown)
+        EventKind::deserialize(Value::Object(tagged)).unwrap_or(EventKind::Unknown)
     }
 }
 
@@ -56,7 +56,7 @@ macro_rules! events {
         #[derive(Clone, Debug, PartialEq, Deserialize)]
         #[serde(tag = "kind")]
         #[expect(missing_docs, reason = "the fields are named as in the documentation")]
-        pub enum What {
+        pub enum EventKind {
             $($(#[doc = $sentence])+
             $(#[serde($flag)])?
             #[serde(rename = $kind)]
@@ -69,7 +69,7 @@ macro_rules! events {
             Unknown,
         }
 
-        impl What {
+        impl EventKind {
             /// The names of all kinds.
             pub const KINDS: &[&str] = &[$($kind),*];
 
@@ -82,7 +82,7 @@ macro_rules! events {
             )),*];
 
             /// Returns the name of the kind.
-            pub const fn kind(&self) -> &'static str {
+            pub const fn name(&self) -> &'static str {
                 match self {
                     $(Self::$variant { .. } => $kind,)*
                     Self::Unknown => "unknown",
@@ -222,7 +222,7 @@ events! {
     SummaryOfAll = "summary" { clients: usize, buffered_bytes: usize, undelivered_bytes: usize, keeper_pid: Option<u32> };
 }
 
-impl What {
+impl EventKind {
     /// True if the kind occurs with single jobs and workers, and therefore as often. Events of other kinds
     /// report state changes and are never suppressed.
     pub const fn is_frequent(&self) -> bool {
@@ -255,7 +255,7 @@ mod tests {
 
     fn table() -> String {
         let mut table = String::from("| kind | fields | |\n| --- | --- | --- |\n");
-        for (kind, fields, sentence) in What::ROWS {
+        for (kind, fields, sentence) in EventKind::ROWS {
             let fields: Vec<String> = fields.iter().map(|field| format!("`{field}`")).collect();
             writeln!(table, "| `{kind}` | {} | {} |", fields.join(" "), sentence.trim()).unwrap();
         }
@@ -264,7 +264,7 @@ mod tests {
 
     /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
     #[test]
-    fn the_documentation_names_every_kind() {
+    fn documentation_lists_all_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();
         let (head, rest) = docs.split_once("<!-- events -->\n").expect("the table has its place");
         let (_, tail) = rest.split_once("<!-- end -->").expect("the table has an end");
@@ -277,38 +277,38 @@ mod tests {
     }
 
     #[test]
-    fn an_event_of_a_newer_supervisor_is_read() {
+    fn reads_event_of_newer_supervisor() {
         let told = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",
         });
         let event = Event::deserialize(&told).unwrap();
-        assert_eq!((event.what(), event.severity.as_str()), (What::Unknown, "fatal"));
+        assert_eq!((event.event_kind(), event.severity.as_str()), (EventKind::Unknown, "fatal"));
         assert_eq!((&*event.kind, &event.fields["phase"]), ("moon_rose", &json!("full")));
         assert_eq!(serde_json::to_value(&event).unwrap(), told, "nothing is lost");
         let told = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
-        let what = Event::deserialize(told).unwrap().what();
-        assert_eq!(what, What::WorkerStarted { pid: 5, slot: 0, generation: 0 });
+        let what = Event::deserialize(told).unwrap().event_kind();
+        assert_eq!(what, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
         let told = json!({"kind": "worker_started", "pid": "five"});
-        assert_eq!(Event::deserialize(told).unwrap().what(), What::Unknown);
-        assert_eq!(Event::deserialize(json!({})).unwrap().what(), What::Unknown);
+        assert_eq!(Event::deserialize(told).unwrap().event_kind(), EventKind::Unknown);
+        assert_eq!(Event::deserialize(json!({})).unwrap().event_kind(), EventKind::Unknown);
     }
 
     #[test]
-    fn every_kind_is_read_as_it_was_written() {
-        for kind in What::KINDS {
-            let what = Event::deserialize(json!({"kind": kind})).unwrap().what();
-            assert_eq!(what.kind(), *kind);
+    fn all_kinds_survive_serialization() {
+        for kind in EventKind::KINDS {
+            let what = Event::deserialize(json!({"kind": kind})).unwrap().event_kind();
+            assert_eq!(what.name(), *kind);
             let fields = what.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
             let again = Event { kind: (*kind).into(), fields, ..Event::default() };
-            assert_eq!(again.what(), what);
+            assert_eq!(again.event_kind(), what);
         }
     }
 
     #[test]
-    fn what_has_no_value_is_absent_or_null_as_its_kind_has_it() {
+    fn absent_values_are_left_out_or_null() {
         let open = Word::from(BreakerState::Open);
-        let what = What::BreakerOpened {
+        let what = EventKind::BreakerOpened {
             from: open.clone(),
             to: open,
             calls: None,
@@ -316,7 +316,7 @@ mod tests {
             slow_rate: None,
         };
         assert_eq!(what.fields(), [("from", json!("open")), ("to", json!("open"))]);
-        let what = What::LimitsChanged {
+        let what = EventKind::LimitsChanged {
             max_in_flight: Some(2),
             processes: None,
             max_queue: None,

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 /// Number of buckets to allocate at once.
-const BUCKETS_AT_ONCE: usize = 8;
+const BUCKETS_PER_ALLOCATION: usize = 8;
 
-/// A weighted histogram that keeps the `KEPT_BITS` most significant bits of each value. A quantile exceeds
-/// the exact value by less than 1 / 2^(`KEPT_BITS` − 1) of the value. Buckets are allocated only from the
+/// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile exceeds
+/// the exact value by less than 1 / 2^(`PRECISION_BITS` − 1) of the value. Buckets are allocated only from the
 /// smallest to the largest value.
 #[derive(Clone, Debug, Default)]
-pub struct Histogram<const KEPT_BITS: u32 = 5> {
+pub struct Histogram<const PRECISION_BITS: u32 = 5> {
     /// Index of the first allocated bucket.
     first: usize,
     buckets: Vec<u64>,
@@ -17,16 +17,16 @@ pub struct Histogram<const KEPT_BITS: u32 = 5> {
     max: u64,
 }
 
-impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
+impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
     /// Number of buckets per doubling of the value.
-    const STEPS: usize = 1 << (KEPT_BITS - 1);
+    const STEPS: usize = 1 << (PRECISION_BITS - 1);
 
     /// Adds weight at a value.
     #[inline]
     pub fn record(&mut self, value: u64, weight: u64) {
         let bucket = Self::bucket_of(value);
         if !self.range().contains(&bucket) {
-            self.cover(bucket..bucket + 1);
+            self.allocate(bucket..bucket + 1);
         }
         let weights = &mut self.buckets[bucket - self.first];
         *weights = weights.saturating_add(weight);
@@ -35,9 +35,9 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
     }
 
     /// Returns the sum of both histograms.
-    pub fn and(mut self, other: &Self) -> Self {
+    pub fn merged(mut self, other: &Self) -> Self {
         if !other.buckets.is_empty() {
-            self.cover(other.range());
+            self.allocate(other.range());
             let from = other.first - self.first;
             for (own, others) in self.buckets[from..].iter_mut().zip(&other.buckets) {
                 *own = own.saturating_add(*others);
@@ -61,10 +61,10 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
     /// Returns the value at or below which this share of the weight lies, or 0 if the histogram is empty.
     pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
-        let mut seen = 0_u64;
+        let mut cumulative = 0_u64;
         let bucket = self.buckets.iter().position(|weight| {
-            seen = seen.saturating_add(*weight);
-            seen >= rank
+            cumulative = cumulative.saturating_add(*weight);
+            cumulative >= rank
         });
         bucket.map_or(self.max, |bucket| Self::upper_bound(self.first + bucket).min(self.max))
     }
@@ -77,25 +77,25 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
 
     /// Allocates these buckets, and some around them.
     #[cold]
-    fn cover(&mut self, wanted: Range<usize>) {
-        let known = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
-        let first = known.start.min(wanted.start) / BUCKETS_AT_ONCE * BUCKETS_AT_ONCE;
-        let end = known.end.max(wanted.end).next_multiple_of(BUCKETS_AT_ONCE);
+    fn allocate(&mut self, wanted: Range<usize>) {
+        let allocated = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
+        let first = allocated.start.min(wanted.start) / BUCKETS_PER_ALLOCATION * BUCKETS_PER_ALLOCATION;
+        let end = allocated.end.max(wanted.end).next_multiple_of(BUCKETS_PER_ALLOCATION);
         let mut buckets = vec![0; end - first];
-        buckets[known.start - first..][..self.buckets.len()].copy_from_slice(&self.buckets);
+        buckets[allocated.start - first..][..self.buckets.len()].copy_from_slice(&self.buckets);
         (self.first, self.buckets) = (first, buckets);
     }
 
     fn bucket_of(value: u64) -> usize {
-        let shift = (u64::BITS - value.leading_zeros()).saturating_sub(KEPT_BITS);
+        let shift = (u64::BITS - value.leading_zeros()).saturating_sub(PRECISION_BITS);
         shift as usize * Self::STEPS + (value >> shift) as usize
     }
 
     /// Returns the largest value of a bucket.
     fn upper_bound(bucket: usize) -> u64 {
         let shift = (bucket / Self::STEPS).saturating_sub(1);
-        let kept = (bucket - shift * Self::STEPS) as u64;
-        (kept << shift) + ((1 << shift) - 1)
+        let significant = (bucket - shift * Self::STEPS) as u64;
+        (significant << shift) + ((1 << shift) - 1)
     }
 }
 
@@ -103,30 +103,30 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
 mod tests {
     use super::*;
 
-    fn every_value_has_a_bucket_that_is_hardly_wider<const KEPT_BITS: u32>() {
-        let error = 1.0 / Histogram::<KEPT_BITS>::STEPS as f64;
+    fn buckets_contain_their_values<const PRECISION_BITS: u32>() {
+        let error = 1.0 / Histogram::<PRECISION_BITS>::STEPS as f64;
         let mut last = 0;
         let values = (0..63).flat_map(|bit| [(1_u64 << bit) - 1, 1 << bit, (1 << bit) + (1 << bit) / 3]);
         for value in values.chain([u64::MAX]) {
-            let bucket = Histogram::<KEPT_BITS>::bucket_of(value);
-            let told = Histogram::<KEPT_BITS>::upper_bound(bucket);
+            let bucket = Histogram::<PRECISION_BITS>::bucket_of(value);
+            let told = Histogram::<PRECISION_BITS>::upper_bound(bucket);
             assert!(bucket >= last, "{value}");
             assert!(told >= value && told as f64 <= value as f64 * (1.0 + error) + 1.0, "{value}: {told}");
-            assert_eq!(Histogram::<KEPT_BITS>::bucket_of(told), bucket);
+            assert_eq!(Histogram::<PRECISION_BITS>::bucket_of(told), bucket);
             last = bucket;
         }
-        let largest = Histogram::<KEPT_BITS>::bucket_of(u64::MAX);
-        assert_eq!(Histogram::<KEPT_BITS>::upper_bound(largest), u64::MAX);
+        let largest = Histogram::<PRECISION_BITS>::bucket_of(u64::MAX);
+        assert_eq!(Histogram::<PRECISION_BITS>::upper_bound(largest), u64::MAX);
     }
 
     #[test]
-    fn values_are_told_as_exactly_as_is_promised() {
-        every_value_has_a_bucket_that_is_hardly_wider::<5>();
-        every_value_has_a_bucket_that_is_hardly_wider::<7>();
+    fn values_have_promised_precision() {
+        buckets_contain_their_values::<5>();
+        buckets_contain_their_values::<7>();
     }
 
     #[test]
-    fn there_are_buckets_for_what_was_seen_whatever_came_first() {
+    fn allocates_buckets_in_any_order() {
         let values = [40_000, 41_000, 900, 70_000_000, 0, u64::MAX, 5_000];
         let mut sorted = values;
         sorted.sort_unstable();
@@ -134,25 +134,25 @@ mod tests {
         for (at, value) in values.into_iter().enumerate() {
             both.0.record(value, 1);
             if at == 1 {
-                assert_eq!(both.0.buckets.len(), BUCKETS_AT_ONCE, "two that are close");
+                assert_eq!(both.0.buckets.len(), BUCKETS_PER_ALLOCATION, "two that are close");
             }
             let mut one = Histogram::default();
             one.record(value, 1);
-            both.1 = if at % 2 == 0 { both.1.and(&one) } else { one.and(&both.1) };
+            both.1 = if at % 2 == 0 { both.1.merged(&one) } else { one.merged(&both.1) };
         }
-        for seen in [both.0, both.1] {
-            assert_eq!((seen.total(), seen.max()), (7, u64::MAX));
+        for cumulative in [both.0, both.1] {
+            assert_eq!((cumulative.total(), cumulative.max()), (7, u64::MAX));
             for (rank, value) in sorted.into_iter().enumerate() {
-                let told = seen.quantile((rank + 1) as f64 / 7.0);
+                let told = cumulative.quantile((rank + 1) as f64 / 7.0);
                 assert_eq!(Histogram::<5>::bucket_of(told), Histogram::<5>::bucket_of(value), "{rank}");
             }
         }
-        let neither = Histogram::<5>::default().and(&Histogram::default());
+        let neither = Histogram::<5>::default().merged(&Histogram::default());
         assert!(neither.buckets.is_empty());
     }
 
     #[test]
-    fn quantiles_are_those_of_the_weight() {
+    fn quantiles_follow_weights() {
         let mut histogram = Histogram::<5>::default();
         assert_eq!((histogram.quantile(0.99), histogram.max(), histogram.total()), (0, 0, 0));
         histogram.record(3, 985);
@@ -162,6 +162,6 @@ mod tests {
         assert_eq!((histogram.quantile(0.99), histogram.quantile(1.0)), (7, 1_000_000));
         let mut other = Histogram::default();
         other.record(3, u64::MAX);
-        assert_eq!(histogram.and(&other).total(), u64::MAX, "sums stay where they are at their end");
+        assert_eq!(histogram.merged(&other).total(), u64::MAX, "sums stay where they are at their end");
     }
 }

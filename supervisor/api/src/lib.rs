@@ -5,29 +5,29 @@
 //! absent fields, and keeps unknown words unchanged.
 
 mod advice;
-mod answers;
 mod change;
 mod crash;
 mod events;
 mod histogram;
 mod outcome;
 mod reload;
+mod responses;
 mod snapshot;
 mod word;
 
-pub use advice::{Advice, Kept, Late, Marks, Proposal, Seen, Setting};
-pub use answers::{Done, LogLine, Readiness, ShortState};
+pub use advice::{Advice, DeadlineMisses, Kept, Marks, Observations, Proposal, Setting};
 pub use bulkhead_policy::{BreakerState, BulkheadState};
 pub use bulkhead_shared::{Vocabulary, text};
 pub use change::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 pub use crash::{
-    Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, JOBS_MAX, NoCrashId, PAYLOAD_BYTES_MAX,
+    Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, InvalidCrashId, JOBS_MAX, PAYLOAD_BYTES_MAX,
     PAYLOADS_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob, Stage, Summary, Usage, Victim,
 };
-pub use events::{Event, Severity, What};
+pub use events::{Event, EventKind, Severity};
 pub use histogram::Histogram;
 pub use outcome::{JobOutcome, Problem, millis};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
+pub use responses::{Done, LogLine, Readiness, ShortState};
 pub use snapshot::{
     Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,
 };

@@ -235,13 +235,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_snapshot_of_a_newer_or_an_older_supervisor_is_read() {
-        let told = json!({
+    fn reads_snapshot_of_other_versions() {
+        let json = json!({
             "name": "b", "state": "asleep", "service": "splendid", "breaker": "ajar", "mood": {"now": "fine"},
             "rejected": {"too_noisy": 7}, "rate_limit": {"per_second": 1.5, "burst": 2, "per": "planet"},
             "workers": [{"pid": 5, "state": "dreaming", "colour": "red"}],
         });
-        let newer: Snapshot = serde_json::from_value(told).unwrap();
+        let newer: Snapshot = serde_json::from_value(json).unwrap();
         assert_eq!((newer.state.as_str(), newer.breaker.as_str()), ("asleep", "ajar"));
         assert_eq!((newer.service.unwrap().as_str(), newer.rejected["too_noisy"]), ("splendid", 7));
         assert_eq!((newer.workers[0].pid, &*newer.workers[0].state), (Some(5), "dreaming"));
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_is_read_as_it_was_written() {
+    fn snapshot_survives_serialization() {
         let worker = Worker { pid: Some(5), confinement: Some(Confinement::default()), ..Worker::default() };
         let snapshot = Snapshot {
             state: BulkheadState::Degraded.into(),
@@ -261,7 +261,7 @@ mod tests {
             workers: vec![worker],
             ..Snapshot::default()
         };
-        let told = serde_json::to_string(&snapshot).unwrap();
-        assert_eq!(serde_json::from_str::<Snapshot>(&told).unwrap(), snapshot);
+        let json = serde_json::to_string(&snapshot).unwrap();
+        assert_eq!(serde_json::from_str::<Snapshot>(&json).unwrap(), snapshot);
     }
 }

@@ -13,7 +13,7 @@ use crate::keys::access::AccessKeys;
 use crate::keys::bulkhead::BulkheadKeys;
 use crate::keys::supervisor::SupervisorKeys;
 use crate::reader::{Field, Origin, TableReader};
-use crate::table::{Part as _, Table as _};
+use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
 /// A complete file.
@@ -52,22 +52,23 @@ impl<K> Deref for Raw<K> {
 }
 
 /// Keys that select the program. They cannot be shared by all bulkheads.
-const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
+const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Tables of tenants. They cannot be shared by all bulkheads either.
-const WHOSE: &[&str] = &["tenant"];
+const TENANT_KEYS: &[&str] = &["tenant"];
 
 /// Returns true if a bulkhead's key is not allowed in `[defaults]`.
-pub(crate) fn cannot_be_shared(name: &str) -> bool {
-    WHAT_RUNS.contains(&name) || WHOSE.contains(&name)
+pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
+    PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
 }
 
 /// Reads a complete document.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
-    let mut top = TableReader::open(schema::keys(), key::TOP, String::new(), Origin::Own, root, problems);
+    let mut top =
+        TableReader::open(schema::keys(), key::TOP_LEVEL, String::new(), Origin::Own, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
     let empty = DeTable::new();
-    let keys = SupervisorKeys::read_inside(Some(&mut top), "supervisor");
+    let keys = SupervisorKeys::read_nested(Some(&mut top), "supervisor");
     let supervisor = Raw { name: String::new(), heading, keys };
     let mut access = Vec::new();
     top.each_table("access", key::ACCESS, |heading, entry| {
@@ -75,29 +76,33 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
         access.push(Raw { name: String::new(), heading, keys });
     });
     let shared = top.bare_table("defaults").unwrap_or(&empty);
-    let named = top.bare_table("bulkhead");
+    let bulkheads_table = top.bare_table("bulkhead");
     let missing = !root.contains_key("bulkhead");
 
     let (table, title) = (key::BULKHEAD, "defaults".to_owned());
     let mut shared = TableReader::open(schema::keys(), table, title, Origin::Defaults, shared, problems);
-    shared.refuse(WHAT_RUNS, "set the program in each [bulkhead.NAME] instead");
-    shared.refuse(WHOSE, "set the tenants in each [bulkhead.NAME] instead");
+    shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
+    shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
     // These keys were rejected in `[defaults]` and must not be inherited.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
-    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
-    let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
-    if missing || named.is_some_and(|named| named.is_empty()) {
-        let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
+    let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);
+    let names = bulkheads_table.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
+    if missing || bulkheads_table.is_some_and(|bulkheads_table| bulkheads_table.is_empty()) {
+        let position = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
-        problems.report(place, "the file has no bulkhead", help);
+        problems.report(position, "the file has no bulkhead", help);
     }
     RawFile { supervisor, access, bulkheads, names }
 }
 
-fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Problems) -> Vec<RawBulkhead> {
-    let mut entries: Vec<_> = named.iter().collect();
+fn read_bulkheads(
+    bulkheads_table: &DeTable<'_>,
+    shared: &BulkheadKeys,
+    problems: &mut Problems,
+) -> Vec<RawBulkhead> {
+    let mut entries: Vec<_> = bulkheads_table.iter().collect();
     entries.sort_by_key(|(name, _)| name.span().start);
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
         problems.report(
@@ -116,7 +121,7 @@ fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Pro
             continue;
         };
         let reader = TableReader::open(schema::keys(), key::BULKHEAD, title, Origin::Own, table, problems);
-        let keys = BulkheadKeys::read(Field::Absent, Some(reader)).over(shared);
+        let keys = BulkheadKeys::read(Field::Absent, Some(reader)).merge(shared);
         bulkheads.push(Raw { name: name.get_ref().to_string(), heading: name.span(), keys });
     }
     bulkheads

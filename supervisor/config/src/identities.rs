@@ -3,29 +3,29 @@
 use nix::unistd::{Group, User};
 
 use super::diagnostics::shown;
-use super::values::Complaint;
+use super::values::ValueError;
 
 /// Returns the id of the user `name`.
-pub(super) fn user(label: &str, name: &str) -> Result<u32, Complaint> {
+pub(super) fn user(label: &str, name: &str) -> Result<u32, ValueError> {
     let found = User::from_name(name).map(|user| user.map(|user| user.uid.as_raw()));
-    known(label, "user", name, found)
+    found_id(label, "user", name, found)
 }
 
 /// Returns the id of the group `name`.
-pub(super) fn group(label: &str, name: &str) -> Result<u32, Complaint> {
+pub(super) fn group(label: &str, name: &str) -> Result<u32, ValueError> {
     let found = Group::from_name(name).map(|group| group.map(|group| group.gid.as_raw()));
-    known(label, "group", name, found)
+    found_id(label, "group", name, found)
 }
 
-fn known(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>) -> Result<u32, Complaint> {
+fn found_id(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>) -> Result<u32, ValueError> {
     let database = if what == "user" { "passwd" } else { "group" };
     match found {
         Ok(Some(id)) => Ok(id),
-        Ok(None) => Err(Complaint::new(
+        Ok(None) => Err(ValueError::new(
             format!("`{label}`: there is no {what} `{}`", shown(name)),
             format!("write a name from `getent {database}`, or add the missing name to the system"),
         )),
-        Err(error) => Err(Complaint::new(
+        Err(error) => Err(ValueError::new(
             format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),
             format!("check the lookup with `getent {database} {}`", shown(name)),
         )),

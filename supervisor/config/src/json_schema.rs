@@ -6,7 +6,7 @@ use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
 use serde_json::{Map, Value, json};
 
-use super::key::{self, Key, Kind, Preset};
+use super::key::{self, DefaultValue, Key, Kind};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::{defaults, file, schema, units};
 
@@ -26,12 +26,12 @@ pub fn json_schema() -> Value {
     let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
     tables.sort_unstable();
     tables.dedup();
-    for table in tables.into_iter().filter(|table| *table != key::TOP) {
+    for table in tables.into_iter().filter(|table| *table != key::TOP_LEVEL) {
         definitions.insert(table.to_owned(), table_of(&key::heading(table), table, |_| true));
     }
-    let shared = |key: &Key| !file::cannot_be_shared(key.name);
+    let shared = |key: &Key| !file::is_not_allowed_in_defaults(key.name);
     definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", key::BULKHEAD, shared));
-    let mut whole = table_of("The configuration of a bulkhead-supervisor", key::TOP, |_| true);
+    let mut whole = table_of("The configuration of a bulkhead-supervisor", key::TOP_LEVEL, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     whole["required"] = json!(["bulkhead"]);
     whole["definitions"] = Value::Object(definitions);
@@ -45,26 +45,26 @@ fn table_of(title: &str, table: &str, is_wanted: impl Fn(&Key) -> bool) -> Value
 }
 
 fn property(key: &Key) -> Value {
-    let mut property = shape(key);
+    let mut property = value_schema(key);
     if key.about.is_empty() {
         return property;
     }
     property["description"] =
         json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
     // A default value has the same literal in JSON as in TOML. Computed defaults have no literal.
-    if let Some(value) = preset(&key.default) {
+    if let Some(value) = default_value(&key.default) {
         property["default"] = value;
     }
     property
 }
 
-fn preset(default: &Preset) -> Option<Value> {
+fn default_value(default: &DefaultValue) -> Option<Value> {
     serde_json::from_str(&default.toml()?).ok()
 }
 
-fn shape(key: &Key) -> Value {
+fn value_schema(key: &Key) -> Value {
     match key.kind {
-        Kind::Duration(_) => json!({"type": "string", "pattern": whole(&units::duration_pattern())}),
+        Kind::Duration(_) => json!({"type": "string", "pattern": anchored(&units::duration_pattern())}),
         Kind::Size { min, max } => size(min, max, &[]),
         Kind::Count { min, max } => integer(min, max),
         Kind::Share { none, all } => {
@@ -100,7 +100,7 @@ fn definition(table: &str) -> Value {
 /// Returns the schema of a table whose keys are from the schema or whose names are chosen by the file.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
-        (key::TOP, "bulkhead") => {
+        (key::TOP_LEVEL, "bulkhead") => {
             let pattern = format!("^[a-z0-9._-]{{1,{BULKHEAD_NAME_BYTES_MAX}}}$");
             let mut named = named_tables(json!({"pattern": pattern}), key::BULKHEAD);
             (named["minProperties"], named["maxProperties"]) = (json!(1), json!(defaults::BULKHEADS_MAX));
@@ -147,7 +147,7 @@ fn number_or_text(min: u64, max: u64, pattern: &str, others: &[&str]) -> Value {
     let patterns: Vec<&str> = [pattern].iter().chain(others).copied().collect();
     let mut either = integer(min, max);
     either["type"] = json!(["integer", "string"]);
-    either["pattern"] = json!(whole(&patterns.join("|")));
+    either["pattern"] = json!(anchored(&patterns.join("|")));
     either
 }
 
@@ -165,6 +165,6 @@ fn limit(resource: Resource) -> Value {
     }
 }
 
-fn whole(pattern: &str) -> String {
+fn anchored(pattern: &str) -> String {
     format!("^(?:{pattern})$")
 }

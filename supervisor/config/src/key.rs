@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use super::rlimits::{Measure, meaning};
 use super::{defaults, units};
 
-pub(super) const TOP: &str = "";
+pub(super) const TOP_LEVEL: &str = "";
 pub(super) const ACCESS: &str = "access";
 pub(super) const SUPERVISOR: &str = "supervisor";
 pub(super) const BULKHEAD: &str = "bulkhead.NAME";
@@ -29,7 +29,7 @@ pub struct Key {
     /// Kind of the value.
     pub kind: Kind,
     /// Value or behaviour if the key is absent.
-    pub default: Preset,
+    pub default: DefaultValue,
     /// Description of the key for the reference.
     pub about: &'static str,
     /// Valid example value for a key without a default.
@@ -100,7 +100,7 @@ pub enum Kind {
 
 /// Value or behaviour of an absent key. `Display` writes the value as TOML, or describes the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Preset {
+pub enum DefaultValue {
     /// A duration.
     Duration(Duration),
     /// A number of bytes.
@@ -125,11 +125,11 @@ pub enum Preset {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnReload {
     /// The value applies immediately.
-    Holds,
+    Applies,
     /// The workers are replaced, because the value is passed to them when they start or connect.
     ReplacesWorkers,
     /// The value is ignored until the next start.
-    Waits,
+    NeedsRestart,
 }
 
 /// Names used by other systems for keys of a bulkhead. Each has a list of possible keys with their meanings.
@@ -153,7 +153,7 @@ const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
 /// The principal key of some tables, and true if its value is text. For example, `sandbox = "strict"` most
 /// likely means `sandbox.profile`.
-pub(super) const PRINCIPAL: &[(&str, &str, bool)] = &[
+pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),
     ("retry", "attempts", false),
@@ -167,7 +167,7 @@ pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
 }
 
 /// Formats words as a list for a message or the reference.
-pub(super) fn in_list(words: &[&str]) -> String {
+pub(super) fn format_list(words: &[&str]) -> String {
     words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
 }
 
@@ -179,26 +179,26 @@ pub(super) fn heading(table: &str) -> String {
 impl Key {
     /// Returns the table and the name: `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
-        if self.table == TOP { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
+        if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
     /// Returns the key of a table. Only the keys in the table have descriptions.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
-        let default = Preset::Described("none");
-        Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Holds }
+        let default = DefaultValue::Described("none");
+        Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }
     }
 
     /// Returns a valid example value as TOML.
     pub(super) fn example(&self) -> String {
         match self.default {
             _ if self.kind == Kind::Boolean => "true".to_owned(),
-            Preset::Described(_) => self.example.to_owned(),
+            DefaultValue::Described(_) => self.example.to_owned(),
             default => default.toml().unwrap_or_default(),
         }
     }
 }
 
-impl Preset {
+impl DefaultValue {
     /// Returns the value as TOML; `None` for a description.
     pub(super) fn toml(&self) -> Option<String> {
         match *self {
@@ -216,7 +216,7 @@ impl Preset {
 }
 
 /// Serialises the value for programs. Sizes are in bytes.
-impl Serialize for Preset {
+impl Serialize for DefaultValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {
             Self::Duration(duration) => units::serialize_duration(&duration, serializer),
@@ -229,7 +229,7 @@ impl Serialize for Preset {
     }
 }
 
-impl fmt::Display for Preset {
+impl fmt::Display for DefaultValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self, self.toml()) {
             (Self::Described(words), _) => f.write_str(words),
@@ -263,8 +263,8 @@ impl fmt::Display for Kind {
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),
-            Self::Word(of) => f.write_str(&in_list(of)),
-            Self::Words(of) => write!(f, "array of {}", in_list(of)),
+            Self::Word(words) => f.write_str(&format_list(words)),
+            Self::Words(words) => write!(f, "array of {}", format_list(words)),
             Self::Program => f.write_str("array of strings"),
             Self::Names(max) => write!(f, "array of names, at most {max}"),
             Self::Paths(max) => write!(f, "array of paths, at most {max}"),

@@ -6,7 +6,7 @@ pub(crate) mod admission;
 pub(crate) mod bulkhead;
 pub(crate) mod confinement;
 pub(crate) mod exec;
-pub(crate) mod life;
+pub(crate) mod lifecycle;
 pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
@@ -20,11 +20,11 @@ mod kinds {
     use bulkhead_shared::Vocabulary;
 
     /// Any duration, including zero.
-    pub(super) const ANY: Duration = Duration::ZERO;
+    pub(super) const ANY_DURATION: Duration = Duration::ZERO;
     /// A positive duration.
-    pub(super) const SOME: Duration = defaults::DURATION_MIN;
+    pub(super) const POSITIVE_DURATION: Duration = defaults::DURATION_MIN;
     /// A share above 0.
-    pub(super) const PART: Kind = Kind::Share { none: false, all: true };
+    pub(super) const POSITIVE_SHARE: Kind = Kind::Share { none: false, all: true };
 
     pub(super) const fn at_least(min: Duration) -> Kind {
         Kind::Duration(min)

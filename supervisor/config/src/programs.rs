@@ -9,7 +9,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::defaults;
 use super::diagnostics::shown;
-use super::values::{Complaint, split_help};
+use super::values::{ValueError, split_help};
 
 /// Returns `path` relative to `folder`, without `.` components. Links and `..` are kept, because only the
 /// kernel can resolve them.
@@ -23,7 +23,7 @@ pub(super) fn program(
     name: &str,
     folder: &Path,
     search_path: Option<&OsStr>,
-) -> Result<PathBuf, Complaint> {
+) -> Result<PathBuf, ValueError> {
     if name.contains('/') {
         let path = resolve(folder, name);
         check_program(label, &path, folder)?;
@@ -48,7 +48,7 @@ pub(super) fn program(
             shown(name)
         )
     };
-    Err(Complaint::new(format!("`{label}`: there is no program `{}` in PATH", shown(name)), help))
+    Err(ValueError::new(format!("`{label}`: there is no program `{}` in PATH", shown(name)), help))
 }
 
 fn runs(path: &Path) -> bool {
@@ -66,17 +66,17 @@ fn check_access(
     path: &Path,
     access: Access,
     (done, able): (&str, &str),
-) -> Result<(), Complaint> {
+) -> Result<(), ValueError> {
     may(path, access).map_err(|error| {
         let message = format!("`{label}`: {} cannot be {done}: {error}", path.display());
-        Complaint::new(message, format!("make the path {able} for the supervisor's user"))
+        ValueError::new(message, format!("make the path {able} for the supervisor's user"))
     })
 }
 
-fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     check_regular_file(label, "program", path, folder)?;
     may(path, Access::EXEC_OK).map_err(|_| {
-        Complaint::new(
+        ValueError::new(
             format!("`{label}`: {} is not executable", path.display()),
             format!("run `chmod +x {}`, or name another program", path.display()),
         )
@@ -84,17 +84,17 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complain
 }
 
 /// Checks that a library is a readable file.
-pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     check_regular_file(label, "library", path, folder)?;
     check_access(label, path, Access::READ_OK, ("read", "readable"))
 }
 
 /// Checks that workers can start in a folder.
-pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     let found = look_up(label, "folder", path, folder)?;
     if !found.is_dir() {
         let parent = path.parent().unwrap_or(Path::new("/"));
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
             format!("name a folder, as in \"{}\"", parent.display()),
         ));
@@ -103,9 +103,9 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
 }
 
 /// Checks that `path` is a usable folder, or does not exist yet. The parent folders are not checked.
-pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
+pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> {
     match fs::metadata(path) {
-        Ok(found) if !found.is_dir() => Err(Complaint::new(
+        Ok(found) if !found.is_dir() => Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
             "name a folder, or a path that does not exist yet",
         )),
@@ -115,29 +115,29 @@ pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
 }
 
 /// Checks that a file or folder exists.
-pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     look_up(label, "file or folder", path, folder).map(drop)
 }
 
-fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     let found = look_up(label, what, path, folder)?;
     if found.is_file() {
         return Ok(());
     }
     let kind = if found.is_dir() { "a folder" } else { "not a regular file" };
-    Err(Complaint::new(
+    Err(ValueError::new(
         format!("`{label}`: {} is {kind}, not a {what}", path.display()),
         format!("name the {what} itself"),
     ))
 }
 
-fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Metadata, Complaint> {
+fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Metadata, ValueError> {
     fs::metadata(path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => Complaint::new(
+        std::io::ErrorKind::NotFound => ValueError::new(
             format!("`{label}`: there is no {what} {}", path.display()),
             format!("relative paths start at the file's folder, {}", folder.display()),
         ),
-        _ => Complaint::new(
+        _ => ValueError::new(
             format!("`{label}`: {} cannot be inspected: {error}", path.display()),
             "make each parent folder accessible for the supervisor's user",
         ),
@@ -145,10 +145,10 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
 }
 
 /// Checks that a Unix socket can be bound at `path`.
-pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
+pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     let bytes = path.as_os_str().len();
     if bytes > defaults::SOCKET_PATH_BYTES_MAX {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!(
                 "`{label}`: the path of a Unix socket has at most {} bytes, but this path has {bytes}: {}",
                 defaults::SOCKET_PATH_BYTES_MAX,
@@ -158,7 +158,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
         ));
     }
     if path.file_name().is_none() || path.is_dir() {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{label}`: {} is a folder, not a socket", path.display()),
             format!("name a file in the folder, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
         ));
@@ -168,7 +168,7 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
 
 /// Returns true if two paths name the same file, even if their folders are reached through links. The file
 /// need not exist.
-pub(super) fn same_place(a: &Path, b: &Path) -> bool {
+pub(super) fn is_same_file(a: &Path, b: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());
     a == b || (a.file_name() == b.file_name() && folder(a).is_some() && folder(a) == folder(b))
 }

@@ -11,7 +11,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
-use super::values::{self, Complaint, Named};
+use super::values::{self, LabelledKey, ValueError};
 
 /// Origin of a value, ordered from the farthest to the nearest. A failed rule is reported at the nearer of
 /// its values.
@@ -39,7 +39,7 @@ pub(super) enum Field<T> {
     #[default]
     Absent,
     /// Present but invalid and already reported. Rules that involve the key are not checked.
-    Refused,
+    Invalid,
     Given(Given<T>),
 }
 
@@ -56,7 +56,7 @@ impl<T> Field<T> {
     }
 
     /// Returns the name of the key and the position of its value, if the file contains the key.
-    pub(super) fn written(&self, name: &'static str) -> Option<Written> {
+    pub(super) fn present_key(&self, name: &'static str) -> Option<PresentKey> {
         (!self.is_absent()).then(|| (name, self.given().map(|given| given.span.clone())))
     }
 
@@ -64,13 +64,13 @@ impl<T> Field<T> {
         matches!(self, Self::Absent)
     }
 
-    pub(super) fn is_refused(&self) -> bool {
-        matches!(self, Self::Refused)
+    pub(super) fn is_invalid(&self) -> bool {
+        matches!(self, Self::Invalid)
     }
 }
 
 /// A key in the file, and the position of its value unless the value was refused.
-pub(super) type Written = (&'static str, Option<Range<usize>>);
+pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
 /// Strings of an array with their positions: a program and its arguments, or names.
 pub(super) type Arguments = Vec<Given<String>>;
@@ -105,7 +105,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         problems: &'p mut Problems,
     ) -> Self {
         let prefix = String::new();
-        Self { keys, schema, title, prefix, origin, table, misspelt: Vec::new(), problems }.checked()
+        Self { keys, schema, title, prefix, origin, table, misspelt: Vec::new(), problems }
+            .with_unknown_keys_reported()
     }
 
     /// Opens a table inside this one.
@@ -118,13 +119,14 @@ impl<'t, 'p> TableReader<'t, 'p> {
         table: &'t DeTable<'t>,
     ) -> TableReader<'t, 'q> {
         let (misspelt, problems) = (Vec::new(), &mut *self.problems);
-        TableReader { keys: self.keys, schema, title, prefix, origin, table, misspelt, problems }.checked()
+        TableReader { keys: self.keys, schema, title, prefix, origin, table, misspelt, problems }
+            .with_unknown_keys_reported()
     }
 
-    fn checked(mut self) -> Self {
+    fn with_unknown_keys_reported(mut self) -> Self {
         for (name, value) in self.table.iter() {
             if self.find(name.get_ref()).is_none() {
-                self.complain(name.span(), self.not_read(name.get_ref(), value.get_ref()));
+                self.report_error(name.span(), self.unknown_key_error(name.get_ref(), value.get_ref()));
                 self.misspelt.extend(nearest(name.get_ref(), self.key_names()));
             }
         }
@@ -148,23 +150,23 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// Returns the state of an absent key. If the key was probably misspelt, the misspelling is already
     /// reported, and its absence must not be reported as well.
     fn missing<T>(&self, name: &str) -> Field<T> {
-        if self.misspelt.contains(&name) { Field::Refused } else { Field::Absent }
+        if self.misspelt.contains(&name) { Field::Invalid } else { Field::Absent }
     }
 
-    fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
+    fn unknown_key_error(&self, name: &str, value: &DeValue<'_>) -> ValueError {
         if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
             let message = format!(
                 "`{}` has no effect: the limit of a tenant always applies per tenant",
                 self.label(name)
             );
-            return Complaint::new(message, "remove `per`");
+            return ValueError::new(message, "remove `per`");
         }
-        let place = if self.title.is_empty() {
+        let location = if self.title.is_empty() {
             "at the top of the file".to_owned()
         } else {
             format!("in {}", self.heading())
         };
-        Complaint::new(format!("unknown key `{}` {place}", shown(name)), self.unknown_help(name, value))
+        ValueError::new(format!("unknown key `{}` {location}", shown(name)), self.unknown_help(name, value))
     }
 
     /// Returns the heading of this table as it is written in the file.
@@ -176,27 +178,27 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
         let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
-        if let (Some((_, meant)), Some(value)) = (synonym, values::literal(value)) {
-            let lines = meant.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
+        if let (Some((_, candidates)), Some(value)) = (synonym, values::literal(value)) {
+            let lines = candidates.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
         // A table cannot be meant for a key that holds a single value.
         let is_table = matches!(value, DeValue::Table(_));
-        let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
-        let elsewhere: Vec<String> = self
+        let accepts = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
+        let other_tables: Vec<String> = self
             .keys
             .iter()
-            .filter(|key| key.name == name && key.table != key::TOP && fits(key))
+            .filter(|key| key.name == name && key.table != key::TOP_LEVEL && accepts(key))
             .map(|key| key::heading(key.table))
             .collect();
-        if !elsewhere.is_empty() {
-            return format!("`{name}` belongs in {}", elsewhere.join(" or "));
+        if !other_tables.is_empty() {
+            return format!("`{name}` belongs in {}", other_tables.join(" or "));
         }
         if let Some(key) = nearest(name, here.iter().copied()) {
             return format!("did you mean `{key}`?");
         }
         match (self.schema, value) {
-            (key::TOP, DeValue::Table(_)) => {
+            (key::TOP_LEVEL, DeValue::Table(_)) => {
                 return format!("write the bulkhead as [bulkhead.{}]", shown(name));
             }
             (key::TENANTS, DeValue::Table(_)) => {
@@ -210,54 +212,55 @@ impl<'t, 'p> TableReader<'t, 'p> {
         format!("the keys here are {}", here.join(", "))
     }
 
-    fn entry(&self, name: &str) -> Option<(Named, &'t Spanned<DeValue<'t>>)> {
+    fn key_with_value(&self, name: &str) -> Option<(LabelledKey, &'t Spanned<DeValue<'t>>)> {
         let value = self.table.get(name)?;
         let key = self.find(name)?;
-        Some((Named { key, label: self.label(name) }, value))
+        Some((LabelledKey { key, label: self.label(name) }, value))
     }
 
     fn label(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
     }
 
-    pub(super) fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
-        self.problems.report(span, complaint.message, complaint.help);
+    pub(super) fn report_error(&mut self, span: Range<usize>, error: ValueError) {
+        self.problems.report(span, error.message, error.help);
     }
 
     /// Reads a value with a pure function, and reports an error of that function.
-    pub(super) fn take<T>(
+    pub(super) fn read_value<T>(
         &mut self,
         name: &str,
-        read: impl FnOnce(&Named, &DeValue<'_>) -> Result<T, Complaint>,
+        read: impl FnOnce(&LabelledKey, &DeValue<'_>) -> Result<T, ValueError>,
     ) -> Field<T> {
-        self.take_by(name, |_, key, value| read(key, value.get_ref()).map(Some))
+        self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
     /// Reads a value with a function that can report and omit parts of the value. The function returns `None`
     /// if nothing remains.
-    fn take_by<T>(
+    fn read_partly<T>(
         &mut self,
         name: &str,
-        read: impl FnOnce(&mut Self, &Named, &Spanned<DeValue<'_>>) -> Result<Option<T>, Complaint>,
+        read: impl FnOnce(&mut Self, &LabelledKey, &Spanned<DeValue<'_>>) -> Result<Option<T>, ValueError>,
     ) -> Field<T> {
-        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
+        let Some((key, value)) = self.key_with_value(name) else { return self.missing(name) };
         let read = read(self, &key, value);
-        match self.found(value.span(), read).flatten() {
+        match self.ok_or_report(value.span(), read).flatten() {
             Some(taken) => Field::Given(Given { value: taken, span: value.span(), origin: self.origin }),
-            None => Field::Refused,
+            None => Field::Invalid,
         }
     }
 
     /// Reports an error about a part of a value.
-    pub(super) fn found<T>(&mut self, span: Range<usize>, found: Result<T, Complaint>) -> Option<T> {
-        found.map_err(|complaint| self.complain(span, complaint)).ok()
+    pub(super) fn ok_or_report<T>(&mut self, span: Range<usize>, found: Result<T, ValueError>) -> Option<T> {
+        found.map_err(|error| self.report_error(span, error)).ok()
     }
 
     /// Opens a table inside this one.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
         // A top-level table is named by the title alone.
-        let prefix = if self.schema == key::TOP { String::new() } else { format!("{}.", self.label(name)) };
+        let prefix =
+            if self.schema == key::TOP_LEVEL { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
@@ -269,23 +272,23 @@ impl<'t, 'p> TableReader<'t, 'p> {
         schema: &'static str,
         mut read: impl FnMut(Range<usize>, TableReader<'t, '_>),
     ) {
-        let Some((key, value)) = self.entry(name) else { return };
+        let Some((key, value)) = self.key_with_value(name) else { return };
         let DeValue::Array(array) = value.get_ref() else {
-            return self.complain(value.span(), values::not_tables(&key, value.get_ref()));
+            return self.report_error(value.span(), values::not_tables(&key, value.get_ref()));
         };
         let Kind::Tables(max) = key.kind else {
-            return self.complain(value.span(), values::unreadable(&key));
+            return self.report_error(value.span(), values::wrong_kind(&key));
         };
-        if let Some(beyond) = array.get(max) {
+        if let Some(excess) = array.get(max) {
             let message = format!("`{}` has more than {max} entries", key.label);
-            self.complain(
-                beyond.span(),
-                Complaint::new(message, "grant access to groups instead of single users"),
+            self.report_error(
+                excess.span(),
+                ValueError::new(message, "grant access to groups instead of single users"),
             );
         }
         for (index, element) in array.iter().take(max).enumerate() {
             let DeValue::Table(table) = element.get_ref() else {
-                self.complain(element.span(), values::not_a_table_of(&key, index, element.get_ref()));
+                self.report_error(element.span(), values::not_a_table_of(&key, index, element.get_ref()));
                 continue;
             };
             let (title, prefix) = (self.title_of(name), format!("{}.", self.label(name)));
@@ -308,25 +311,27 @@ impl<'t, 'p> TableReader<'t, 'p> {
             DeValue::Table(table) if table.keys().all(|key| self.is_key_of(schema, key.get_ref())) => {
                 Field::Given(Given { value: (), span: name.span(), origin: self.origin })
             }
-            _ => Field::Refused,
+            _ => Field::Invalid,
         }
     }
 
     /// Returns a table inside this one whose keys are not from the schema.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
-        let (key, value) = self.entry(name)?;
+        let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {
             return Some(table);
         }
         let is_text = matches!(value.get_ref(), DeValue::String(_));
-        let meant = key::PRINCIPAL.iter().find(|(table, _, text)| *table == name && *text == is_text);
+        let candidates = key::MAIN_KEYS.iter().find(|(table, _, text)| *table == name && *text == is_text);
         self.problems.report(
             value.span(),
             format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
-                (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each bulkhead".to_owned(),
-                (key::TOP, _) => format!("write a section [{name}]"),
-                _ => match meant.zip(values::literal(value.get_ref())) {
+                (key::TOP_LEVEL, "bulkhead") => {
+                    "write a section [bulkhead.NAME] for each bulkhead".to_owned()
+                }
+                (key::TOP_LEVEL, _) => format!("write a section [{name}]"),
+                _ => match candidates.zip(values::literal(value.get_ref())) {
                     Some(((_, key, _), value)) => format!("write `{name} = {{ {key} = {value} }}`"),
                     None => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
                 },
@@ -340,7 +345,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     /// Reports keys that are not allowed in `[defaults]`.
-    pub(super) fn refuse(&mut self, names: &[&str], help: &str) {
+    pub(super) fn report_not_allowed(&mut self, names: &[&str], help: &str) {
         for (name, _) in self.table.iter().filter(|(name, _)| names.contains(&name.get_ref().as_ref())) {
             self.problems.report(
                 name.span(),

@@ -17,13 +17,13 @@ use std::path::{Path, PathBuf};
 use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::file::{RawAccess, RawBulkhead, RawFile, RawSupervisor};
 use super::keys::exec::Files;
-use super::keys::life::RestartKeys;
+use super::keys::lifecycle::RestartKeys;
 use super::keys::tenants::RawTenant;
-use super::reader::{Arguments, Field, Given, Written};
-use super::resolved::{Resolved, blame, blame_one_of};
+use super::reader::{Arguments, Field, Given, PresentKey};
+use super::resolved::{Resolved, report_position, report_position_of};
 use super::table::ByRows as _;
 use super::token::Token;
-use super::values::Complaint;
+use super::values::ValueError;
 use super::{
     BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs,
     units,
@@ -49,15 +49,15 @@ impl Checker<'_> {
         let access = self.access(&raw.access, &raw.names);
         let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
         if self.process_env.is_embedded {
-            self.refuse_sockets(&raw.supervisor, &raw.access);
+            self.reject_socket_keys(&raw.supervisor, &raw.access);
         }
         let bulkheads =
             raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
         Config { path: path.to_owned(), supervisor, access, bulkheads }
     }
 
-    fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
-        self.problems.report(span, complaint.message, complaint.help);
+    fn report_error(&mut self, span: Range<usize>, error: ValueError) {
+        self.problems.report(span, error.message, error.help);
     }
 
     fn supervisor(
@@ -69,27 +69,27 @@ impl Checker<'_> {
         let (socket, admin) = self.sockets(raw);
         let buffered = raw.max_buffered.resolved();
         if buffered.value < payload.value
-            && let Some(place) = blame(&buffered, payload)
+            && let Some(position) = report_position(&buffered, payload)
         {
             let (small, large) = (units::format_size(buffered.value), units::format_size(payload.value));
             self.problems.report(
-                place,
+                position,
                 format!(
                     "`max_buffered` ({}) is below `max_payload` ({}): the largest job could never wait",
-                    buffered.told(&small),
-                    payload.told(&large)
+                    buffered.with_origin(&small),
+                    payload.with_origin(&large)
                 ),
                 format!("write `max_buffered = \"{large}\"` or more"),
             );
         }
         let pooled = raw.max_pooled.resolved();
         if (1..POOLED_MIN).contains(&pooled.value)
-            && let Some(place) = blame_one_of(&[&pooled])
+            && let Some(position) = report_position_of(&[&pooled])
         {
-            let told = pooled.told(units::format_size(pooled.value));
+            let size = pooled.with_origin(units::format_size(pooled.value));
             self.problems.report(
-                place,
-                format!("`max_pooled` ({told}) is too small for the memory files of a payload and a result"),
+                position,
+                format!("`max_pooled` ({size}) is too small for the memory files of a payload and a result"),
                 format!(
                     "write `max_pooled = \"{}\"` or more, or `0` for none",
                     units::format_size(POOLED_MIN)
@@ -117,7 +117,7 @@ impl Checker<'_> {
     }
 
     /// Rejects keys about sockets and their clients, because an embedded supervisor has no sockets.
-    fn refuse_sockets(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
+    fn reject_socket_keys(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
         let span = |given: Option<&Given<String>>| given.map(|given| given.span.clone());
         let given = [
             ("socket", span(raw.socket.given())),
@@ -145,7 +145,7 @@ impl Checker<'_> {
             Field::Given(given) => {
                 self.socket("socket", &given.span, programs::resolve(self.folder, &given.value))
             }
-            Field::Refused => None,
+            Field::Invalid => None,
             Field::Absent => match self.process_env.default_socket() {
                 Some(path) => self.socket("socket", &raw.heading, path),
                 None => {
@@ -164,17 +164,17 @@ impl Checker<'_> {
                 self.socket("admin", &given.span, programs::resolve(self.folder, &given.value))
             }
             (Field::Absent, Some(socket)) => {
-                let place = raw.socket.given().map_or(&raw.heading, |given| &given.span);
-                self.socket("admin", place, socket.with_file_name(defaults::ADMIN_NAME))
+                let position = raw.socket.given().map_or(&raw.heading, |given| &given.span);
+                self.socket("admin", position, socket.with_file_name(defaults::ADMIN_NAME))
             }
             _ => None,
         };
         if let (Some(socket), Some(admin)) = (&socket, &admin)
-            && programs::same_place(socket, admin)
+            && programs::is_same_file(socket, admin)
         {
-            let place = raw.admin.given().or(raw.socket.given()).map_or(&raw.heading, |given| &given.span);
+            let position = raw.admin.given().or(raw.socket.given()).map_or(&raw.heading, |given| &given.span);
             self.problems.report(
-                place.clone(),
+                position.clone(),
                 format!("`socket` and `admin` are the same path: {}", socket.display()),
                 "set different paths, or remove `admin` for the default path",
             );
@@ -187,18 +187,18 @@ impl Checker<'_> {
     fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
         let address = raw.http.given().and_then(|given| {
             let address = given.value.parse().map_err(|_| {
-                Complaint::new(
+                ValueError::new(
                     format!("`http` must be an address and a port, not `{}`", shown(&given.value)),
                     "write `http = \"127.0.0.1:9464\"`; an IPv6 address needs brackets, as in \"[::1]:9464\"",
                 )
             });
-            self.found(&given.span, address)
+            self.ok_or_report(&given.span, address)
         });
         let token_file = raw.http_token_file.given().and_then(|given| {
             let path = programs::resolve(self.folder, &given.value);
             let token = Token::read(&path)
-                .map_err(|(message, help)| Complaint::new(format!("`http_token_file`: {message}"), help));
-            self.found(&given.span, token).map(|_| path)
+                .map_err(|(message, help)| ValueError::new(format!("`http_token_file`: {message}"), help));
+            self.ok_or_report(&given.span, token).map(|_| path)
         });
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
@@ -217,7 +217,7 @@ impl Checker<'_> {
     }
 
     fn socket(&mut self, label: &str, span: &Range<usize>, path: PathBuf) -> Option<PathBuf> {
-        self.found(span, programs::socket(label, &path)).map(|()| path)
+        self.ok_or_report(span, programs::socket(label, &path)).map(|()| path)
     }
 
     fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Resolved<u64>, file: &RawFile) -> BulkheadConfig {
@@ -260,8 +260,8 @@ impl Checker<'_> {
             tenants: self.tenants(&raw.tenants),
             tenant: self.tenant(raw),
             breaker: self.breaker(&raw.breaker),
-            retry: raw.retry.checked_if_here(),
-            poison: raw.poison.checked_if_here(),
+            retry: raw.retry.checked_if_present(),
+            poison: raw.poison.checked_if_present(),
             adaptive: self.adaptive(&raw.adaptive),
             restart: self.restart(&raw.restart),
             start: raw.start.checked(),
@@ -269,10 +269,10 @@ impl Checker<'_> {
             recycle: raw.recycle.checked(),
             rlimits: raw.rlimits.checked(),
             sandbox: self.sandbox(&raw.sandbox),
-            cgroup: raw.cgroup.checked_if_here(),
+            cgroup: raw.cgroup.checked_if_present(),
             output_grace: runs_programs.then(|| raw.output_grace.value_or(defaults::OUTPUT_GRACE)),
             exit_status: runs_programs.then(|| self.exit_status(&raw.exit_status)),
-            files: raw.files.checked_if_here().filter(|files| runs_programs && *files != Files::default()),
+            files: raw.files.checked_if_present().filter(|files| runs_programs && *files != Files::default()),
         };
         self.check_workers(raw, &bulkhead);
         self.check_exec(raw, &bulkhead);
@@ -285,13 +285,17 @@ impl Checker<'_> {
         let name = &raw.name;
         self.check_one_of(
             &raw.heading,
-            [raw.command.written("command"), raw.library.written("library"), raw.exec.written("exec")],
-            Complaint::new(
+            [
+                raw.command.present_key("command"),
+                raw.library.present_key("library"),
+                raw.exec.present_key("exec"),
+            ],
+            ValueError::new(
                 format!("bulkhead `{name}` has no program to run"),
                 "add `command = [\"./worker\"]`, `library = \"./libworker.so\"` or `exec = [\"program\"]`",
             ),
             |several| {
-                Complaint::new(
+                ValueError::new(
                     format!("bulkhead `{name}` has {several}, but can run only a single program"),
                     "keep a single key, and add a [bulkhead.NAME] section for each other program",
                 )
@@ -323,31 +327,31 @@ impl Checker<'_> {
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
-        keys: [Option<Written>; N],
-        none: Complaint,
-        several: impl FnOnce(&str) -> Complaint,
+        keys: [Option<PresentKey>; N],
+        none: ValueError,
+        several: impl FnOnce(&str) -> ValueError,
     ) {
-        let written: Vec<Written> = keys.into_iter().flatten().collect();
+        let written: Vec<PresentKey> = keys.into_iter().flatten().collect();
         match written.as_slice() {
-            [] => self.complain(heading.clone(), none),
+            [] => self.report_error(heading.clone(), none),
             [_] => {}
             written => {
                 let names =
                     written.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
-                let places = written.iter().filter_map(|(_, place)| place.as_ref());
-                let last = places.max_by_key(|place| place.start).unwrap_or(heading);
-                self.complain(last.clone(), several(&names));
+                let positions = written.iter().filter_map(|(_, position)| position.as_ref());
+                let last = positions.max_by_key(|position| position.start).unwrap_or(heading);
+                self.report_error(last.clone(), several(&names));
             }
         }
     }
 
     /// Returns the value, or reports the error and returns `None`.
-    fn found<T>(&mut self, place: &Range<usize>, found: Result<T, Complaint>) -> Option<T> {
-        found.map_err(|complaint| self.complain(place.clone(), complaint)).ok()
+    fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
+        found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
     /// Suggests a replacement for an unknown bulkhead name. `which` describes `names` in the message.
-    fn instead(name: &str, names: &[&str], which: &str) -> String {
+    fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
             None if !names.is_empty() && names.len() <= LISTED_MAX => {
@@ -364,31 +368,31 @@ impl Checker<'_> {
         let label = format!("{key}[0]");
         let search_path = self.process_env.search_path.as_deref();
         let path = programs::program(&label, &name.value, self.folder, search_path);
-        (argv, self.found(&name.span, path).unwrap_or_default())
+        (argv, self.ok_or_report(&name.span, path).unwrap_or_default())
     }
 
     fn library(&mut self, given: &Given<String>) -> PathBuf {
         let path = programs::resolve(self.folder, &given.value);
-        self.found(&given.span, programs::library("library", &path, self.folder));
+        self.ok_or_report(&given.span, programs::library("library", &path, self.folder));
         path
     }
 
     fn cwd(&mut self, cwd: &Field<String>) -> PathBuf {
         let Some(given) = cwd.given() else { return self.folder.to_owned() };
         let path = programs::resolve(self.folder, &given.value);
-        self.found(&given.span, programs::working_folder("cwd", &path, self.folder));
+        self.ok_or_report(&given.span, programs::working_folder("cwd", &path, self.folder));
         path
     }
 
     fn crash_dir(&mut self, crash_dir: &Field<String>) -> Option<PathBuf> {
         let given = crash_dir.given()?;
         let path = programs::resolve(self.folder, &given.value);
-        self.found(&given.span, programs::folder_to_be("crash_dir", &path));
+        self.ok_or_report(&given.span, programs::future_folder("crash_dir", &path));
         Some(path)
     }
 
     /// Reports duplicate strings of an array.
-    fn check_once(&mut self, label: &str, strings: &[Given<String>]) {
+    fn check_unique(&mut self, label: &str, strings: &[Given<String>]) {
         for (index, string) in strings.iter().enumerate() {
             if strings[..index].iter().any(|before| before.value == string.value) {
                 let message = format!("`{label}` names `{}` twice", shown(&string.value));
@@ -429,18 +433,22 @@ impl Checker<'_> {
         if lower.1.value <= upper.1.value {
             return;
         }
-        let Some(place) = blame(lower.1, upper.1) else { return };
+        let Some(position) = report_position(lower.1, upper.1) else { return };
         let (low, high) = (literal(&lower.1.value), literal(&upper.1.value));
         self.problems.report(
-            place,
+            position,
             format!(
                 "`{}` ({}) is above `{}` ({})",
                 lower.0,
-                lower.1.told(low.trim_matches('"')),
+                lower.1.with_origin(low.trim_matches('"')),
                 upper.0,
-                upper.1.told(high.trim_matches('"'))
+                upper.1.with_origin(high.trim_matches('"'))
             ),
-            format!("write `{} = {low}` or more, or `{} = {high}` or less", leaf(upper.0), leaf(lower.0)),
+            format!(
+                "write `{} = {low}` or more, or `{} = {high}` or less",
+                key_name(upper.0),
+                key_name(lower.0)
+            ),
         );
     }
 
@@ -452,27 +460,27 @@ impl Checker<'_> {
         } = permits;
         if in_flight.value == 0
             && queue.value > 0
-            && let Some(place) = blame(in_flight, queue)
+            && let Some(position) = report_position(in_flight, queue)
         {
             self.problems.report(
-                place,
+                position,
                 format!(
                     "`{in_flight_name}` ({}) with a queue (`{queue_name}` is {}): queued jobs would never run",
-                    in_flight.told(0),
-                    queue.told(queue.value)
+                    in_flight.with_origin(0),
+                    queue.with_origin(queue.value)
                 ),
                 "write `max_in_flight = 1` or more, or `max_queue = 0` to reject every job at once",
             );
         }
         if u64::from(processes.value) * u64::from(in_flight.value) > defaults::PERMITS_CEILING
-            && let Some(place) = blame(processes, in_flight)
+            && let Some(position) = report_position(processes, in_flight)
         {
             self.problems.report(
-                place,
+                position,
                 format!(
                     "`{processes_name}` ({}) × `{in_flight_name}` ({}) is above {}",
-                    processes.told(processes.value),
-                    in_flight.told(in_flight.value),
+                    processes.with_origin(processes.value),
+                    in_flight.with_origin(in_flight.value),
                     defaults::PERMITS_CEILING
                 ),
                 format!(
@@ -486,14 +494,14 @@ impl Checker<'_> {
     fn below_supervisor(&mut self, name: &str, field: &Field<u64>, payload: &Resolved<u64>) -> u64 {
         let resolved = field.resolved(payload.value);
         if resolved.value > payload.value
-            && let Some(place) = blame(&resolved, payload)
+            && let Some(position) = report_position(&resolved, payload)
         {
             // Points at the bulkhead's value even if the supervisor's value is in the file too.
-            let place = field.given().map_or(place, |given| given.span.clone());
+            let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
-                place,
-                format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.told(&max)),
+                position,
+                format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.with_origin(&max)),
                 format!("write `{name} = \"{max}\"` or less, or `max_payload = \"{given}\"` or more in [supervisor]"),
             );
         }
@@ -544,6 +552,6 @@ impl Permits {
 }
 
 /// Returns the last part of a dotted name, which is the key in the file.
-fn leaf(label: &str) -> &str {
+fn key_name(label: &str) -> &str {
     label.rsplit('.').next().unwrap_or(label)
 }

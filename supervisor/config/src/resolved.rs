@@ -15,21 +15,21 @@ pub(super) struct Resolved<T> {
 }
 
 impl<T: Clone> Field<T> {
-    /// Returns the value or `preset`, with the source.
-    pub(super) fn resolved(&self, preset: T) -> Resolved<T> {
+    /// Returns the value or `default_value`, with the source.
+    pub(super) fn resolved(&self, default_value: T) -> Resolved<T> {
         let source = match self {
             Self::Given(Given { span, origin, .. }) => {
                 Field::Given(Given { value: (), span: span.clone(), origin: *origin })
             }
             Self::Absent => Field::Absent,
-            Self::Refused => Field::Refused,
+            Self::Invalid => Field::Invalid,
         };
-        Resolved { value: self.value_or(preset), source }
+        Resolved { value: self.value_or(default_value), source }
     }
 
-    /// Returns the value or `preset`.
-    pub(super) fn value_or(&self, preset: T) -> T {
-        self.given().map_or(preset, |given| given.value.clone())
+    /// Returns the value or `default_value`.
+    pub(super) fn value_or(&self, default_value: T) -> T {
+        self.given().map_or(default_value, |given| given.value.clone())
     }
 
     /// Returns the value of a key without a default.
@@ -45,30 +45,30 @@ impl<T> Resolved<T> {
     }
 
     /// Formats the value for a message. Adds the origin if the message points elsewhere.
-    pub(super) fn told(&self, shown: impl Display) -> String {
+    pub(super) fn with_origin(&self, shown: impl Display) -> String {
         match &self.source {
             Field::Absent => format!("{shown}, the default"),
             Field::Given(given) if given.origin == Origin::Defaults => format!("{shown}, from [defaults]"),
-            Field::Given(_) | Field::Refused => shown.to_string(),
+            Field::Given(_) | Field::Invalid => shown.to_string(),
         }
     }
 }
 
 /// Returns the position to report when two values do not fit. `None` if one of them was refused or none is
 /// in the file.
-pub(super) fn blame<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
+pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
 /// Returns the position to report when several values do not fit. `None` if one of them was refused or none is
 /// in the file.
-pub(super) fn blame_one_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
+pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
 /// Returns the position with the nearest origin; of equal ones, the first.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
-    if sources.iter().any(|source| source.is_refused()) {
+    if sources.iter().any(|source| source.is_invalid()) {
         return None;
     }
     let places = sources.iter().rev().filter_map(|source| source.given());

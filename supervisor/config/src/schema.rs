@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 #[cfg(test)]
 pub(super) use super::key::ACCESS;
 pub(super) use super::key::BULKHEAD;
-use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP};
+use super::key::{Key, Kind, OnReload, SUPERVISOR, TOP_LEVEL};
 use super::keys::access::AccessKeys;
 use super::keys::bulkhead::BulkheadKeys;
 use super::keys::supervisor::SupervisorKeys;
@@ -15,13 +15,13 @@ use super::{defaults, key};
 
 static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
     let top = [
-        Key::of_table(TOP, "supervisor"),
-        Key::of_table(TOP, "defaults"),
-        Key::of_table(TOP, "bulkhead"),
+        Key::of_table(TOP_LEVEL, "supervisor"),
+        Key::of_table(TOP_LEVEL, "defaults"),
+        Key::of_table(TOP_LEVEL, "bulkhead"),
         Key {
             kind: Kind::Tables(defaults::ACCESS_MAX),
             example: "[{ uid = 1001 }]",
-            ..Key::of_table(TOP, "access")
+            ..Key::of_table(TOP_LEVEL, "access")
         },
     ];
     let tables = [SupervisorKeys::keys(), AccessKeys::keys(), BulkheadKeys::keys()];
@@ -58,11 +58,11 @@ pub(super) fn find(table: &str, name: &str) -> Option<Key> {
 /// `cwd`, `health.heartbeat`, or a whole table such as `cgroup`.
 pub fn replaces_workers(key: &str) -> bool {
     let path = format!("{BULKHEAD}.{key}");
-    let is_it = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));
-    all().any(|key| is_it(&key) && key.on_reload == OnReload::ReplacesWorkers)
+    let matches = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));
+    all().any(|key| matches(&key) && key.on_reload == OnReload::ReplacesWorkers)
 }
 
 /// Returns true if a changed `key` of `[supervisor]` is ignored until the next start.
-pub fn waits_for_start(key: &str) -> bool {
-    find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::Waits)
+pub fn needs_restart(key: &str) -> bool {
+    find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::NeedsRestart)
 }

@@ -10,7 +10,7 @@ use bulkhead_shared::text::is_unseen;
 use super::key::Kind;
 use super::keys::admission::PressureKeys;
 use super::reader::Field;
-use super::table::{Entry, Section as _, Table as _, Write, Written, braced, inline};
+use super::table::{KeyValue, Section as _, Table as _, Write, Written, in_braces, inline_table};
 use super::{
     AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, Resource,
     Rlimit, SandboxConfig, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
@@ -91,7 +91,7 @@ impl Lines {
     }
 
     /// Writes the value or, if none is set, a comment about the default behaviour.
-    fn entry(&mut self, Entry { key, value, without }: Entry) {
+    fn entry(&mut self, KeyValue { key, value, without }: KeyValue) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
             None => self.comment(format_args!("{key}: {}", without.replace('`', ""))),
@@ -104,7 +104,7 @@ impl Lines {
 
     fn supervisor(&mut self, supervisor: &SupervisorConfig) {
         self.line("\n[supervisor]");
-        for entry in supervisor.entries() {
+        for entry in supervisor.key_values() {
             let key = entry.key;
             if key == "worker_uids" && supervisor.worker_uids.is_none() {
                 self.comment(format_args!(
@@ -152,20 +152,20 @@ impl Lines {
             |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != no_pressure();
         if let Some(bulkhead) = bulkheads.iter().find(unsaid) {
             self.line("\n[defaults]");
-            self.set("pressure", inline(bulkhead.pressure.entries()));
+            self.set("pressure", inline_table(bulkhead.pressure.key_values()));
         }
     }
 
     fn bulkhead(&mut self, bulkhead: &BulkheadConfig) {
         self.line(format_args!("\n[bulkhead.{}]", key(&bulkhead.name)));
         self.program(&bulkhead.program);
-        for entry in bulkhead.entries() {
+        for entry in bulkhead.key_values() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
                 // `slow_rate` is refused without `slow_call`.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
-                    let said = breaker.entries().into_iter().filter(|entry| entry.key != "slow_rate");
-                    self.set("breaker", inline(said.collect()));
+                    let said = breaker.key_values().into_iter().filter(|entry| entry.key != "slow_rate");
+                    self.set("breaker", inline_table(said.collect()));
                 }
                 ("sandbox", _) => {
                     self.entry(entry);
@@ -237,11 +237,11 @@ impl Lines {
 
     /// Writes the settings of a tenant, without `per`, because the rate limit is always per tenant.
     fn tenant(&mut self, tenant: &TenantConfig) {
-        for entry in tenant.entries() {
+        for entry in tenant.key_values() {
             match (&tenant.rate_limit, entry.key, &entry.value) {
                 (Some(limit), "rate_limit", _) => {
-                    let said = limit.entries().into_iter().filter(|entry| entry.key != "per");
-                    self.set("rate_limit", inline(said.collect()));
+                    let said = limit.key_values().into_iter().filter(|entry| entry.key != "per");
+                    self.set("rate_limit", inline_table(said.collect()));
                 }
                 (_, _, Some(_)) => self.entry(entry),
                 (_, _, None) => {}
@@ -290,7 +290,7 @@ impl Write for Vec<(String, String)> {
     fn written(&self, _: Kind) -> Option<Written> {
         let variables: Vec<_> =
             self.iter().map(|(name, value)| format!("{} = {}", key(name), string(value))).collect();
-        Some(Written::Toml(braced(&variables)))
+        Some(Written::Toml(in_braces(&variables)))
     }
 }
 
@@ -314,7 +314,7 @@ impl Write for TenantsConfig {
                 .filter_map(|(key, jobs)| Some(format!("{key} = {}", jobs?)))
                 .collect(),
         };
-        Some(Written::Toml(braced(&entries)))
+        Some(Written::Toml(in_braces(&entries)))
     }
 }
 
@@ -333,7 +333,7 @@ impl Write for SandboxConfig {
             let layers: Vec<_> = best_effort.iter().map(|layer| layer.name().to_owned()).collect();
             entries.push(format!("best_effort = {}", strings(&layers)));
         }
-        Some(Written::Toml(braced(&entries)))
+        Some(Written::Toml(in_braces(&entries)))
     }
 }
 

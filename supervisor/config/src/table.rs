@@ -7,40 +7,42 @@ mod types;
 use std::ops::Deref;
 
 use bulkhead_shared::Vocabulary;
-pub(crate) use rows::{checked, entry, first, on_reload, preset, section, slot, slot_of, table};
+pub(crate) use rows::{
+    checked, default_value, field_type, field_value, first_of, key_value, on_reload, section, table,
+};
 use serde::Serializer;
 use serde::ser::SerializeMap as _;
 
-use crate::key::{Key, Kind, Preset};
+use crate::key::{DefaultValue, Key, Kind};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
 
 /// A type of values that can be read from a key.
 pub(crate) trait Value: Clone {
     /// Reads the value of a key of an open table, or reports the problem.
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
     /// Merges the value of a bulkhead with the value of `[defaults]`.
-    fn over(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
+    fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         own.or(defaults)
     }
 }
 
-/// A value that fits in a [`Preset`], so that it can be a default.
+/// A value that fits in a [`DefaultValue`], so that it can be a default.
 pub(crate) trait Scalar {
-    fn preset(&self, kind: Kind) -> Preset;
+    fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
 /// A checked value in written form.
 pub(crate) enum Written {
-    Scalar(Preset),
+    Scalar(DefaultValue),
     Toml(String),
 }
 
 impl Written {
     pub(crate) fn toml(self) -> Option<String> {
         match self {
-            Self::Scalar(preset) => preset.toml(),
+            Self::Scalar(default_value) => default_value.toml(),
             Self::Toml(toml) => Some(toml),
         }
     }
@@ -54,7 +56,7 @@ pub(crate) trait Write {
 
 impl<T: Scalar> Write for T {
     fn written(&self, kind: Kind) -> Option<Written> {
-        Some(Written::Scalar(self.preset(kind)))
+        Some(Written::Scalar(self.default_value(kind)))
     }
 }
 
@@ -93,15 +95,15 @@ impl<T: Clone> WithDefault<T> {
 
 impl<T: Value> Field<T> {
     /// Merges the value of a bulkhead with the value of `[defaults]`.
-    pub(crate) fn over(self, defaults: &Self) -> Self {
-        T::over(&self, defaults)
+    pub(crate) fn merge(self, defaults: &Self) -> Self {
+        T::merge(&self, defaults)
     }
 }
 
 impl<T: Value> WithDefault<T> {
     /// Merges the value of a bulkhead with the value of `[defaults]`.
-    pub(crate) fn over(self, defaults: &Self) -> Self {
-        Self { field: self.field.over(&defaults.field), default: self.default }
+    pub(crate) fn merge(self, defaults: &Self) -> Self {
+        Self { field: self.field.merge(&defaults.field), default: self.default }
     }
 }
 
@@ -114,10 +116,10 @@ pub(crate) trait Table: Sized {
     fn keys() -> Vec<Key>;
 
     /// Reads an open table, or an absent one.
-    fn read(here: Field<()>, table: Option<TableReader<'_, '_>>) -> Self;
+    fn read(presence: Field<()>, table: Option<TableReader<'_, '_>>) -> Self;
 
     /// Merges this table with `defaults`, key by key.
-    fn over(self, defaults: &Self) -> Self;
+    fn merge(self, defaults: &Self) -> Self;
 }
 
 /// A table whose checked values are built from the rows alone.
@@ -125,58 +127,58 @@ pub(crate) trait ByRows {
     type Checked;
 
     /// Returns the position of the table's name, if the table is present.
-    fn here(&self) -> &Field<()>;
+    fn presence(&self) -> &Field<()>;
 
     /// Returns the checked values.
     fn checked(&self) -> Self::Checked;
 
     /// Returns the checked values, if the table is present.
-    fn checked_if_here(&self) -> Option<Self::Checked> {
-        self.here().given().map(|_| self.checked())
+    fn checked_if_present(&self) -> Option<Self::Checked> {
+        self.presence().given().map(|_| self.checked())
     }
 }
 
 /// A table, or several named tables, inside another table.
-pub(crate) trait Part: Sized {
+pub(crate) trait NestedTable: Sized {
     /// Returns the rows; see [`Table::keys`].
-    fn keys_inside() -> Vec<Key>;
+    fn nested_keys() -> Vec<Key>;
 
     /// Reads the table `name` inside an open or absent table.
-    fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
+    fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
-    /// Merges the part with `defaults`; see [`Table::over`].
-    fn over_part(self, defaults: &Self) -> Self;
+    /// Merges the part with `defaults`; see [`Table::merge`].
+    fn merge_nested(self, defaults: &Self) -> Self;
 }
 
-impl<T: Table> Part for T {
-    fn keys_inside() -> Vec<Key> {
+impl<T: Table> NestedTable for T {
+    fn nested_keys() -> Vec<Key> {
         Self::keys()
     }
 
-    fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
+    fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
         let Some(table) = table else { return Self::read(Field::Absent, None) };
-        let here = table.presence(name, Self::PATH);
-        Self::read(here, table.table(name, Self::PATH))
+        let presence = table.presence(name, Self::PATH);
+        Self::read(presence, table.table(name, Self::PATH))
     }
 
-    fn over_part(self, defaults: &Self) -> Self {
-        self.over(defaults)
+    fn merge_nested(self, defaults: &Self) -> Self {
+        self.merge(defaults)
     }
 }
 
 /// Reads a key of a table that may be absent.
-pub(crate) fn take<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
-    table.as_mut().map_or(Field::Absent, |table| T::take(table, name))
+pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
+    table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
 
 /// The checked values of a table.
 pub(crate) trait Section {
     /// Returns the keys with their values.
-    fn entries(&self) -> Vec<Entry>;
+    fn key_values(&self) -> Vec<KeyValue>;
 }
 
 /// A key of a table with its checked value.
-pub(crate) struct Entry {
+pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
     /// `None` if the key is not set.
     pub(crate) value: Option<Written>,
@@ -185,22 +187,22 @@ pub(crate) struct Entry {
 }
 
 /// Formats entries as an inline table of TOML.
-pub(crate) fn inline(entries: Vec<Entry>) -> String {
-    let set = |Entry { key, value, .. }| Some(format!("{key} = {}", value?.toml()?));
-    braced(&entries.into_iter().filter_map(set).collect::<Vec<_>>())
+pub(crate) fn inline_table(entries: Vec<KeyValue>) -> String {
+    let set = |KeyValue { key, value, .. }| Some(format!("{key} = {}", value?.toml()?));
+    in_braces(&entries.into_iter().filter_map(set).collect::<Vec<_>>())
 }
 
-pub(crate) fn braced(entries: &[String]) -> String {
+pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
 /// Serialises a table of a `policy` type according to its rows.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
-    let entries = value.entries();
+    let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
-    for Entry { key, value, .. } in entries {
+    for KeyValue { key, value, .. } in entries {
         match value {
-            Some(Written::Scalar(preset)) => map.serialize_entry(key, &preset)?,
+            Some(Written::Scalar(default_value)) => map.serialize_entry(key, &default_value)?,
             Some(Written::Toml(toml)) => map.serialize_entry(key, &toml)?,
             None => map.serialize_entry(key, &())?,
         }

@@ -11,33 +11,33 @@ use toml::de::{DeInteger, DeValue};
 use super::defaults;
 use super::diagnostics::{nearest, shown};
 use super::ids::UidRange;
-use super::key::{Key, Kind, in_list};
+use super::key::{Key, Kind, format_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
 /// Reason why a value is rejected.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Complaint {
+pub(super) struct ValueError {
     pub(super) message: String,
     pub(super) help: String,
 }
 
-impl Complaint {
+impl ValueError {
     pub(super) fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self { message: message.into(), help: help.into() }
     }
 }
 
-type Read<T> = Result<T, Complaint>;
+type ValueResult<T> = Result<T, ValueError>;
 
 /// A key of an open table, with its name in messages.
-pub(super) struct Named {
+pub(super) struct LabelledKey {
     pub(super) key: Key,
     /// Name relative to the bulkhead or the supervisor, including the tenant's name: `restart.backoff`.
     pub(super) label: String,
 }
 
-impl Deref for Named {
+impl Deref for LabelledKey {
     type Target = Key;
 
     fn deref(&self) -> &Key {
@@ -46,13 +46,16 @@ impl Deref for Named {
 }
 
 /// Returns `` write `key = value` ``.
-fn write(key: &Named, value: &str) -> String {
+fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
 
-pub(super) fn wrong_type(key: &Named, expected: &str, value: &DeValue<'_>) -> Complaint {
+pub(super) fn wrong_type(key: &LabelledKey, expected: &str, value: &DeValue<'_>) -> ValueError {
     let found = type_name(value);
-    Complaint::new(format!("`{}` must be {expected}, not {found}", key.label), write(key, &key.example()))
+    ValueError::new(
+        format!("`{}` must be {expected}, not {found}", key.label),
+        write_help(key, &key.example()),
+    )
 }
 
 pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
@@ -91,18 +94,18 @@ pub(super) fn split_help(name: &str, text: &str) -> String {
 
 /// Returns an integer, saturated to the range of `i128`. Such integers are far out of range anyway.
 fn integer(number: &DeInteger<'_>) -> i128 {
-    let far_out = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
-    i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(far_out)
+    let saturated = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
+    i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(saturated)
 }
 
-pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
-    let Kind::Duration(min) = key.kind else { return Err(unreadable(key)) };
+pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Duration> {
+    let Kind::Duration(min) = key.kind else { return Err(wrong_kind(key)) };
     let duration = match value {
         DeValue::String(text) => duration_text(key, text)?,
         DeValue::Integer(number) => {
             let number = number.to_string();
             let is_nothing = number.bytes().all(|digit| digit == b'0') && !min.is_zero();
-            return Err(Complaint::new(
+            return Err(ValueError::new(
                 format!("`{}` must be a duration with a unit, not a bare number", key.label),
                 if is_nothing { out_of_range_help(key) } else { unit_help(key, &number) },
             ));
@@ -112,7 +115,7 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
     if duration < min || duration > defaults::DURATION_MAX {
         let (min, max) = (units::format_duration(min), units::format_duration(defaults::DURATION_MAX));
         let given = units::format_duration(duration);
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{}` must be from {min} to {max}, not {given}", key.label),
             out_of_range_help(key),
         ));
@@ -121,16 +124,16 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
 }
 
 /// For some keys, a zero has another correct form.
-fn out_of_range_help(key: &Named) -> String {
+fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
             "to never wait set `max_queue = 0`; to wait until the deadline, remove the key".to_owned()
         }
-        _ => write(key, &key.example()),
+        _ => write_help(key, &key.example()),
     }
 }
 
-fn duration_text(key: &Named, text: &str) -> Read<Duration> {
+fn duration_text(key: &LabelledKey, text: &str) -> ValueResult<Duration> {
     units::parse_duration(text).map_err(|error| {
         let message = format!("`{}` is not a duration: \"{}\"", key.label, shown(text));
         let help = match error {
@@ -146,34 +149,34 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
         };
-        Complaint::new(message, help)
+        ValueError::new(message, help)
     })
 }
 
 /// Suggests a unit for a number without one.
-fn unit_help(key: &Named, number: &str) -> String {
+fn unit_help(key: &LabelledKey, number: &str) -> String {
     let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
-    format!("{} for seconds, or \"{number}ms\" for milliseconds", write(key, &format!("\"{number}s\"")))
+    format!("{} for seconds, or \"{number}ms\" for milliseconds", write_help(key, &format!("\"{number}s\"")))
 }
 
-pub(super) fn size(key: &Named, value: &DeValue<'_>) -> Read<u64> {
-    let Kind::Size { min, max } = key.kind else { return Err(unreadable(key)) };
+pub(super) fn size(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<u64> {
+    let Kind::Size { min, max } = key.kind else { return Err(wrong_kind(key)) };
     let bytes = size_value(key, value)?;
     if bytes < i128::from(min) || bytes > i128::from(max) {
         let range = match max {
             defaults::NUMBER_MAX => format!("at least {}", units::size_bound(min)),
             _ => format!("from {min} to {} bytes ({})", max, units::format_size(max)),
         };
-        return Err(Complaint::new(
-            format!("`{}` must be {range}, not {}", key.label, given_number(bytes)),
-            write(key, &key.example()),
+        return Err(ValueError::new(
+            format!("`{}` must be {range}, not {}", key.label, shown_number(bytes)),
+            write_help(key, &key.example()),
         ));
     }
     Ok(bytes as u64)
 }
 
 /// Reads a size without a range check.
-fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
+fn size_value(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
         DeValue::String(text) => units::parse_size(text).map(i128::from).map_err(|error| {
@@ -189,13 +192,13 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
                         .to_owned()
                 }
             };
-            Complaint::new(message, help)
+            ValueError::new(message, help)
         }),
         other => Err(wrong_type(key, "a size such as \"64MiB\" or a number of bytes", other)),
     }
 }
 
-fn given_number(number: i128) -> String {
+fn shown_number(number: i128) -> String {
     match number {
         i128::MIN => "a number far below zero".to_owned(),
         i128::MAX => "a number that large".to_owned(),
@@ -203,8 +206,8 @@ fn given_number(number: i128) -> String {
     }
 }
 
-pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<T> {
-    let Kind::Count { min, max } = key.kind else { return Err(unreadable(key)) };
+pub(super) fn count<T: TryFrom<i128>>(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<T> {
+    let Kind::Count { min, max } = key.kind else { return Err(wrong_kind(key)) };
     let number = whole_number(key, value)?;
     if number < i128::from(min) || number > i128::from(max) {
         let range = match max {
@@ -214,20 +217,20 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
         };
         let nearest = number.clamp(i128::from(min), i128::from(max));
         let why = if key.name == "attempts" && number == 1 { ": the first attempt counts" } else { "" };
-        let help = match write(key, &nearest.to_string()) {
+        let help = match write_help(key, &nearest.to_string()) {
             help if number == -1 => format!("{help}; `-1` does not mean unlimited, the maximum is {max}"),
             help => help,
         };
-        return Err(Complaint::new(
-            format!("`{}` must be {range}, not {}{why}", key.label, given_number(number)),
+        return Err(ValueError::new(
+            format!("`{}` must be {range}, not {}{why}", key.label, shown_number(number)),
             help,
         ));
     }
-    T::try_from(number).map_err(|_| unreadable(key))
+    T::try_from(number).map_err(|_| wrong_kind(key))
 }
 
 /// Reads exit statuses and rejects duplicates.
-pub(super) fn statuses(key: &Named, value: &DeValue<'_>) -> Read<Vec<u8>> {
+pub(super) fn statuses(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Vec<u8>> {
     let DeValue::Array(array) = value else {
         return Err(wrong_type(key, "an array of exit statuses", value));
     };
@@ -235,36 +238,36 @@ pub(super) fn statuses(key: &Named, value: &DeValue<'_>) -> Read<Vec<u8>> {
     for (index, element) in array.iter().enumerate() {
         let status = match element.get_ref() {
             DeValue::Integer(number) => {
-                u8::try_from(integer(number)).map_err(|_| given_number(integer(number)))
+                u8::try_from(integer(number)).map_err(|_| shown_number(integer(number)))
             }
             other => Err(type_name(other).to_owned()),
         };
         let status = status.map_err(|given| {
             let message =
                 format!("`{}[{index}]` must be an exit status from 0 to 255, not {given}", key.label);
-            Complaint::new(message, write(key, &key.example()))
+            ValueError::new(message, write_help(key, &key.example()))
         })?;
         if statuses.contains(&status) {
-            return Err(Complaint::new(format!("`{}` names {status} twice", key.label), "remove one"));
+            return Err(ValueError::new(format!("`{}` names {status} twice", key.label), "remove one"));
         }
         statuses.push(status);
     }
     Ok(statuses)
 }
 
-fn whole_number(key: &Named, value: &DeValue<'_>) -> Read<i128> {
+fn whole_number(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
-        DeValue::String(text) if text.trim().parse::<u32>().is_ok() => Err(Complaint::new(
+        DeValue::String(text) if text.trim().parse::<u32>().is_ok() => Err(ValueError::new(
             format!("`{}` must be a whole number, not a string", key.label),
-            write(key, text.trim()),
+            write_help(key, text.trim()),
         )),
         other => Err(wrong_type(key, "a whole number", other)),
     }
 }
 
-pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
-    let Kind::Share { none, all } = key.kind else { return Err(unreadable(key)) };
+pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> {
+    let Kind::Share { none, all } = key.kind else { return Err(wrong_kind(key)) };
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
@@ -280,29 +283,29 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
     let why = if share >= 1.0 && !all { ": nothing would be left for others" } else { "" };
     let percent = share / 100.0;
     let help = if share >= 2.0 && share.fract() == 0.0 && fits(percent) {
-        format!("{} for {share} %", write(key, &units::share_literal(&percent)))
+        format!("{} for {share} %", write_help(key, &units::share_literal(&percent)))
     } else {
-        write(key, &key.example())
+        write_help(key, &key.example())
     };
-    let message = format!("`{}` must be {range}, not {}{why}", key.label, given_literal(value));
-    Err(Complaint::new(message, help))
+    let message = format!("`{}` must be {range}, not {}{why}", key.label, shown_literal(value));
+    Err(ValueError::new(message, help))
 }
 
-pub(super) fn number(key: &Named, value: &DeValue<'_>) -> Read<f64> {
-    let Kind::Number(max) = key.kind else { return Err(unreadable(key)) };
+pub(super) fn number(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> {
+    let Kind::Number(max) = key.kind else { return Err(wrong_kind(key)) };
     let number = fraction(key, "a number", value)?;
     if number > 0.0 && number <= max as f64 {
         return Ok(number);
     }
     let nearest = if number > 0.0 { max.to_string() } else { key.example() };
-    Err(Complaint::new(
-        format!("`{}` must be above 0 and at most {max}, not {}", key.label, given_literal(value)),
-        write(key, &nearest),
+    Err(ValueError::new(
+        format!("`{}` must be above 0 and at most {max}, not {}", key.label, shown_literal(value)),
+        write_help(key, &nearest),
     ))
 }
 
-pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
-    let meant = match value {
+pub(super) fn boolean(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<bool> {
+    let intended = match value {
         DeValue::Boolean(boolean) => return Ok(*boolean),
         DeValue::Integer(number) => match integer(number) {
             0 => Some(false),
@@ -316,22 +319,22 @@ pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
         },
         _ => None,
     };
-    let help = match meant {
-        Some(meant) => format!("{} without quotes", write(key, &meant.to_string())),
-        None => format!("{} or `{} = false`", write(key, "true"), key.name),
+    let help = match intended {
+        Some(intended) => format!("{} without quotes", write_help(key, &intended.to_string())),
+        None => format!("{} or `{} = false`", write_help(key, "true"), key.name),
     };
-    Err(Complaint::new(format!("`{}` must be `true` or `false`, not {}", key.label, type_name(value)), help))
+    Err(ValueError::new(format!("`{}` must be `true` or `false`, not {}", key.label, type_name(value)), help))
 }
 
 /// Reads a number, whole or not. Infinities and NaN are not rejected here.
-fn fraction(key: &Named, expected: &str, value: &DeValue<'_>) -> Read<f64> {
+fn fraction(key: &LabelledKey, expected: &str, value: &DeValue<'_>) -> ValueResult<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
         // Numbers beyond the range of a float become infinite, which is out of range for every key.
         DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
-        DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
+        DeValue::String(text) if is_decimal(text.trim()) => Err(ValueError::new(
             format!("`{}` must be {expected}, not a string", key.label),
-            format!("{} without the quotes", write(key, &shown(text.trim()))),
+            format!("{} without the quotes", write_help(key, &shown(text.trim()))),
         )),
         other => Err(wrong_type(key, expected, other)),
     }
@@ -345,23 +348,23 @@ fn is_decimal(text: &str) -> bool {
     }
 }
 
-fn given_literal(value: &DeValue<'_>) -> String {
+fn shown_literal(value: &DeValue<'_>) -> String {
     match value {
-        DeValue::Integer(number) => given_number(integer(number)),
+        DeValue::Integer(number) => shown_number(integer(number)),
         DeValue::Float(number) => shown(number.as_str()),
         DeValue::String(text) => shown(text),
         other => type_name(other).to_owned(),
     }
 }
 
-pub(super) fn mode(key: &Named, value: &DeValue<'_>) -> Read<u32> {
-    let help = |digits: &str| format!("{}: octal digits, quoted", write(key, &format!("\"{digits}\"")));
+pub(super) fn mode(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<u32> {
+    let help = |digits: &str| format!("{}: octal digits, quoted", write_help(key, &format!("\"{digits}\"")));
     let text = match value {
         DeValue::String(text) => text,
         DeValue::Integer(number) => {
             let digits = number.as_str();
             let digits = if octal(digits).is_some() { format!("0{digits}") } else { "0600".to_owned() };
-            return Err(Complaint::new(
+            return Err(ValueError::new(
                 format!("`{}` must be a string, not a number", key.label),
                 help(&digits),
             ));
@@ -369,7 +372,7 @@ pub(super) fn mode(key: &Named, value: &DeValue<'_>) -> Read<u32> {
         other => return Err(wrong_type(key, "octal digits as a string", other)),
     };
     octal(text).or_else(|| text.strip_prefix('0').and_then(octal)).ok_or_else(|| {
-        Complaint::new(
+        ValueError::new(
             format!("`{}` is not a mode of three octal digits: \"{}\"", key.label, shown(text)),
             help("0600"),
         )
@@ -382,7 +385,7 @@ fn octal(digits: &str) -> Option<u32> {
 }
 
 /// Reads a string that is not empty and contains no NUL, as the kernel requires.
-pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
+pub(super) fn text(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
     path_text(&key.label, text, key)?;
@@ -390,16 +393,16 @@ pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
 }
 
 /// Checks that the text of a path is not empty and contains no NUL.
-pub(super) fn path_text(label: &str, text: &str, key: &Named) -> Read<()> {
+pub(super) fn path_text(label: &str, text: &str, key: &LabelledKey) -> ValueResult<()> {
     if text.is_empty() {
-        return Err(Complaint::new(format!("`{label}` is empty"), write(key, &key.example())));
+        return Err(ValueError::new(format!("`{label}` is empty"), write_help(key, &key.example())));
     }
     no_nul(label, text)
 }
 
-pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
+pub(super) fn no_nul(label: &str, text: &str) -> ValueResult<()> {
     if text.contains('\0') {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{label}` contains a NUL byte, which ends a string in the kernel"),
             "remove the `\\u0000`",
         ));
@@ -407,37 +410,37 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
     Ok(())
 }
 
-pub(super) fn word<T: Vocabulary>(key: &Named, value: &DeValue<'_>) -> Read<T> {
-    let Kind::Word(of) = key.kind else { return Err(unreadable(key)) };
+pub(super) fn word<T: Vocabulary>(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<T> {
+    let Kind::Word(of) = key.kind else { return Err(wrong_kind(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
     T::of(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
 /// Checks that a text is one of the words.
-pub(super) fn one_of(label: &str, text: &str, words: &[&'static str]) -> Read<()> {
+pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> ValueResult<()> {
     if words.contains(&text) {
         return Ok(());
     }
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `meant` is the text in the spelling of the words.
-fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> Complaint {
-    let help = match nearest(meant, words.iter().copied()) {
+/// Returns the error for an unknown word. `intended` is the text in the spelling of the words.
+fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
+    let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
         None => {
-            format!("write one of {}", in_list(words))
+            format!("write one of {}", format_list(words))
         }
     };
-    Complaint::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
+    ValueError::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
 }
 
 /// Reads a range of user ids, `"FIRST-LAST"`. Id 0 is root and is not allowed.
-pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
+pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
         return Err(wrong_type(key, "the first and the last id as a string", value));
     };
-    let help = || write(key, &key.example());
+    let help = || write_help(key, &key.example());
     let number = |digits: &str| {
         let digits = digits.trim();
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
@@ -448,24 +451,24 @@ pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
         text.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)))
     else {
         let message = format!("`{}` is not a range of ids: \"{}\"", key.label, shown(text));
-        return Err(Complaint::new(message, help()));
+        return Err(ValueError::new(message, help()));
     };
     if first > last {
         let message = format!("`{}` starts above the end: \"{}\"", key.label, shown(text));
-        return Err(Complaint::new(message, write(key, &format!("\"{last}-{first}\""))));
+        return Err(ValueError::new(message, write_help(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {
         let message =
             format!("`{}` must be from 1 to {}, not \"{}\"", key.label, defaults::ID_MAX, shown(text));
-        return Err(Complaint::new(message, help()));
+        return Err(ValueError::new(message, help()));
     }
     let max = defaults::WORKER_UIDS_MAX;
     if last - first >= max {
         let message = format!("`{}` has {} ids, more than {max}", key.label, last - first + 1);
         let fewer = (first + max - 1).min(last);
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             message,
-            format!("{} or fewer", write(key, &format!("\"{first}-{fewer}\""))),
+            format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
     // `ID_MAX` fits in 32 bits.
@@ -473,25 +476,25 @@ pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
 }
 
 /// Returns the error for a value that is not an array of tables.
-pub(super) fn not_tables(key: &Named, value: &DeValue<'_>) -> Complaint {
+pub(super) fn not_tables(key: &LabelledKey, value: &DeValue<'_>) -> ValueError {
     let help = match value {
         DeValue::Table(_) => format!("write [[{}]], with two brackets, for each entry", key.name),
         _ => format!("write a section [[{}]] for each entry", key.name),
     };
-    Complaint::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
+    ValueError::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
 }
 
 /// Returns the error for an element that is not a table.
-pub(super) fn not_a_table_of(key: &Named, index: usize, value: &DeValue<'_>) -> Complaint {
+pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> ValueError {
     let found = type_name(value);
-    Complaint::new(
+    ValueError::new(
         format!("`{}[{index}]` must be a table, not {found}", key.label),
         format!("write a section [[{}]] for each entry, or `{} = {}`", key.name, key.name, key.example()),
     )
 }
 
 /// Reads a limit in the unit of the resource; `None` is unlimited.
-pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
+pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     let measure = meaning(resource).0;
     if measure == Measure::Zero {
         return zero_limit(value);
@@ -508,30 +511,30 @@ pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Rea
     // The kernel treats a processor time of 0 as 1 second, which a 0 in the file does not mean.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
-        return Err(Complaint::new(
-            format!("`{}` must be at least {min}, not {}", key.label, given_number(number)),
-            format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
+        return Err(ValueError::new(
+            format!("`{}` must be at least {min}, not {}", key.label, shown_number(number)),
+            format!("{}, or \"{UNLIMITED}\"", write_help(key, &key.example())),
         ));
     }
     Ok(Some(number as u64))
 }
 
 /// Reads a duration or a number of units, up to the maximum duration.
-fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> {
+fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> ValueResult<i128> {
     let number = match value {
         DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
         DeValue::Integer(number) => integer(number),
         other => return Err(wrong_type(key, "a duration, a number or \"unlimited\"", other)),
     };
     if number > whole_units(defaults::DURATION_MAX, unit_nanos) {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!(
                 "`{}` must be at most {}, not {}",
                 key.label,
                 units::format_duration(defaults::DURATION_MAX),
-                given_literal(value)
+                shown_literal(value)
             ),
-            format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
+            format!("{}, or \"{UNLIMITED}\"", write_help(key, &key.example())),
         ));
     }
     Ok(number)
@@ -542,21 +545,21 @@ fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }
 
-fn count_limit(key: &Named, value: &DeValue<'_>) -> Read<i128> {
+fn count_limit(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<i128> {
     match value {
-        DeValue::String(text) if text.trim().parse::<u32>().is_err() => Err(Complaint::new(
+        DeValue::String(text) if text.trim().parse::<u32>().is_err() => Err(ValueError::new(
             format!("`{}` must be a number or \"{UNLIMITED}\", not \"{}\"", key.label, shown(text)),
-            write(key, &key.example()),
+            write_help(key, &key.example()),
         )),
         _ => whole_number(key, value),
     }
 }
 
-fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
+fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     match value {
         DeValue::Integer(number) if integer(number) == 0 => Ok(Some(0)),
         DeValue::String(text) if units::parse_size(text) == Ok(0) => Ok(Some(0)),
-        _ => Err(Complaint::new(
+        _ => Err(ValueError::new(
             "`rlimits.core` is always 0: a core dump would write a job's payload to disk",
             "remove `core`, or write `core = 0`",
         )),
@@ -564,8 +567,8 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
 }
 
 /// Returns the error for a key that is read as another kind than the schema declares. A test reads every key.
-pub(super) fn unreadable(key: &Named) -> Complaint {
-    Complaint::new(
+pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
+    ValueError::new(
         format!("`{}` cannot be read by this version", key.label),
         "this is an error in bulkhead, not in your file; remove the key and report the error",
     )

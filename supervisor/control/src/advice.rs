@@ -2,8 +2,8 @@
 //! the sentence that gives the reason. This module does no I/O and changes no setting.
 
 mod adaptive;
+mod observations;
 mod rules;
-mod seen;
 #[cfg(test)]
 mod tests;
 
@@ -14,22 +14,22 @@ use serde::{Serialize, Serializer};
 use bulkhead_config::{format_duration, format_size};
 
 use bulkhead_api::Adaptive;
-pub(crate) use bulkhead_api::Seen;
-pub(crate) use seen::{Work, seen};
+pub(crate) use bulkhead_api::Observations;
+pub(crate) use observations::{ResourceUsage, observations};
 
 /// Number of jobs and observation time that suffice for reliable advice.
-pub(crate) const ENOUGH_JOBS: u64 = 1000;
-pub(crate) const ENOUGH_TIME: Duration = Duration::from_secs(600);
+pub(crate) const SUFFICIENT_JOBS: u64 = 1000;
+pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 
 /// Minimum number of jobs before any advice is given.
 pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 
 /// Minimum observation time before a lower value is proposed.
-pub(crate) const SHRINK_AFTER: Duration = Duration::from_secs(3600);
+pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
 /// Current settings of the bulkhead. With isolated tenants, the numbers apply to each tenant.
 #[derive(Clone, Debug)]
-pub(crate) struct Setup {
+pub(crate) struct Settings {
     pub(crate) processes: u32,
     pub(crate) max_in_flight: u32,
     pub(crate) max_queue: u32,
@@ -39,16 +39,16 @@ pub(crate) struct Setup {
     /// The adaptive concurrency limit, if configured.
     pub(crate) adaptive: Option<Adaptive>,
     /// Maximum number of tenants with workers at the same time if tenants are isolated; otherwise 1.
-    pub(crate) sets_of_workers: u32,
+    pub(crate) worker_sets: u32,
     /// Number of spares for each set of workers.
     pub(crate) spares: u32,
     /// Value of `cgroup.memory` in bytes.
     pub(crate) cgroup_memory: Option<u64>,
     /// True if `recycle.rss`, `rlimits.as` or `rlimits.data` bounds the memory of a worker.
-    pub(crate) is_memory_bounded: bool,
+    pub(crate) has_memory_limit: bool,
 }
 
-impl Setup {
+impl Settings {
     /// Returns the maximum number of jobs in flight.
     fn permits(&self) -> u64 {
         u64::from(self.processes) * u64::from(self.max_in_flight)
@@ -88,10 +88,10 @@ pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
 pub(crate) type Kept = bulkhead_api::Kept<Setting>;
 
 /// Computes the advice for a bulkhead.
-pub(crate) fn advise(bulkhead: String, seen: Seen, setup: &Setup, machine: &Machine) -> Advice {
-    let missing = seen::missing(&seen);
+pub(crate) fn advise(bulkhead: String, seen: Observations, settings: &Settings, machine: &Machine) -> Advice {
+    let missing = observations::missing(&seen);
     let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {
-        true => rules::judge(&seen, setup, machine),
+        true => rules::advise(&seen, settings, machine),
         false => Default::default(),
     };
     let watched_ms = u64::try_from(seen.watched.as_millis()).unwrap_or(u64::MAX);

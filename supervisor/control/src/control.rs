@@ -2,36 +2,36 @@
 //! reads the output of workers. The control plane sends commands to the data plane and receives notices. It
 //! owns no job.
 
+mod admin_socket;
 mod advice;
-mod answers;
-mod browser;
 mod bulkheads;
 mod config;
 mod connections;
 mod crashes;
+mod cross_site;
 mod dashboard;
 mod http;
 mod jobs;
-mod lobby;
-mod local;
 mod metrics;
 mod openapi;
 mod paths;
 mod readers;
 mod readiness;
 mod reload;
+mod responses;
 mod routes;
 mod sockets;
 mod streams;
 mod tcp;
 mod temporary;
+mod waiting;
 mod watch;
 
+use admin_socket::CONNECTIONS_MAX;
 pub use jobs::JOBS_MAX;
-use local::CONNECTIONS_MAX;
 
 /// Maximum number of client connections to the address of `http`.
-pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
+pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + waiting::WAITING_MAX + waiting::HEALTH_MAX;
 
 use std::io;
 use std::net::TcpListener;
@@ -41,7 +41,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use bulkhead_api::{CrashReport, Severity, Snapshot, Victim, What};
+use bulkhead_api::{CrashReport, EventKind, Severity, Snapshot, Victim};
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
@@ -52,17 +52,19 @@ use tokio::sync::Semaphore;
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
-use crate::observe::process::{self, Residents};
+use crate::observe::process::{self, ResidentSizes};
 use crate::sockets::Sockets;
 use bulkhead_config::Config;
 use bulkhead_config::Token;
-use bulkhead_plane::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError, WorkerProcess};
+use bulkhead_plane::command::{
+    Command, CommandSender, DroppableNotice, Event, REPLAYS_MAX, SteerError, WorkerProcess,
+};
 use bulkhead_plane::counters::SharedCounters;
-use bulkhead_plane::notices::{Heard, Listener, Milestone};
-use bulkhead_plane::threads::{Fate, panic_on_request};
+use bulkhead_plane::notices::{Milestone, Notice, NoticeReceiver};
+use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
-use connections::{Arrivals, Ways};
-pub use reload::InForce;
+use connections::{Dispatcher, Queue};
+pub use reload::ActiveConfig;
 use reload::Reloads;
 
 /// Interval between memory checks of workers with `recycle.rss`.
@@ -75,19 +77,19 @@ const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 const REAP_PAUSE: Duration = Duration::from_millis(10);
 
 /// Time limit for open streams and unfinished responses to end after the control plane has ended.
-const CLOSE_WITHIN: Duration = Duration::from_secs(4);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Maximum number of yields to the runtime while the last output of an exited worker is read. Another process
 /// can hold the pipe open, so that end-of-file never comes.
-const LAST_WORDS_TURNS: u32 = 64;
+const TAIL_READ_YIELDS_MAX: u32 = 64;
 
 /// Maximum number of stderr bytes in a `worker_exited` event. A crash report holds more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
 /// Kind of process in which the supervisor runs.
-pub enum Place {
+pub enum RunMode {
     /// A separate process: signals are commands, the service manager is notified, and there are sockets.
-    Process {
+    Standalone {
         /// The bound admin socket.
         admin: UnixListener,
         /// The files of both sockets.
@@ -95,50 +97,50 @@ pub enum Place {
     },
     /// The process of an application. The supervisor takes no signals and does not notify the service
     /// manager.
-    Application,
+    Embedded,
 }
 
 /// Options of the control plane.
 pub struct Options {
     /// Kind of process in which the supervisor runs.
-    pub place: Place,
+    pub mode: RunMode,
     /// Sender of commands to the data plane.
-    pub commander: Commander,
+    pub commands: CommandSender,
     /// Receiver of notices from the data plane. The control plane ends when this channel closes.
-    pub notices: Listener,
+    pub notices: NoticeReceiver,
     /// Shared counters of the data plane.
-    pub pulse: Arc<SharedCounters>,
+    pub counters: Arc<SharedCounters>,
     /// The configuration in force, for reloads.
-    pub in_force: InForce,
+    pub active_config: ActiveConfig,
     /// The store of crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
     /// User id that can connect to the admin socket, besides root.
-    pub own: u32,
+    pub own_uid: u32,
     /// Configuration in force at the start.
     pub config: Arc<Config>,
     /// The bound TCP socket and the token, if `http` is configured.
     pub http: Option<(TcpListener, Token)>,
     /// Monitor of the essential threads.
-    pub fate: Fate,
+    pub threads: ThreadMonitor,
 }
 
 type Shared = Arc<Control>;
 
 /// Shared state of the control plane.
 pub(crate) struct Control {
-    commander: Commander,
+    commands: CommandSender,
     events: Events,
     output: Arc<Output>,
     crashes: Crashes,
     /// Recent resource usage of the workers.
-    works: Mutex<advice::Works>,
+    usage: Mutex<advice::UsageSamples>,
     /// Cached memory use of the workers.
-    residents: Residents,
+    resident_sizes: ResidentSizes,
     /// Permits for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
     readiness: readiness::Readiness,
-    sockets: sockets::Watched,
+    sockets: sockets::SocketFiles,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// True if the process belongs to an application.
@@ -149,11 +151,11 @@ pub(crate) struct Control {
     watch: watch::Watch,
     /// Permits for jobs over HTTP.
     jobs: Arc<Semaphore>,
-    pulse: Arc<SharedCounters>,
+    counters: Arc<SharedCounters>,
     /// The configuration in force. A reload replaces it.
     config: RwLock<Arc<Config>>,
     /// True once the control plane must end.
-    end: tokio::sync::watch::Sender<bool>,
+    shutdown: tokio::sync::watch::Sender<bool>,
 }
 
 /// The running control plane.
@@ -171,137 +173,141 @@ impl ControlThread {
 /// Starts the control plane. From here on, signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { place, commander, notices, pulse, in_force, crashes, own, config, http, fate } = options;
+    let Options { mode, commands, notices, counters, active_config, crashes, own_uid, config, http, threads } =
+        options;
     let (crashes, crash_thread) = crashes;
-    let (admin, sockets) = match place {
-        Place::Process { admin, sockets } => (Some(admin), Some(sockets)),
-        Place::Application => (None, None),
+    let (admin, sockets) = match mode {
+        RunMode::Standalone { admin, sockets } => (Some(admin), Some(sockets)),
+        RunMode::Embedded => (None, None),
     };
     let is_embedded = admin.is_none();
     admin.as_ref().map_or(Ok(()), |admin| admin.set_nonblocking(true))?;
     let control = Arc::new(Control {
-        commander,
+        commands,
         events: Events::default(),
         output: Arc::default(),
         crashes,
-        works: Mutex::default(),
-        residents: Residents::default(),
+        usage: Mutex::default(),
+        resident_sizes: ResidentSizes::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
-        reloads: Reloads::new(in_force),
+        reloads: Reloads::new(active_config),
         readiness: readiness::Readiness::default(),
-        sockets: sockets::Watched::new(sockets),
+        sockets: sockets::SocketFiles::new(sockets),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         is_embedded,
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
-        pulse: pulse.clone(),
+        counters: counters.clone(),
         config: RwLock::new(config),
-        end: tokio::sync::watch::channel(false).0,
+        shutdown: tokio::sync::watch::channel(false).0,
     });
     let (local, tcp, signals) = {
         let _within = runtime.enter();
         let listener = admin.map(tokio::net::UnixListener::from_std).transpose()?;
-        let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
-        let taken = (!is_embedded).then(|| {
+        let tcp = http.map(|(socket, token)| tcp::register(socket, token)).transpose()?;
+        let signals = (!is_embedded).then(|| {
             Ok::<_, io::Error>((Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?, Signals::new([SIGCHLD])?))
         });
-        (listener.map(|listener| (listener, own)), tcp, taken.transpose()?)
+        (listener.map(|listener| (listener, own_uid)), tcp, signals.transpose()?)
     };
-    let (serving, entrances) = serving(local, tcp, &control.end);
-    let readers = readers::start(control.clone(), entrances, &fate)?;
-    let tasks = fate.clone();
+    let (serving, reader_queues) = serving(local, tcp, &control.shutdown);
+    let readers = readers::start(control.clone(), reader_queues, &threads)?;
+    let tasks = threads.clone();
     let run = move || {
         runtime.block_on(async {
             if let Some((signals, deaths)) = signals {
-                tokio::spawn(tasks.task("signals", obey_signals(control.clone(), signals)));
-                tokio::spawn(tasks.task("orphans", reap_orphans(control.clone(), deaths)));
+                tokio::spawn(tasks.wrap_task("signals", handle_signals(control.clone(), signals)));
+                tokio::spawn(tasks.wrap_task("orphans", reap_orphans(control.clone(), deaths)));
             }
-            let served = tokio::spawn(tasks.task("admin API", serve(control.clone(), serving)));
-            tokio::spawn(tasks.task("reload", reload::obey(control.clone())));
-            tokio::spawn(tasks.task("sockets", sockets::watch(control.clone())));
-            tokio::spawn(tasks.task("temporary folders", temporary::watch(control.clone())));
-            tokio::spawn(tasks.task("memory", watch_memory(control.clone())));
-            tokio::spawn(tasks.task("advice", advice::watch(control.clone())));
-            tokio::spawn(tasks.task("events", tell_suppressed(control.clone())));
-            tokio::spawn(tasks.task("on request", panic_on_request("CONTROL")));
-            take_notices(&control, notices, &pulse).await;
-            control.announce_end();
-            control.events.tell();
-            control.end.send_replace(true);
-            let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
+            let served = tokio::spawn(tasks.wrap_task("admin API", serve(control.clone(), serving)));
+            tokio::spawn(tasks.wrap_task("reload", reload::watch(control.clone())));
+            tokio::spawn(tasks.wrap_task("sockets", sockets::watch(control.clone())));
+            tokio::spawn(tasks.wrap_task("temporary folders", temporary::watch(control.clone())));
+            tokio::spawn(tasks.wrap_task("memory", watch_memory(control.clone())));
+            tokio::spawn(tasks.wrap_task("advice", advice::watch(control.clone())));
+            tokio::spawn(tasks.wrap_task("events", report_suppressed(control.clone())));
+            tokio::spawn(tasks.wrap_task("on request", panic_on_request("CONTROL")));
+            handle_notices(&control, notices, &counters).await;
+            control.report_stopped();
+            control.events.wake_readers();
+            control.shutdown.send_replace(true);
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, served).await;
         });
         // The readers end by themselves. A panic was already reported.
         let _ = readers.join();
         // Dropping these drops every sender of requests for reports, so that the crash thread ends.
         drop(runtime);
         drop(control);
-        crash_thread.settle();
-        crate::observe::logging::settle();
+        crash_thread.finish();
+        crate::observe::logging::finish();
     };
-    Ok(ControlThread(fate.spawn("control", run)?))
+    Ok(ControlThread(threads.spawn("control", run)?))
 }
 
 type Local = (tokio::net::UnixListener, u32);
-type Tcp = (tokio::net::TcpListener, tcp::Gate);
+type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
 /// Connections that the control plane's own thread serves.
 struct Serving {
-    local: (Option<Local>, Ways<UnixStream>, Arrivals<UnixStream>),
-    tcp: Option<(Tcp, Ways<TcpStream>, Arrivals<TcpStream>)>,
+    local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
+    tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
 }
 
 /// Creates two channels for each listener: one to this thread, and one to the low-priority readers.
 fn serving(
     local: Option<Local>,
     tcp: Option<Tcp>,
-    end: &tokio::sync::watch::Sender<bool>,
-) -> (Serving, readers::Entrances) {
-    let (ways, own, local_readers) = connections::ways(end.subscribe(), local::PLACES);
-    let local = (local, ways, own);
+    shutdown: &tokio::sync::watch::Sender<bool>,
+) -> (Serving, readers::ReaderQueues) {
+    let (dispatcher, own, local_readers) =
+        connections::channels(shutdown.subscribe(), admin_socket::ADMITTED_MAX);
+    let local = (local, dispatcher, own);
     let (tcp, tcp_readers) = tcp
         .map(|tcp| {
-            let places = CONNECTIONS_MAX + lobby::HEALTH_MAX;
-            let (ways, own, readers) = connections::ways(end.subscribe(), places);
-            let gate = tcp.1.clone();
-            ((tcp, ways, own), (readers, gate))
+            let max = CONNECTIONS_MAX + waiting::HEALTH_MAX;
+            let (dispatcher, own, readers) = connections::channels(shutdown.subscribe(), max);
+            let check = tcp.1.clone();
+            ((tcp, dispatcher, own), (readers, check))
         })
         .unzip();
-    (Serving { local, tcp }, readers::Entrances { local: local_readers, tcp: tcp_readers })
+    (Serving { local, tcp }, readers::ReaderQueues { local: local_readers, tcp: tcp_readers })
 }
 
 /// Accepts and serves connections until the control plane ends.
 async fn serve(control: Arc<Control>, serving: Serving) {
-    let Serving { local: (door, ways, arrivals), tcp } = serving;
+    let Serving { local: (listener, dispatcher, queue), tcp } = serving;
     let router = http::router(control.clone());
     let local = async {
-        let let_in = async {
-            match door {
-                Some((listener, own)) => local::let_in(&control, listener, own, ways).await,
-                None => control.until_end(std::future::pending()).await,
+        let accept = async {
+            match listener {
+                Some((listener, own_uid)) => {
+                    admin_socket::accept_all(&control, listener, own_uid, dispatcher).await
+                }
+                None => control.until_shutdown(std::future::pending()).await,
             }
         };
-        tokio::join!(let_in, connections::serve(arrivals, router))
+        tokio::join!(accept, connections::serve(queue, router))
     };
     let over_tcp = async {
-        if let Some(((listener, gate), ways, arrivals)) = tcp {
-            let router = tcp::router(control.clone(), gate);
-            tokio::join!(tcp::let_in(&control, listener, ways), connections::serve(arrivals, router));
+        if let Some(((listener, check), dispatcher, queue)) = tcp {
+            let router = tcp::router(control.clone(), check);
+            tokio::join!(tcp::accept_all(&control, listener, dispatcher), connections::serve(queue, router));
         }
     };
     tokio::join!(local, over_tcp);
 }
 
-async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
+async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
     while let Some(signal) = signals.next().await {
         let sent = match signal {
             SIGHUP => {
-                control.reloads.want();
+                control.reloads.request();
                 Ok(())
             }
-            SIGUSR1 => control.commander.send(Command::Summarise),
-            _ => control.commander.stop(),
+            SIGUSR1 => control.commands.send(Command::Summarise),
+            _ => control.commands.stop(),
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} came to nothing: {error}");
@@ -312,37 +318,37 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
 /// Reaps orphans that this process inherits, such as orphans of `docker exec` if this process is process 1.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
     while deaths.next().await.is_some() {
-        while control.commander.ask(|reply| Command::ReapOrphans { reply }).await != Some(false) {
+        while control.commands.request(|reply| Command::ReapOrphans { reply }).await != Some(false) {
             tokio::time::sleep(REAP_PAUSE).await;
         }
     }
 }
 
-async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCounters) {
+async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters: &SharedCounters) {
     let mut dropped = 0;
-    while let Some(heard) = notices.hear().await {
-        match heard {
-            Heard::Output(output) => {
+    while let Some(notice) = notices.recv().await {
+        match notice {
+            Notice::Output(output) => {
                 control.output.read(output);
             }
-            Heard::Notice(Notice::Event(mut event)) => {
-                if let What::WorkerExited { pid, .. } = event.what {
-                    let tail = control.last_words(pid).await;
-                    event.stderr_tail = tail.map(|tail| end_of(&tail, EVENT_TAIL_BYTES).to_owned());
+            Notice::Droppable(DroppableNotice::Event(mut event)) => {
+                if let EventKind::WorkerExited { pid, .. } = event.kind {
+                    let tail = control.stderr_tail(pid).await;
+                    event.stderr_tail = tail.map(|tail| tail_of(&tail, EVENT_TAIL_BYTES).to_owned());
                 }
                 control.events.add(*event);
             }
-            Heard::Notice(Notice::Crash { mut report, place }) => {
-                control.add_last_words(&mut report).await;
-                control.crashes.add(report, place);
+            Notice::Droppable(DroppableNotice::Crash { mut report, permit }) => {
+                control.add_stderr_tail(&mut report).await;
+                control.crashes.add(report, permit);
             }
-            Heard::Milestone(Milestone::Started) => control.announce_start(),
-            Heard::Milestone(Milestone::Stopping) => {
+            Notice::Milestone(Milestone::Started) => control.report_started(),
+            Notice::Milestone(Milestone::Stopping) => {
                 control.is_stopping.store(true, Ordering::SeqCst);
                 control.notify_systemd(&[NotifyState::Stopping]);
             }
         }
-        let now_dropped = pulse.notices_dropped.load(Ordering::Relaxed);
+        let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);
         if now_dropped > dropped {
             tracing::error!("{} events were lost: too many at once", now_dropped - dropped);
             dropped = now_dropped;
@@ -357,16 +363,16 @@ impl Control {
     }
 
     /// Replaces the configuration in force.
-    fn put_in_force(&self, config: Arc<Config>) {
+    fn set_config(&self, config: Arc<Config>) {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
 
     /// Runs a task until the control plane ends.
-    async fn until_end(&self, task: impl Future<Output = ()>) {
-        let mut end = self.end.subscribe();
+    async fn until_shutdown(&self, task: impl Future<Output = ()>) {
+        let mut shutdown = self.shutdown.subscribe();
         tokio::select! {
             () = task => {}
-            _ = end.wait_for(|is_over| *is_over) => {}
+            _ = shutdown.wait_for(|has_begun| *has_begun) => {}
         }
     }
 
@@ -376,12 +382,12 @@ impl Control {
         interval: Duration,
         task: impl Fn(Arc<Self>) -> T,
     ) {
-        let mut end = self.end.subscribe();
+        let mut shutdown = self.shutdown.subscribe();
         let mut interval = tokio::time::interval(interval);
         loop {
             tokio::select! {
                 _ = interval.tick() => {}
-                _ = end.wait_for(|is_over| *is_over) => return,
+                _ = shutdown.wait_for(|has_begun| *has_begun) => return,
             }
             task(self.clone()).await;
         }
@@ -389,24 +395,24 @@ impl Control {
 
     /// Reports to the data plane each worker whose resident size exceeds `recycle.rss`. The data plane
     /// decides if the worker is replaced.
-    async fn look_at_memory(&self) {
-        let watched = self.reloads.watched();
-        if watched.is_empty() {
+    async fn check_memory(&self) {
+        let limits = self.reloads.rss_limits();
+        if limits.is_empty() {
             return;
         }
-        let Some(processes) = self.commander.ask(|reply| Command::WorkerProcesses { reply }).await else {
+        let Some(processes) = self.commands.request(|reply| Command::WorkerProcesses { reply }).await else {
             return;
         };
         for WorkerProcess { bulkhead, pid, generation, .. } in processes {
-            let Some(most) = watched.get(&*bulkhead) else { continue };
-            let Some(rss_bytes) = process::resident_bytes(pid).filter(|bytes| bytes > most) else { continue };
+            let Some(max) = limits.get(&*bulkhead) else { continue };
+            let Some(rss_bytes) = process::resident_bytes(pid).filter(|bytes| bytes > max) else { continue };
             // The command is lost if the data plane is busy. The next check comes soon.
             let bulkhead = bulkhead.as_ref().to_owned();
-            let _ = self.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
+            let _ = self.commands.send(Command::ReportMemory { bulkhead, pid, generation, rss_bytes });
         }
     }
 
-    fn announce_start(&self) {
+    fn report_started(&self) {
         self.is_started.store(true, Ordering::SeqCst);
         tracing::info!(bulkheads = self.reloads.count(), "ready");
         self.notify_systemd(&[NotifyState::Ready]);
@@ -421,21 +427,21 @@ impl Control {
         }
     }
 
-    fn announce_end(&self) {
-        self.events.add(Event::new(Severity::Info, None, What::Stopped {}));
+    fn report_stopped(&self) {
+        self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
     /// Adds the stderr tail of a worker. Reports about templates already have a tail.
-    async fn add_last_words(&self, report: &mut CrashReport) {
+    async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
-            report.stderr_tail = self.last_words(report.pid).await;
+            report.stderr_tail = self.stderr_tail(report.pid).await;
         }
     }
 
     /// Returns the last stderr output of an exited process.
-    async fn last_words(&self, pid: u32) -> Option<String> {
-        for _ in 0..LAST_WORDS_TURNS {
-            if !self.output.is_read_from(pid) {
+    async fn stderr_tail(&self, pid: u32) -> Option<String> {
+        for _ in 0..TAIL_READ_YIELDS_MAX {
+            if !self.output.has_open_stderr(pid) {
                 break;
             }
             tokio::task::yield_now().await;
@@ -447,7 +453,7 @@ impl Control {
     /// from `/proc`. Returns `None` if the data plane does not answer in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
         let bulkhead = bulkhead.map(str::to_owned);
-        let mut snapshots = self.commander.ask(|reply| Command::Snapshot { bulkhead, reply }).await?;
+        let mut snapshots = self.commands.request(|reply| Command::Snapshot { bulkhead, reply }).await?;
         snapshots.iter_mut().for_each(add_usage);
         Some(snapshots)
     }
@@ -460,15 +466,15 @@ impl Control {
         tenant: String,
     ) -> Option<Result<Box<Snapshot>, SteerError>> {
         let bulkhead = bulkhead.to_owned();
-        let ask = self.commander.ask(|reply| Command::TenantSnapshot { bulkhead, tenant, reply });
-        let mut snapshot = ask.await?;
+        let request = self.commands.request(|reply| Command::TenantSnapshot { bulkhead, tenant, reply });
+        let mut snapshot = request.await?;
         snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
         Some(snapshot)
     }
 }
 
 /// Returns the last `bytes_max` bytes of a text, or slightly fewer so that no character is split.
-fn end_of(text: &str, bytes_max: usize) -> &str {
+fn tail_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
         start += 1;
@@ -487,10 +493,10 @@ fn add_usage(snapshot: &mut Snapshot) {
 }
 
 /// Emits a summary event for each event storm that has ended.
-async fn tell_suppressed(control: Arc<Control>) {
-    control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.tell_suppressed() }).await;
+async fn report_suppressed(control: Arc<Control>) {
+    control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }
 
 async fn watch_memory(control: Arc<Control>) {
-    control.every(MEMORY_INTERVAL, |control| async move { control.look_at_memory().await }).await;
+    control.every(MEMORY_INTERVAL, |control| async move { control.check_memory().await }).await;
 }

@@ -13,14 +13,14 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use bulkhead_linux::rights::refuse_descriptors;
-use bulkhead_plane::lock::{self, NoLock};
+use bulkhead_plane::lock::{self, LockError};
 
 /// Maximum number of connections in the backlog. The kernel reduces this to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
 /// A bound socket. Dropping it removes the path and releases the lock.
 #[derive(Debug)]
-pub struct Bound {
+pub struct BoundSocket {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
@@ -34,9 +34,9 @@ pub struct Bound {
 #[derive(Debug)]
 pub struct Sockets {
     /// The socket for clients.
-    pub jobs: Mutex<Bound>,
+    pub jobs: Mutex<BoundSocket>,
     /// The socket for operators.
-    pub admin: Mutex<Bound>,
+    pub admin: Mutex<BoundSocket>,
 }
 
 /// Error when a socket cannot be bound. Its text fits after "failed to".
@@ -47,11 +47,11 @@ pub struct BindError {
     problem: String,
 }
 
-impl Bound {
+impl BoundSocket {
     /// Binds `path` with exactly `mode`. Missing parent folders are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
-        make_folders(path, folder_mode).map_err(fail)?;
+        create_folders(path, folder_mode).map_err(fail)?;
         let lock = lock(path).map_err(fail)?;
         let (listener, identity) = listen_at(path, mode).map_err(fail)?;
         let listener = Some(listener);
@@ -64,15 +64,15 @@ impl Bound {
     }
 
     /// Returns true if the socket is at its path.
-    pub fn is_there(&self) -> bool {
+    pub fn exists(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
     }
 
     /// Binds the path again after its file was removed, and recreates missing folders. The returned listener
     /// replaces the previous one.
-    pub fn renew(&mut self) -> Result<UnixListener, BindError> {
+    pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
-        make_folders(&self.path, self.folder_mode).map_err(fail)?;
+        create_folders(&self.path, self.folder_mode).map_err(fail)?;
         let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
         // If the lock file was removed as well, another supervisor may have created a new one.
         let has_lock = own.is_ok_and(|own| identity(&lock_path(&self.path)).is_ok_and(|found| found == own));
@@ -90,7 +90,7 @@ impl Bound {
     }
 }
 
-impl Drop for Bound {
+impl Drop for BoundSocket {
     fn drop(&mut self) {
         // A missing file is fine. Another supervisor may have bound a socket at the same path.
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
@@ -100,7 +100,7 @@ impl Drop for Bound {
 }
 
 /// Creates the missing parent folders of a socket, with exactly this mode.
-fn make_folders(path: &Path, mode: u32) -> Result<(), String> {
+fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
         // The umask may have removed permissions.
@@ -118,24 +118,24 @@ fn make_folders(path: &Path, mode: u32) -> Result<(), String> {
 
 /// Returns a listening socket at this path, and its device and inode.
 fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), String> {
-    clear_stale(path)?;
-    let listener = appear(path, mode)?;
+    remove_stale_socket(path)?;
+    let listener = bind_listening(path, mode)?;
     let identity = identity(path).map_err(|error| error.to_string())?;
     Ok((listener, identity))
 }
 
 /// Binds a socket that appears at `path` only once it listens and has its mode, because between `bind(2)` and
 /// `listen(2)` clients are refused.
-fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
-    let aside = with_suffix(path, ".new");
+fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
+    let temporary = with_suffix(path, ".new");
     // If the temporary name is too long for a socket address, the socket is bound directly.
-    let is_short = SocketAddr::from_pathname(&aside).is_ok();
-    let first = if is_short { &aside } else { path };
+    let is_short = SocketAddr::from_pathname(&temporary).is_ok();
+    let first = if is_short { &temporary } else { path };
     if is_short {
         // A supervisor that was killed at this point may have left a file.
         let _ = std::fs::remove_file(first);
     }
-    let listener = bind_closed(first).map_err(|error| error.to_string())?;
+    let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
     // Accepted connections inherit this option. For older kernels, see `descriptors` of the data plane.
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
@@ -152,7 +152,7 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
 
 /// Binds a socket that no client can connect to yet. On Linux, the file gets the mode of the socket before
 /// `bind(2)`.
-fn bind_closed(path: &Path) -> io::Result<UnixListener> {
+fn bind_without_permissions(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::fs::fchmod(&socket, Mode::empty())?;
@@ -181,17 +181,19 @@ fn lock_path(socket: &Path) -> PathBuf {
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
-        NoLock::Held => {
+        LockError::Held => {
             "another supervisor is running on this socket; stop it, or configure another path".into()
         }
-        NoLock::Unopened(error) => {
+        LockError::Open(error) => {
             format!("the lock file {} cannot be opened: {error}", name.display())
         }
-        NoLock::Refused(errno) => format!("the lock file {} cannot be locked: {errno}", name.display()),
+        LockError::Unsupported(errno) => {
+            format!("the lock file {} cannot be locked: {errno}", name.display())
+        }
     })
 }
 
-fn clear_stale(path: &Path) -> Result<(), String> {
+fn remove_stale_socket(path: &Path) -> Result<(), String> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error.to_string()),
@@ -202,11 +204,11 @@ fn clear_stale(path: &Path) -> Result<(), String> {
         }
         Ok(_) => {}
     }
-    let reach = || match UnixStream::connect(path) {
+    let connect = || match UnixStream::connect(path) {
         Ok(_) => Err(()),
         Err(error) => Ok(error),
     };
-    match lock::try_while_taken(reach, |()| true) {
+    match lock::retry_while_taken(connect, |()| true) {
         Ok(error) if error.kind() == ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }
@@ -221,43 +223,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stale_socket_is_cleared_and_a_live_one_is_not_taken() {
+    fn replaces_stale_sockets_only() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/jobs.sock");
-        let bound = Bound::bind(&path, 0o600, 0o700).unwrap();
+        let bound = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
         assert_eq!(std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
-        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("another supervisor"), "{error}");
         drop(bound);
         assert!(!path.exists());
 
         drop(UnixListener::bind(&path).unwrap());
-        drop(Bound::bind(&path, 0o660, 0o700).unwrap());
+        drop(BoundSocket::bind(&path, 0o660, 0o700).unwrap());
 
-        let removed = Bound::bind(&path, 0o600, 0o700).unwrap();
+        let removed = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(removed);
         assert!(path.exists(), "another's socket");
-        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("listens there already"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();
-        assert!(Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string().contains("not a socket"));
+        assert!(BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string().contains("not a socket"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
     }
 
     #[test]
-    fn creates_folders_with_mode_and_keeps_existing_modes() {
+    fn creates_missing_folders_with_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
-        let _jobs = Bound::bind(&jobs, 0o666, 0o755).unwrap();
+        let _jobs = BoundSocket::bind(&jobs, 0o666, 0o755).unwrap();
         assert_eq!([mode(&folder.path().join("a")), mode(&folder.path().join("a/b"))], [0o755, 0o755]);
         let admin = folder.path().join("a/b/admin.sock");
-        let _admin = Bound::bind(&admin, 0o600, 0o700).unwrap();
+        let _admin = BoundSocket::bind(&admin, 0o600, 0o700).unwrap();
         assert_eq!(mode(&folder.path().join("a/b")), 0o755);
         assert_eq!([mode(&jobs), mode(&admin)], [0o666, 0o600]);
         // Any process that can open a lock file could take the lock.
@@ -268,34 +270,34 @@ mod tests {
 
     /// A renewed socket cannot be taken by another supervisor.
     #[test]
-    fn renews_removed_socket_unless_another_supervisor_took_it() {
+    fn recreates_removed_socket_unless_path_is_taken() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/jobs.sock");
-        let mut bound = Bound::bind(&path, 0o660, 0o755).unwrap();
-        assert!(bound.is_there());
+        let mut bound = BoundSocket::bind(&path, 0o660, 0o755).unwrap();
+        assert!(bound.exists());
         std::fs::remove_file(&path).unwrap();
-        assert!(!bound.is_there());
-        let first = bound.renew().unwrap();
-        assert!(bound.is_there() && UnixStream::connect(&path).is_ok());
+        assert!(!bound.exists());
+        let first = bound.recreate().unwrap();
+        assert!(bound.exists() && UnixStream::connect(&path).is_ok());
         first.accept().unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o660);
 
         std::fs::remove_dir_all(folder.path().join("run")).unwrap();
-        let _second = bound.renew().unwrap();
+        let _second = bound.recreate().unwrap();
         assert_eq!(std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o755);
-        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("another supervisor"), "{error}");
 
         std::fs::remove_dir_all(folder.path().join("run")).unwrap();
-        let _other = Bound::bind(&path, 0o600, 0o700).unwrap();
-        assert!(!bound.is_there() && bound.renew().is_err());
+        let _other = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
+        assert!(!bound.exists() && bound.recreate().is_err());
     }
 
     #[test]
-    fn no_client_connects_before_it_has_its_mode() {
+    fn socket_appears_with_its_mode() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
-        let _listener = bind_closed(&path).unwrap();
+        let _listener = bind_without_permissions(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0);
     }
 }

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use bulkhead_keeper::{Keeper, KeeperOrigin, sweep_after_keeper};
-use bulkhead_plane::threads::Fate;
+use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_policy::WorkerId;
 use mio::Waker;
 
@@ -68,29 +68,29 @@ pub(super) struct Background {
     done: Receiver<Done>,
     /// Number of unfinished tasks of the `background` thread.
     waiting: usize,
-    fate: Fate,
+    threads: ThreadMonitor,
 }
 
 /// Marks the end of the threads as expected, because they end with the data plane, even after a panic.
 impl Drop for Background {
     fn drop(&mut self) {
-        self.fate.expect_end();
+        self.threads.begin_shutdown();
     }
 }
 
 impl Background {
     /// Starts the threads, which wake the data plane with `waker` after each task.
-    pub(super) fn start(fate: &Fate, waker: Arc<Waker>) -> io::Result<Self> {
+    pub(super) fn start(threads: &ThreadMonitor, waker: Arc<Waker>) -> io::Result<Self> {
         let (sender, done) = channel();
-        let tasks = serve("background", 0, fate, (sender.clone(), waker.clone()))?;
-        let files = serve("memory-files", FILES_PAUSE, fate, (sender, waker))?;
-        Ok(Self { tasks, files, done, waiting: 0, fate: fate.clone() })
+        let tasks = serve("background", 0, threads, (sender.clone(), waker.clone()))?;
+        let files = serve("memory-files", FILES_PAUSE, threads, (sender, waker))?;
+        Ok(Self { tasks, files, done, waiting: 0, threads: threads.clone() })
     }
 
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // Sending fails only if the thread has ended, which ends the whole supervisor (see `Fate`).
+        // Sending fails only if the thread has ended, which ends the whole supervisor (see `ThreadMonitor`).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
@@ -147,11 +147,11 @@ impl Background {
 fn serve(
     name: &'static str,
     pause: u32,
-    fate: &Fate,
+    threads: &ThreadMonitor,
     (done, waker): (Sender<Done>, Arc<Waker>),
 ) -> io::Result<Sender<Task>> {
     let (tasks, received) = channel::<Task>();
-    fate.spawn(name, move || {
+    threads.spawn(name, move || {
         for task in received {
             let begun_at = Instant::now();
             // The data plane has ended, so the remaining tasks are dropped.

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_config::TenantConfig;
-use bulkhead_plane::demand::{Demand, Level};
+use bulkhead_plane::bulkhead_counters::BulkheadCounters;
+use bulkhead_plane::demand::{Demand, Load};
 use bulkhead_plane::latency::Latency;
-use bulkhead_plane::possible::Possible;
+use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
-use bulkhead_plane::tally::Tally;
 use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
@@ -64,9 +64,9 @@ pub(super) struct BulkheadEntry {
     /// Recent outcomes.
     pub(super) service: Window,
     /// Counters for the metrics.
-    pub(super) tally: Tally,
+    pub(super) counters: BulkheadCounters,
     /// Metric series that were possible at some scrape so far.
-    pub(super) possible: Possible,
+    pub(super) possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
     pub(super) has_own_pressure: bool,
     /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
@@ -145,7 +145,7 @@ pub(super) struct Compartment {
     /// Latency of jobs, if the compartment serves a single tenant.
     pub(super) latency: Latency,
     /// Load since the last event.
-    pub(super) level: Level,
+    pub(super) load: Load,
     /// State as recorded in [`Isolated`].
     pub(super) standing: Standing,
     /// True if [`Isolated`] lists the compartment as tripped.
@@ -183,7 +183,7 @@ impl Compartment {
             links: Vec::new(),
             is_touched: false,
             latency: Latency::default(),
-            level: Level::default(),
+            load: Load::default(),
             standing: Standing::Resting(now),
             was_tripped: false,
         }
@@ -211,7 +211,7 @@ impl BulkheadEntry {
             Some(compartment) => Layout::Shared(compartment),
             None => Layout::Isolated(Box::new(Isolated {
                 limits: spec.limits.clone(),
-                own: spec.own.clone(),
+                own: spec.tenants.clone(),
                 max_active: spec.max_active.unwrap_or_default(),
                 ..Isolated::default()
             })),
@@ -229,8 +229,8 @@ impl BulkheadEntry {
             knows_poison: false,
             latency: Latency::default(),
             service: Window::default(),
-            tally: Tally::new(spec.limits.tenants.labelled.len()),
-            possible: Possible::default(),
+            counters: BulkheadCounters::new(spec.limits.tenants.labelled.len()),
+            possible: PossibleSeries::default(),
             has_own_pressure: false,
             memory_limit: None,
             lent_max: None,
@@ -240,7 +240,7 @@ impl BulkheadEntry {
             own: BTreeMap::new(),
             layout,
         };
-        bulkhead.put(&spec, spec.limits.clone(), spec.own.clone());
+        bulkhead.put(&spec, spec.limits.clone(), spec.tenants.clone());
         bulkhead
     }
 
@@ -254,7 +254,7 @@ impl BulkheadEntry {
         self.has_own_pressure = spec.has_own_pressure;
         self.memory_limit = spec.memory_limit;
         self.lent_max = spec.lent_max;
-        self.tally.name_fallbacks(&spec.fallback);
+        self.counters.add_fallbacks(&spec.fallback);
         if self.fallback != spec.fallback {
             self.fallback = spec.fallback.clone();
             self.fallback_told.clear();

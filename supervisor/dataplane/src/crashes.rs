@@ -4,11 +4,11 @@
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Severity, Stage,
-    Victim, What,
+    Cause, CrashId, CrashJob, CrashReport, EventKind, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX,
+    Severity, Stage, Victim,
 };
 use bulkhead_keeper::Usage;
-use bulkhead_plane::command::Notice;
+use bulkhead_plane::command::DroppableNotice;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
 use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
 use bulkhead_shared::JobId;
@@ -180,7 +180,7 @@ impl DataPlane {
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
         self.reporter.last_report = Some((post.pid, id));
-        self.reporter.notify(Notice::Crash { report: Box::new(report), place });
+        self.reporter.notify(DroppableNotice::Crash { report: Box::new(report), permit: place });
     }
 
     /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
@@ -213,7 +213,7 @@ impl DataPlane {
                 allowances.map(|allowance| (allowance.take_unreported(now), allowance.skipped > 0));
             for (skipped, is_waiting) in unreported {
                 if let Some(skipped) = skipped {
-                    let what = What::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
+                    let what = EventKind::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
                     self.bulkhead_event(Severity::Warning, bulkhead, what);
                 } else if is_waiting {
                     self.want_housekeeping();

@@ -1,7 +1,7 @@
 //! Measures the demand for each bulkhead. Runs once per iteration for each compartment with events.
 
 use bulkhead_plane::command::WorkerProcess;
-use bulkhead_plane::demand::{Level, Observation, numbers_of};
+use bulkhead_plane::demand::{Load, Observation, sizes_of};
 use bulkhead_policy::Counters;
 
 use super::DataPlane;
@@ -13,8 +13,8 @@ impl DataPlane {
     /// Records the load of a compartment up to now.
     pub(super) fn count_demand(&mut self, index: CompartmentIndex) {
         let Some(compartment) = self.compartments.get_mut(index) else { return };
-        let level = Level::of(&compartment.policy, self.now);
-        let before = std::mem::replace(&mut compartment.level, level);
+        let load = Load::of(&compartment.policy, self.now);
+        let load_before = std::mem::replace(&mut compartment.load, load);
         if compartment.is_replay {
             return;
         }
@@ -22,13 +22,13 @@ impl DataPlane {
         if self.bulkheads[bulkhead].demand.is_due(self.now, self.limits_of(bulkhead)) {
             self.settle_demand(bulkhead);
         }
-        self.bulkheads[bulkhead].demand.stood(before, self.now);
+        self.bulkheads[bulkhead].demand.record_load(load_before, self.now);
     }
 
     #[cold]
     fn settle_demand(&mut self, bulkhead: BulkheadIndex) {
-        let (numbers, counters) = (numbers_of(self.limits_of(bulkhead)), self.counters_of(bulkhead));
-        self.bulkheads[bulkhead].demand.settle(self.now, numbers, counters);
+        let (sizes, counters) = (sizes_of(self.limits_of(bulkhead)), self.counters_of(bulkhead));
+        self.bulkheads[bulkhead].demand.update(self.now, sizes, counters);
     }
 
     /// Returns the recent measurements of a bulkhead, or `None` if there is no bulkhead with this name.
@@ -63,7 +63,7 @@ impl DataPlane {
                 bulkhead: owner.name.clone(),
                 pid: link.pid()?,
                 generation: link.worker.generation,
-                answered: owner.tally.duration.buckets.iter().sum(),
+                answered: owner.counters.duration.buckets.iter().sum(),
                 is_busy: self.compartments[link.compartment].policy.in_flight() > 0,
             })
         };

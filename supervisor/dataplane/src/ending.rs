@@ -9,7 +9,7 @@ impl DataPlane {
     /// Reads from all clients once more. Every bulkhead has stopped, so each job is rejected.
     pub(super) fn hear_the_last(&mut self) {
         while let Ok(command) = self.orders.commands.try_recv() {
-            if let Command::Client { .. } | Command::Connect { .. } = command {
+            if let Command::AddClient { .. } | Command::AddInProcessClient { .. } = command {
                 self.command(command);
             }
         }

@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
-use bulkhead_api::What;
+use bulkhead_api::EventKind;
 use bulkhead_plane::access::Access;
 use bulkhead_policy::Time;
 use mio::unix::SourceFd;
@@ -77,7 +77,7 @@ impl Entrance {
     }
 
     /// Records that connections may be waiting while the time budget is used up. Returns an event if an event is due.
-    pub(super) fn delay(&mut self, now: Time) -> Option<What> {
+    pub(super) fn delay(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
         if delay < DELAY_MIN || !is_due {
@@ -85,7 +85,7 @@ impl Entrance {
         }
         self.delay_told_at = Some(now);
         let for_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
-        Some(What::ClientsDelayed { for_ms, accepted: self.accepted })
+        Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
     /// Returns true if there is time to accept a connection. Otherwise deregisters the listener.

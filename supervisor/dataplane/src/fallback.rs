@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use bulkhead_policy::{Answer, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
@@ -88,7 +88,7 @@ impl DataPlane {
                 let target_before = fallback.chain[fallback.next - 1].clone();
                 self.count_guest_end(compartment, (fallback.entry.0, &target_before), &answer.verdict);
             }
-            None => self.bulkheads[fallback.entry.0].tally.elsewhere += 1,
+            None => self.bulkheads[fallback.entry.0].counters.elsewhere += 1,
         }
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
@@ -177,7 +177,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) {
         let compartment = self.compartment_for(bulkhead, &cargo.tenant);
-        self.bulkheads[bulkhead].tally.guests += 1;
+        self.bulkheads[bulkhead].counters.guests += 1;
         let FallbackState { priority, idempotent, cost, run_limit, .. } = *fallback;
         let keeps = idempotent && (self.bulkheads[bulkhead].retries || fallback.next < fallback.chain.len());
         cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
@@ -233,7 +233,7 @@ impl DataPlane {
             *executed = bulkhead_shared::Executed::Yes;
         }
         self.compartments[fallback.entry.1].policy.came_back(&told.verdict);
-        let counts = &mut self.bulkheads[entry].tally;
+        let counts = &mut self.bulkheads[entry].counters;
         counts.elsewhere = counts.elsewhere.saturating_sub(1);
         self.count_guest_end(compartment, (entry, &target_before), &outcome.verdict);
         told
@@ -269,7 +269,7 @@ impl DataPlane {
         *told_at = Some(now);
         let jobs = std::mem::take(jobs);
         let reason = verdict.reason().map(|reason| reason.to_owned().into());
-        let what = What::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
+        let what = EventKind::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
         self.bulkhead_event(Severity::Warning, entry, what);
     }
 
@@ -284,7 +284,7 @@ impl DataPlane {
             is_waiting |= *jobs > 0;
         }
         for (target, jobs) in due {
-            let what = What::FallbackUsed { target, reason: None, jobs };
+            let what = EventKind::FallbackUsed { target, reason: None, jobs };
             self.bulkhead_event(Severity::Warning, bulkhead, what);
         }
         if is_waiting {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use bulkhead_policy::{Event, Time};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -58,7 +58,7 @@ impl DataPlane {
         if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {
             self.pauses.told_at = Some(self.now);
             let suspended_ms = (suspended > HELD_UP).then_some(suspended.as_millis() as u64);
-            let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
+            let what = EventKind::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
             self.event(Severity::Warning, None, what);
         }
         true
@@ -82,7 +82,7 @@ mod tests {
         let holder = Shares::default().open(Owner::User(1), 1);
         let stage = Stage::AwaitingHello { since: at(1) };
         let end = ClientEnd::InProcess(end);
-        let mut session = Session::new(end, (None, Grant::Everything), stage, (1, holder), (1, at(1)));
+        let mut session = Session::new(end, (None, Grant::Unrestricted), stage, (1, holder), (1, at(1)));
         session.mid_frame_since = Some(at(2));
         // This time lies within the pause, so it moves to the current time at most.
         session.unread_since = Some(at(50));

@@ -127,7 +127,7 @@ pub(super) struct Leased {
 
 impl Leases {
     pub(super) fn new() -> Self {
-        let limit = open_files::limit_in_force();
+        let limit = open_files::current_limit();
         Self {
             by_number: HashMap::default(),
             open_files: limit,
@@ -229,8 +229,8 @@ impl DataPlane {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let Some(&bulkhead) = self.bulkheads.by_name.get(wanted.bulkhead) else { return false };
-        if let Grant::Entries(entries) = &session.grant
-            && access::refusal(entries, (wanted.bulkhead, true), wanted.tenant).is_some()
+        if let Grant::Rules(rules) = &session.grant
+            && access::rejection_message(rules, (wanted.bulkhead, true), wanted.tenant).is_some()
         {
             return false;
         }

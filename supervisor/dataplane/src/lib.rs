@@ -72,14 +72,14 @@ use std::time::{Duration, Instant};
 use bulkhead_config::Config;
 use bulkhead_keeper::Keeper;
 use bulkhead_plane::access::Access;
-use bulkhead_plane::command::Commander;
+use bulkhead_plane::command::CommandSender;
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::notices::Speaker;
+use bulkhead_plane::notices::NoticeSender;
 use bulkhead_plane::reload::{BulkheadSpec, SpecInputs};
 use bulkhead_plane::span::SpanSender;
-use bulkhead_plane::threads::Fate;
+use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_policy::{Action, Event, Time};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::kind;
@@ -246,7 +246,7 @@ pub struct DataPlane {
     pauses: held_up::Pauses,
     stopping: bool,
     started: bool,
-    fate: Fate,
+    threads: ThreadMonitor,
 }
 
 /// A connection that the event loop serves.
@@ -310,33 +310,34 @@ pub struct Parts {
     /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
     /// The bound jobs socket. `None` in an embedded supervisor, whose clients connect with
-    /// [`bulkhead_plane::command::Command::Connect`].
+    /// [`bulkhead_plane::command::Command::AddInProcessClient`].
     pub listener: Option<UnixListener>,
     /// The running keeper.
     pub keeper: Keeper,
     /// Channels for notices to the control plane.
-    pub notices: Speaker,
+    pub notices: NoticeSender,
     /// Channel for spans of sampled jobs, if tracing is on.
     pub spans: Option<SpanSender>,
     /// Counters shared with the control plane.
-    pub pulse: Arc<SharedCounters>,
+    pub counters: Arc<SharedCounters>,
     /// Path of the host for `exec` and `library`, if needed.
     pub host: Option<std::path::PathBuf>,
     /// Sorted names of the tenants that metrics report.
     pub labels: Arc<[String]>,
     /// Supervision of the essential threads.
-    pub fate: Fate,
+    pub threads: ThreadMonitor,
 }
 
 impl DataPlane {
     /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
-    pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
+    pub fn new(parts: Parts) -> io::Result<(Self, CommandSender)> {
+        let Parts { config, support, listener, keeper, notices, spans, counters, host, labels, threads } =
+            parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
-        fate.wake_by(waker.clone());
-        let commander = Commander::new(sender, waker.clone());
+        threads.set_waker(waker.clone());
+        let command_sender = CommandSender::new(sender, waker.clone());
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let own = rustix::process::geteuid().as_raw();
@@ -345,11 +346,11 @@ impl DataPlane {
             now: Time::ZERO,
             entrance: Entrance::new(&poll, listener, Access::new(&config, own))?,
             poll,
-            orders: Orders::new(commands, commander.stops()),
-            reporter: Reporter::new(notices, pulse, spans),
+            orders: Orders::new(commands, command_sender.stop_requests()),
+            reporter: Reporter::new(notices, counters, spans),
             keeper: KeeperLink::new(keeper),
             bell: Bell::new(waker.clone()),
-            background: Background::start(&fate, waker)?,
+            background: Background::start(&threads, waker)?,
             bulkheads: Bulkheads::new(labels),
             compartments: Compartments::new(seed()),
             sessions: Sessions::new(),
@@ -367,7 +368,7 @@ impl DataPlane {
             pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
-            fate,
+            threads,
         };
         for bulkhead in &config.bulkheads {
             let inputs =
@@ -376,7 +377,7 @@ impl DataPlane {
             spec.program.log_warnings(&bulkhead.name);
             plane.open(spec);
         }
-        Ok((plane, commander))
+        Ok((plane, command_sender))
     }
 
     /// Runs until everything is stopped. Errors are those of [`DataPlane::take_turn`] and [`DataPlane::end`].
@@ -392,7 +393,7 @@ impl DataPlane {
     /// Orders the first workers. A thread with other work can use this in place of [`DataPlane::run`], and then call
     /// [`DataPlane::settle`] and [`DataPlane::take_turn`] in turns while [`DataPlane::goes_on`] returns true.
     pub fn start(&mut self) {
-        self.fate.begin();
+        self.threads.mark_started();
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
@@ -402,7 +403,7 @@ impl DataPlane {
 
     /// Returns true until everything is stopped or an essential thread has ended.
     pub fn goes_on(&self) -> bool {
-        !self.is_over() && self.fate.lost().is_none()
+        !self.is_over() && self.threads.lost().is_none()
     }
 
     /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
@@ -470,7 +471,7 @@ impl DataPlane {
 
     /// Ends the keeper and all workers. Returns an error if an essential thread had ended before.
     pub fn end(self) -> io::Result<()> {
-        match self.fate.lost() {
+        match self.threads.lost() {
             Some(name) => Err(self.give_up(name)),
             None => {
                 self.finish();
@@ -751,8 +752,8 @@ impl DataPlane {
 
     /// Waits up to a second for clients to read their last answers, then ends the keeper.
     fn finish(mut self) {
-        self.fate.expect_end();
-        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.threads.begin_shutdown();
+        self.reporter.counters.has_ended.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.hear_the_last();
         loop {
@@ -773,8 +774,8 @@ impl DataPlane {
 
     /// Ends the keeper and all workers after an essential thread has ended.
     fn give_up(self, name: &str) -> io::Error {
-        self.fate.expect_end();
-        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.threads.begin_shutdown();
+        self.reporter.counters.has_ended.store(true, Ordering::SeqCst);
         self.end_keeper();
         io::Error::other(format!("the thread or task '{name}' has ended"))
     }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 
-use bulkhead_plane::worker_ids::Ids;
+use bulkhead_plane::worker_ids::IdAllocator;
 use bulkhead_policy::{Time, WorkerId};
 
 use super::links::Link;
@@ -19,7 +19,7 @@ pub(super) struct Links {
     /// Number of workers and templates ordered so far.
     pub(super) spawned: u64,
     /// Pool of user ids, if each worker has a separate user id.
-    ids: Option<Arc<Ids>>,
+    ids: Option<Arc<IdAllocator>>,
     /// Dead workers whose descendants are still being reaped.
     pub(super) sweeping: HashMap<u64, Sweeping>,
     /// Links of dead workers. The descriptors are closed after the clients have been answered.
@@ -37,7 +37,7 @@ pub(super) struct Links {
 owns_slab!(Links, LinkIndex, Link);
 
 impl Links {
-    pub(super) fn new(ids: Option<Arc<Ids>>) -> Self {
+    pub(super) fn new(ids: Option<Arc<IdAllocator>>) -> Self {
         Self { ids, ..Self::default() }
     }
 
@@ -52,13 +52,13 @@ impl Links {
 
     /// Takes a user id for a worker, if each worker has a separate user id.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
-        self.ids.as_ref().map(|ids| ids.take()).transpose()
+        self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
     /// Returns the user id of a worker to the pool. None of the worker's processes must be left.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
-            ids.give_back(id);
+            ids.free(id);
         }
     }
 

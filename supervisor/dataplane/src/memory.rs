@@ -207,16 +207,16 @@ impl DataPlane {
     }
 
     fn look_at_spool(&mut self) {
-        let unwanted = self.reporter.pulse.spool_unwanted.load(Ordering::Relaxed);
-        let spooled = self.reporter.pulse.spooled.load(Ordering::Relaxed);
+        let unwanted = self.reporter.counters.spool_bytes_to_free.load(Ordering::Relaxed);
+        let spooled = self.reporter.counters.spooled.load(Ordering::Relaxed);
         self.memory.spooled(spooled.saturating_sub(unwanted));
     }
 
     /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
     pub(super) fn tell_memory(&self) {
-        self.reporter.pulse.buffered.store(self.memory.held(), Ordering::Relaxed);
+        self.reporter.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
-        self.reporter.pulse.spool_share.store(share, Ordering::Relaxed);
+        self.reporter.counters.spool_share.store(share, Ordering::Relaxed);
     }
 
     /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
@@ -243,8 +243,8 @@ impl DataPlane {
     fn give_spool(&mut self) {
         let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
         let given = over.min(self.memory.spooled);
-        self.reporter.pulse.spool_unwanted.fetch_add(given, Ordering::Relaxed);
-        self.reporter.pulse.spool_called.notify_waiters();
+        self.reporter.counters.spool_bytes_to_free.fetch_add(given, Ordering::Relaxed);
+        self.reporter.counters.spool_free_requested.notify_waiters();
         self.memory.spooled(self.memory.spooled - given);
     }
 

@@ -3,9 +3,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use bulkhead_plane::possible::Possible;
+use bulkhead_plane::bulkhead_counters::BulkheadCounters;
+use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::scrape::{BulkheadNumbers, Scrape};
-use bulkhead_plane::tally::Tally;
 use bulkhead_policy::{Activity, Answer, BreakerState, Note, RestartCause, StaffView};
 use bulkhead_shared::{RejectReason, Verdict};
 
@@ -65,7 +65,7 @@ impl DataPlane {
         let is_shared = matches!(bulkhead.layout, Layout::Shared(_));
         BulkheadNumbers {
             name: bulkhead.name.clone(),
-            tally: bulkhead.tally.clone(),
+            counters: bulkhead.counters.clone(),
             possible: bulkhead.possible,
             active: policies().map(|policy| policy.in_flight()).sum(),
             limit: policies().map(|policy| policy.limit()).sum(),
@@ -81,18 +81,18 @@ impl DataPlane {
         }
     }
 
-    fn possible(&self, index: BulkheadIndex, hosts: &HashSet<Arc<str>>) -> Possible {
+    fn possible(&self, index: BulkheadIndex, hosts: &HashSet<Arc<str>>) -> PossibleSeries {
         let bulkhead = &self.bulkheads[index];
-        let mut possible = Possible::new(self.limits_of(index), bulkhead.own_numbers().values());
-        possible.has_access = self.entrance.access.has_entries();
+        let mut possible = PossibleSeries::new(self.limits_of(index), bulkhead.own_numbers().values());
+        possible.has_access = self.entrance.access.has_rules();
         possible.has_fallback = !bulkhead.fallback.is_empty();
         possible.has_guests = hosts.contains(&bulkhead.name);
         possible.was_opened = self.breaker_of(index) == BreakerState::ForcedOpen;
         possible
     }
 
-    pub(super) fn tally_of(&mut self, compartment: CompartmentIndex) -> &mut Tally {
-        &mut self.bulkheads[self.compartments[compartment].bulkhead].tally
+    pub(super) fn tally_of(&mut self, compartment: CompartmentIndex) -> &mut BulkheadCounters {
+        &mut self.bulkheads[self.compartments[compartment].bulkhead].counters
     }
 
     /// Counts a worker that replaces another worker.
@@ -109,7 +109,7 @@ impl DataPlane {
         }
         match note {
             Note::JobRetried { .. } => self.tally_of(compartment).retries += 1,
-            Note::Breaker(transition) => self.tally_of(compartment).breaker(transition),
+            Note::Breaker(transition) => self.tally_of(compartment).count_transition(transition),
             _ => {}
         }
     }
@@ -121,7 +121,7 @@ impl DataPlane {
             None => self.compartments[compartment].bulkhead,
         };
         let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
-        bulkhead.tally.end(cargo.priority, cargo.label, verdict);
+        bulkhead.counters.count_outcome(cargo.priority, cargo.label, verdict);
         bulkhead.service.count(now, verdict);
     }
 
@@ -129,7 +129,7 @@ impl DataPlane {
     pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let tally = self.tally_of(compartment);
         if answer.job.is_some() {
-            tally.time(answer.queued, (answer.attempts > 0).then_some(answer.ran));
+            tally.record_times(answer.queued, (answer.attempts > 0).then_some(answer.ran));
         }
         let is_evicted = matches!(answer.verdict, Verdict::Rejected { reason: RejectReason::Evicted, .. });
         if is_evicted && let Some(tenant) = tally.tenants.get_mut(answer.cargo.label as usize) {
@@ -146,7 +146,7 @@ impl DataPlane {
     ) {
         let host = self.tally_of(compartment);
         host.guests = host.guests.saturating_sub(1);
-        self.bulkheads[entry].tally.fallback(target, verdict);
+        self.bulkheads[entry].counters.count_fallback(target, verdict);
     }
 
     /// Returns the label of a tenant whose job was rejected before policy was involved.

@@ -1,7 +1,7 @@
 //! Converts notes of policy to events for operators. No text is formatted here, because an event is a value that
 //! another thread renders.
 
-use bulkhead_api::{CrashId, Severity, Text, What, millis};
+use bulkhead_api::{CrashId, EventKind, Severity, Text, millis};
 use bulkhead_plane::command::Event;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
@@ -47,13 +47,18 @@ impl DataPlane {
 
     /// Reports a problem of the supervisor itself.
     pub(super) fn note_trouble(&mut self, what: &str, detail: &str) {
-        let trouble = What::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
+        let trouble = EventKind::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
         self.event(Severity::Critical, None, trouble);
     }
 
     /// Reports an event of a compartment, or of the supervisor if `compartment` is `None`. The event names the tenant
     /// if the compartment serves a single tenant.
-    pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
+    pub(super) fn event(
+        &mut self,
+        severity: Severity,
+        compartment: Option<CompartmentIndex>,
+        what: EventKind,
+    ) {
         self.event_reported(severity, compartment, what, None);
     }
 
@@ -62,7 +67,7 @@ impl DataPlane {
         &mut self,
         severity: Severity,
         compartment: Option<CompartmentIndex>,
-        what: What,
+        what: EventKind,
         report: Option<CrashId>,
     ) {
         let bulkhead = compartment.map(|compartment| self.owner(compartment).name.clone());
@@ -71,7 +76,7 @@ impl DataPlane {
     }
 
     /// Reports an event of a whole bulkhead.
-    pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: BulkheadIndex, what: What) {
+    pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: BulkheadIndex, what: EventKind) {
         let bulkhead = self.bulkheads[bulkhead].name.clone();
         self.reporter.event(Event::new(severity, Some(bulkhead), what));
     }
@@ -80,7 +85,7 @@ impl DataPlane {
         if !self.started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.started = true;
             self.reporter.states_have_changed();
-            self.reporter.notices.milestone(Milestone::Started);
+            self.reporter.notices.send_milestone(Milestone::Started);
         }
     }
 
@@ -97,7 +102,7 @@ impl DataPlane {
         let (what, report) = if *verdict == Verdict::DeadlineRunning {
             let (timeout_ms, actual_duration_ms) =
                 (millis(answer.deadline), millis(answer.queued + answer.ran));
-            let what = What::JobTimeout {
+            let what = EventKind::JobTimeout {
                 job,
                 operation,
                 tenant,
@@ -113,7 +118,7 @@ impl DataPlane {
             let reason = verdict.reason().map(|reason| reason.to_owned().into());
             let message = verdict.message().map(str::to_owned);
             let attempts = answer.attempts;
-            let what = What::JobCrashed {
+            let what = EventKind::JobCrashed {
                 job,
                 operation,
                 tenant,
@@ -141,21 +146,21 @@ fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
 }
 
 /// Converts a note to an event. `whose` contains the operation and tenant of the note's job.
-fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
+fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = whose.unzip();
     match note {
         Note::WorkerStarted { worker, slot, pid } => {
-            (Info, What::WorkerStarted { pid, slot, generation: worker.generation })
+            (Info, EventKind::WorkerStarted { pid, slot, generation: worker.generation })
         }
         Note::WorkerReady { worker, pid, after } => {
-            (Info, What::WorkerReady { pid, generation: worker.generation, after_ms: millis(after) })
+            (Info, EventKind::WorkerReady { pid, generation: worker.generation, after_ms: millis(after) })
         }
-        Note::WorkerNotStarted { slot, message } => (Critical, What::WorkerNotStarted { slot, message }),
+        Note::WorkerNotStarted { slot, message } => (Critical, EventKind::WorkerNotStarted { slot, message }),
         Note::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
             let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
             let (exit_code, signal) = end_of(death);
-            let what = What::WorkerExited {
+            let what = EventKind::WorkerExited {
                 pid,
                 slot,
                 generation: worker.generation,
@@ -172,25 +177,29 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
             let (is_hung, reason) = (reason == KillReason::Hung, reason.describe());
             (
                 Warning,
-                if is_hung { What::WorkerHung { pid, reason } } else { What::WorkerKilled { pid, reason } },
+                if is_hung {
+                    EventKind::WorkerHung { pid, reason }
+                } else {
+                    EventKind::WorkerKilled { pid, reason }
+                },
             )
         }
         Note::SpareTookOver { worker, slot, pid } => {
-            (Info, What::SpareTookOver { pid, slot, generation: worker.generation })
+            (Info, EventKind::SpareTookOver { pid, slot, generation: worker.generation })
         }
         Note::WorkerRecycled { pid, reason } => {
-            (Info, What::WorkerRecycled { pid, reason: reason.name().into() })
+            (Info, EventKind::WorkerRecycled { pid, reason: reason.name().into() })
         }
         Note::ReplacementFailed { slot, message, again_in } => {
             let again_in_ms = millis(again_in);
-            (Critical, What::ReplacementFailed { slot, message, serves_on: true, again_in_ms })
+            (Critical, EventKind::ReplacementFailed { slot, message, serves_on: true, again_in_ms })
         }
         Note::RestartBackoff { slot, delay } => {
-            (Warning, What::RestartBackoff { slot, delay_ms: millis(delay) })
+            (Warning, EventKind::RestartBackoff { slot, delay_ms: millis(delay) })
         }
-        Note::BulkheadFailed { message, .. } => (Critical, What::BulkheadFailed { message }),
+        Note::BulkheadFailed { message, .. } => (Critical, EventKind::BulkheadFailed { message }),
         Note::JobRetried { job, attempts, crash, worker_pid } => {
-            let what = What::JobRetried {
+            let what = EventKind::JobRetried {
                 job: job.to_string(),
                 attempts,
                 pid: worker_pid,
@@ -203,24 +212,24 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
         }
         Note::JobQuarantined { job, digest } => {
             let (job, digest) = (job.to_string(), digest.to_string());
-            (Warning, What::JobQuarantined { job, digest, operation, tenant: job_tenant })
+            (Warning, EventKind::JobQuarantined { job, digest, operation, tenant: job_tenant })
         }
         Note::Breaker(transition) => breaker_event(&transition),
         Note::QueuePressure { queued, capacity } => {
             let percent = 100 * queued / capacity.max(1);
-            (Warning, What::QueuePressure { queued, queue_capacity: capacity, percent })
+            (Warning, EventKind::QueuePressure { queued, queue_capacity: capacity, percent })
         }
         Note::TenantThrottled { tenant, retry_after } => {
             let tenant = tenant.map(|tenant| tenant.as_ref().to_owned());
             let limit = format!("rate_limit per {}", if tenant.is_some() { "tenant" } else { "bulkhead" });
-            (Warning, What::TenantThrottled { limit, retry_after_ms: millis(retry_after), tenant })
+            (Warning, EventKind::TenantThrottled { limit, retry_after_ms: millis(retry_after), tenant })
         }
         Note::LimitAdapted { from, to, latency, numbers } => {
             let (latency_ms, target_ms) = (millis(latency), millis(numbers.target));
             let mode = numbers.mode.name().into();
             (
                 Info,
-                What::LimitAdapted {
+                EventKind::LimitAdapted {
                     from,
                     to,
                     latency_ms,
@@ -233,14 +242,14 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
         }
         Note::TenantEvictions { tenant, share } => {
             let tenant = tenant.as_ref().to_owned();
-            (Warning, What::TenantEvictions { tenant, share: rounded(share) })
+            (Warning, EventKind::TenantEvictions { tenant, share: rounded(share) })
         }
-        Note::Draining => (Info, What::Draining { drain_timeout_ms: None }),
-        Note::Resumed => (Info, What::Resumed {}),
+        Note::Draining => (Info, EventKind::Draining { drain_timeout_ms: None }),
+        Note::Resumed => (Info, EventKind::Resumed {}),
     }
 }
 
-fn breaker_event(transition: &Transition) -> (Severity, What) {
+fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
     let (from, to, calls) = (transition.from.into(), transition.to.into(), Some(transition.calls));
     let [failure_rate, slow_rate] =
         [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
@@ -252,10 +261,10 @@ fn breaker_event(transition: &Transition) -> (Severity, What) {
     };
     let what = match transition.to {
         BreakerState::Open | BreakerState::ForcedOpen => {
-            What::BreakerOpened { from, to, calls, failure_rate, slow_rate }
+            EventKind::BreakerOpened { from, to, calls, failure_rate, slow_rate }
         }
-        BreakerState::HalfOpen => What::BreakerHalfOpen { from, to, calls, failure_rate, slow_rate },
-        BreakerState::Closed => What::BreakerClosed { from, to, calls, failure_rate, slow_rate },
+        BreakerState::HalfOpen => EventKind::BreakerHalfOpen { from, to, calls, failure_rate, slow_rate },
+        BreakerState::Closed => EventKind::BreakerClosed { from, to, calls, failure_rate, slow_rate },
     };
     (severity, what)
 }

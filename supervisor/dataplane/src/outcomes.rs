@@ -77,9 +77,9 @@ impl DataPlane {
             let is_long = answer.run_limit.is_some_and(|limit| ran >= limit);
             let bulkhead = &mut self.bulkheads[entry.bulkhead];
             bulkhead.latency.record(now, ran, queued);
-            bulkhead.demand.served(ran, queued);
+            bulkhead.demand.record_run(ran, queued);
             if answer.verdict == Verdict::DeadlineRunning {
-                bulkhead.demand.was_late(!is_long && answer.deadline >= own);
+                bulkhead.demand.record_deadline_miss(!is_long && answer.deadline >= own);
             }
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {

@@ -17,7 +17,7 @@ impl DataPlane {
         let Some((stdout, stderr)) = running.output.take() else { return };
         let bulkhead = self.owner(compartment).name.clone();
         let output = WorkerOutput { bulkhead, pid, is_template: false, stdout, stderr };
-        let offered = self.reporter.notices.output(output);
+        let offered = self.reporter.notices.send_output(output);
         if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
             if let Some(running) = self.links[index].running_mut() {
                 running.output = Some((stdout, stderr));

@@ -5,8 +5,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use bulkhead_api::{Severity, What};
-use bulkhead_plane::entry::{Refusal, SocketKind};
+use bulkhead_api::{EventKind, Severity};
+use bulkhead_plane::peer_check::{ClientRejection, SocketKind};
 use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
 
@@ -34,7 +34,7 @@ enum Subject {
 pub(super) struct Told {
     at: Time,
     unreported: u64,
-    last: (SocketKind, Refusal),
+    last: (SocketKind, ClientRejection),
 }
 
 /// Recently rejected clients.
@@ -43,9 +43,13 @@ pub(super) struct Refusals(HashMap<Subject, Told>);
 
 impl Refusals {
     /// Returns the subject of a rejection.
-    fn subject(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Subject {
+    fn subject(
+        &self,
+        refusal: &ClientRejection,
+        worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>,
+    ) -> Subject {
         let subject = match refusal.peer {
-            _ if !refusal.line.is_empty() => Subject::Worker(worker(&refusal.line)),
+            _ if !refusal.ancestry.is_empty() => Subject::Worker(worker(&refusal.ancestry)),
             Some(peer) => Subject::User(peer.uid),
             None => Subject::Others,
         };
@@ -60,8 +64,8 @@ impl Refusals {
         now: Time,
         subject: Subject,
         socket: SocketKind,
-        refusal: Refusal,
-    ) -> Option<(SocketKind, Refusal)> {
+        refusal: ClientRejection,
+    ) -> Option<(SocketKind, ClientRejection)> {
         if let Some(told) = self.0.get_mut(&subject) {
             told.unreported += 1;
             told.last = (socket, refusal);
@@ -78,7 +82,7 @@ impl Refusals {
 
     /// Returns the subjects with a due event, and the number of rejections for each. Forgets subjects without new
     /// rejections.
-    fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, Refusal)> {
+    fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, ClientRejection)> {
         let mut due = Vec::new();
         self.0.retain(|&subject, told| {
             if now < told.at + TELL_AGAIN_AFTER {
@@ -98,7 +102,7 @@ impl Refusals {
 
 impl DataPlane {
     /// Records the rejection of a connection or a job.
-    pub(super) fn note_refusal(&mut self, socket: SocketKind, refusal: Refusal) {
+    pub(super) fn note_refusal(&mut self, socket: SocketKind, refusal: ClientRejection) {
         let worker = |line: &[u32]| self.bulkhead_of_line(line);
         let subject = self.entrance.refusals.subject(&refusal, worker);
         if let Some((socket, refusal)) = self.entrance.refusals.add(self.now, subject, socket, refusal) {
@@ -123,7 +127,7 @@ impl DataPlane {
         Some(self.compartments[link.compartment].bulkhead)
     }
 
-    fn tell_refusal(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &Refusal) {
+    fn tell_refusal(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &ClientRejection) {
         let (socket, reason) = (socket.name().into(), refusal.reason.name().into());
         let (uid, gid) = (refusal.peer.map(|peer| peer.uid), refusal.peer.map(|peer| peer.gid));
         let pid = refusal.peer.and_then(|peer| peer.pid);
@@ -131,7 +135,7 @@ impl DataPlane {
         match subject {
             // An honest worker does not do that.
             Subject::Worker(bulkhead) => {
-                let what = What::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
+                let what = EventKind::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 match bulkhead {
                     Some(bulkhead) => self.bulkhead_event(Severity::Critical, bulkhead, what),
                     None => self.event(Severity::Critical, None, what),
@@ -141,7 +145,7 @@ impl DataPlane {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
                 // All other clients disconnected before being identified, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
-                let what = What::AccessRefused { socket, uid, gid, pid, reason, message, refused };
+                let what = EventKind::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 self.event(severity, None, what);
             }
         }
@@ -154,9 +158,9 @@ mod tests {
     use crate::slab::SlabIndex;
     use bulkhead_linux::peer::Peer;
 
-    fn refusal(uid: u32, line: &[u32]) -> Refusal {
+    fn refusal(uid: u32, line: &[u32]) -> ClientRejection {
         let peer = Peer { uid, gid: uid, pid: Some(uid) };
-        Refusal { line: line.to_vec(), ..Refusal::forbidden(peer, "no".into()) }
+        ClientRejection { ancestry: line.to_vec(), ..ClientRejection::forbidden(peer, "no".into()) }
     }
 
     #[test]

@@ -6,12 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::SteerError;
 use bulkhead_plane::demand::Demand;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::reload::{BulkheadSpec, LiveDropped, Reconfigured, Reload};
+use bulkhead_plane::reload::{BulkheadSpec, ChangedBulkhead, LiveDropped, Reload};
 use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
@@ -47,7 +47,7 @@ impl DataPlane {
 
     /// Returns the live changes that are not compatible with a reload.
     pub(super) fn would_drop(&self, reload: &Reload) -> LiveDropped {
-        let of = |reconfigured: &Reconfigured| {
+        let of = |reconfigured: &ChangedBulkhead| {
             let &bulkhead = self.bulkheads.by_name.get(&reconfigured.spec.name)?;
             let dropped = self.with_live(bulkhead, reconfigured).dropped;
             (!dropped.is_empty()).then(|| (reconfigured.spec.name.clone(), dropped))
@@ -74,10 +74,10 @@ impl DataPlane {
 
     // Changing bulkheads.
 
-    fn reconfigure(&mut self, reconfigured: Reconfigured) {
+    fn reconfigure(&mut self, reconfigured: ChangedBulkhead) {
         let Some(&bulkhead) = self.bulkheads.by_name.get(&reconfigured.spec.name) else { return };
         let Merged { limits, own, .. } = self.with_live(bulkhead, &reconfigured);
-        let Reconfigured { spec, replaces_workers, .. } = reconfigured;
+        let ChangedBulkhead { spec, replaces_workers, .. } = reconfigured;
         if replaces_workers {
             self.bulkheads[bulkhead].program = spec.program.clone();
             for compartment in self.compartments_of(bulkhead) {
@@ -100,10 +100,10 @@ impl DataPlane {
 
     /// Merges a configuration with live changes. A live change stays if the key is unchanged in the file and the
     /// result is valid.
-    fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> Merged {
-        let Reconfigured { spec, limits_before, own_before, .. } = reconfigured;
+    fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &ChangedBulkhead) -> Merged {
+        let ChangedBulkhead { spec, limits_before, tenants_before, .. } = reconfigured;
         let entry = &self.bulkheads[bulkhead];
-        let own = own_with_live(own_before, &spec.own, entry.own_numbers());
+        let own = own_with_live(tenants_before, &spec.tenants, entry.own_numbers());
         let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
         let fixed = Fixed {
             sandbox: spec.program.sandbox(),
@@ -114,7 +114,8 @@ impl DataPlane {
         if fits(&limits, &own) {
             return Merged { limits, own, dropped: Vec::new() };
         }
-        let mut merged = Merged { limits: spec.limits.clone(), own: spec.own.clone(), dropped: Vec::new() };
+        let mut merged =
+            Merged { limits: spec.limits.clone(), own: spec.tenants.clone(), dropped: Vec::new() };
         for (key, take) in NUMBERS {
             let mut with = merged.limits.clone();
             take(&mut with, &limits);
@@ -183,7 +184,7 @@ impl DataPlane {
 
     fn vacate(&mut self, bulkhead: BulkheadIndex) {
         let snapshot = self.snapshot(bulkhead);
-        let what = What::BulkheadRemoved { submitted: snapshot.submitted, done: snapshot.done };
+        let what = EventKind::BulkheadRemoved { submitted: snapshot.submitted, done: snapshot.done };
         self.bulkhead_event(Severity::Info, bulkhead, what);
         for compartment in self.compartments_of(bulkhead) {
             self.end_template(compartment);

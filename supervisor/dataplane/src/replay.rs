@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bulkhead_api::Cause;
-use bulkhead_plane::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
+use bulkhead_plane::command::{REPLAYS_MAX, ReplayError, ReplayRequest, ReplayResult};
 use bulkhead_plane::crash::cause_of;
 use bulkhead_policy::{
     Answer, Event, Limits, Note, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
@@ -26,14 +26,14 @@ pub(super) struct Replay {
     /// Cause of death of the worker or program.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
-    done: oneshot::Sender<Replayed>,
+    done: oneshot::Sender<ReplayResult>,
 }
 
 enum Stage {
     /// The worker is starting.
-    Starting(ReplayOrder),
+    Starting(ReplayRequest),
     /// The worker is ready for the job.
-    Ready(ReplayOrder),
+    Ready(ReplayRequest),
     /// The worker has the job.
     Running,
     /// The worker is ending.
@@ -43,11 +43,11 @@ enum Stage {
 impl DataPlane {
     pub(super) fn replay(
         &mut self,
-        order: ReplayOrder,
-        done: oneshot::Sender<Replayed>,
+        request: ReplayRequest,
+        done: oneshot::Sender<ReplayResult>,
     ) -> Result<(), ReplayError> {
         let bulkhead =
-            *self.bulkheads.by_name.get(order.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
+            *self.bulkheads.by_name.get(request.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
         if self.stopping {
             return Err(ReplayError::Stopping);
         }
@@ -56,7 +56,7 @@ impl DataPlane {
         }
         let limits = limits_for_one(self.limits_of(bulkhead));
         let compartment = self.open_for_replay(bulkhead, limits);
-        let stage = Stage::Starting(order);
+        let stage = Stage::Starting(request);
         self.orders.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
         self.apply(compartment, Event::Start, Incoming::None);
         Ok(())
@@ -79,8 +79,8 @@ impl DataPlane {
         match note {
             Note::WorkerStarted { pid, .. } => replay.pid = Some(pid),
             Note::WorkerReady { .. } => {
-                if let Stage::Starting(order) = std::mem::replace(&mut replay.stage, Stage::Ending) {
-                    replay.stage = Stage::Ready(order);
+                if let Stage::Starting(request) = std::mem::replace(&mut replay.stage, Stage::Ending) {
+                    replay.stage = Stage::Ready(request);
                 }
             }
             Note::WorkerNotStarted { message, .. } => replay.fail(message),
@@ -134,7 +134,7 @@ impl DataPlane {
         }
         let next = if replay.end.is_some() { Stage::Ending } else { Stage::Running };
         match (std::mem::replace(&mut replay.stage, next), replay.end.is_some()) {
-            (Stage::Ready(order), false) => self.submit_replay(compartment, order),
+            (Stage::Ready(request), false) => self.submit_replay(compartment, request),
             (stage @ (Stage::Starting(_) | Stage::Running), false) | (stage @ Stage::Ending, _) => {
                 replay.stage = stage;
                 return false;
@@ -147,8 +147,8 @@ impl DataPlane {
         true
     }
 
-    fn submit_replay(&mut self, compartment: CompartmentIndex, order: ReplayOrder) {
-        let ReplayOrder { operation, tenant, payload, .. } = order;
+    fn submit_replay(&mut self, compartment: CompartmentIndex, request: ReplayRequest) {
+        let ReplayRequest { operation, tenant, payload, .. } = request;
         let cargo = self.buffers.record(JobData {
             operation: operation.into(),
             tenant: tenant.as_str().into(),
@@ -179,7 +179,7 @@ impl Replay {
         let is_crash = matches!(end, Ok(Verdict::Crashed { .. }));
         let cause = self.cause.filter(|_| is_crash);
         // The caller may have gone.
-        let _ = self.done.send(Replayed { pid: self.pid, end, cause, ran });
+        let _ = self.done.send(ReplayResult { pid: self.pid, verdict: end, cause, ran });
     }
 }
 

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bulkhead_api::CrashId;
-use bulkhead_plane::command::{Event, Notice};
+use bulkhead_plane::command::{DroppableNotice, Event};
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::crash::REPORTS_WAITING_MAX;
-use bulkhead_plane::notices::Speaker;
+use bulkhead_plane::notices::NoticeSender;
 use bulkhead_plane::span::SpanSender;
 use bulkhead_shared::JobId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -16,8 +16,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::spans::Spans;
 
 pub(super) struct Reporter {
-    pub(super) notices: Speaker,
-    pub(super) pulse: Arc<SharedCounters>,
+    pub(super) notices: NoticeSender,
+    pub(super) counters: Arc<SharedCounters>,
     /// Set if tracing is on.
     pub(super) spans: Option<Spans>,
     /// True if the output of some worker found no room.
@@ -36,10 +36,14 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    pub(super) fn new(notices: Speaker, pulse: Arc<SharedCounters>, spans: Option<SpanSender>) -> Self {
+    pub(super) fn new(
+        notices: NoticeSender,
+        counters: Arc<SharedCounters>,
+        spans: Option<SpanSender>,
+    ) -> Self {
         Self {
             notices,
-            pulse,
+            counters,
             spans: spans.map(Spans::new),
             has_outputs: false,
             crashes: 0,
@@ -50,14 +54,14 @@ impl Reporter {
         }
     }
 
-    pub(super) fn notify(&mut self, notice: Notice) {
-        if !self.notices.notice(notice) {
-            self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn notify(&mut self, notice: DroppableNotice) {
+        if !self.notices.send_droppable(notice) {
+            self.counters.notices_dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     pub(super) fn event(&mut self, event: Event) {
-        self.notify(Notice::Event(Box::new(event)));
+        self.notify(DroppableNotice::Event(Box::new(event)));
     }
 
     /// Returns the crash report for an event about the death of process `pid`.
@@ -73,6 +77,6 @@ impl Reporter {
 
     /// Signals that earlier observations of the bulkheads' states are outdated.
     pub(super) fn states_have_changed(&self) {
-        self.pulse.revision.fetch_add(1, Ordering::SeqCst);
+        self.counters.revision.fetch_add(1, Ordering::SeqCst);
     }
 }

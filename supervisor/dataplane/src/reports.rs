@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use bulkhead_keeper::{self as keeper, Exit, Keeper, Observed, Report, Usage};
 use bulkhead_policy::{Death, Event, WorkerId};
 use mio::Interest;
@@ -63,7 +63,7 @@ impl DataPlane {
         self.keeper.heard();
         match report {
             Report::Started { .. } => {
-                self.reporter.pulse.keeper.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
+                self.reporter.counters.keeper_pid.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
             }
             Report::Spawned { worker, pid, .. } if self.template_runs(worker, pid) => {}
             Report::Spawned { worker, pid, pidfd, observed } => {
@@ -78,7 +78,7 @@ impl DataPlane {
                 self.links.give_back(link.id);
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
-                    link.program.describe(),
+                    link.program.path_for_messages(),
                     keeper::advice(&step, &error)
                 );
                 let event = Event::SpawnFailed { worker: link.worker, message };
@@ -139,7 +139,7 @@ impl DataPlane {
 
     /// Returns true if a worker's system calls are filtered.
     fn is_filtered(&self, spawn: u64) -> bool {
-        self.links.of_spawn(spawn).is_some_and(|link| link.program.sandbox().filters())
+        self.links.of_spawn(spawn).is_some_and(|link| link.program.sandbox().filters_calls())
     }
 
     /// Handles a forbidden system call by a process of a worker. The keeper is killing the process.
@@ -154,7 +154,7 @@ impl DataPlane {
         violations.push_back((process, call));
         let pid = *pid;
         let name = keeper::call_name(call);
-        let what = What::SandboxViolation { pid, process, system_call: name.into() };
+        let what = EventKind::SandboxViolation { pid, process, system_call: name.into() };
         self.event(Severity::Critical, Some(compartment), what);
     }
 
@@ -173,7 +173,7 @@ impl DataPlane {
             }
         }
         let Some(link) = self.links.get_mut(index) else { return Death::Signal(signal) };
-        let is_filtered = link.program.sandbox().filters();
+        let is_filtered = link.program.sandbox().filters_calls();
         let call = link.running_mut().and_then(|running| {
             let violations = &mut running.violations;
             let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;

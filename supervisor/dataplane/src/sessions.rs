@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_api::Severity;
 use bulkhead_plane::access::Grant;
-use bulkhead_plane::entry::{self, Refusal, SocketKind};
+use bulkhead_plane::peer_check::{self, ClientRejection, SocketKind};
 use bulkhead_policy::{Event, Time};
 use bulkhead_shared::client_protocol::Refused;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
@@ -202,10 +202,10 @@ impl DataPlane {
         }
         let (peer, grant, refusal) = match self.admit(&socket) {
             Ok((peer, grant)) => (Some(peer), grant, None),
-            Err(refusal) => (refusal.peer, Grant::nothing(), Some(refusal)),
+            Err(refusal) => (refusal.peer, Grant::none(), Some(refusal)),
         };
         self.sessions.clients += 1;
-        self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
+        self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         // All clients of unknown identity share a user.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
@@ -227,10 +227,10 @@ impl DataPlane {
         let own = rustix::process::geteuid().as_raw();
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
         self.sessions.clients += 1;
-        self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
+        self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         let end = ClientEnd::InProcess(end);
-        let index = self.open_session(end, (None, Grant::Everything), stage, None, own);
+        let index = self.open_session(end, (None, Grant::Unrestricted), stage, None, own);
         self.want_housekeeping();
         if is_full {
             let most = self.limits.clients_max;
@@ -245,7 +245,7 @@ impl DataPlane {
     /// Serves a client of the control plane.
     pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
         let end = ClientEnd::Socket(socket);
-        self.open_session(end, (None, Grant::Everything), Stage::Open, Some(place), uid);
+        self.open_session(end, (None, Grant::Unrestricted), Stage::Open, Some(place), uid);
     }
 
     /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
@@ -277,8 +277,8 @@ impl DataPlane {
 
     /// Identifies a client that connects, and returns its permissions or the reason for rejecting it. Cheap checks
     /// come first.
-    fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
-        let peer = entry::peer_of(socket)?;
+    fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), ClientRejection> {
+        let peer = peer_check::peer_of(socket)?;
         let grant = self.entrance.access.grant(peer, socket);
         let most = self.limits.clients_max;
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= most;
@@ -288,10 +288,13 @@ impl DataPlane {
                 "{most} clients are connected already, the maximum that max_clients and the limit of open \
                  files allow; try again later"
             );
-            return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
+            return Err(ClientRejection {
+                reason: RejectReason::Overloaded,
+                ..ClientRejection::forbidden(peer, message)
+            });
         }
         // A worker that connects is reported as a worker, even if the user has no access anyway.
-        if grant.is_ok() || self.entrance.access.is_own(peer) {
+        if grant.is_ok() || self.entrance.access.is_own_user(peer) {
             self.entrance.access.check_descent(socket, peer)?;
         }
         let grant = grant?;
@@ -307,7 +310,7 @@ impl DataPlane {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.stage != Stage::Closing);
             if let (Some(peer), ClientEnd::Socket(socket)) = (peer, &session.end) {
-                session.grant = self.entrance.access.grant(peer, socket).unwrap_or_else(|_| Grant::nothing());
+                session.grant = self.entrance.access.grant(peer, socket).unwrap_or_else(|_| Grant::none());
             }
         }
     }
@@ -349,7 +352,7 @@ impl DataPlane {
         self.sessions.undelivered -= session.counted_unread;
         if session.place.is_none() {
             self.sessions.clients -= 1;
-            self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
+            self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         }
         session.end.close(self.poll.registry(), &self.entrance.intake);
     }

@@ -144,11 +144,11 @@ impl DataPlane {
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
         // Reserves room first. Without room, a span costs no more than the count.
         let Ok(place) = spans.sender.try_reserve() else {
-            self.reporter.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
+            self.reporter.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
         let about = JobSpan {
-            given: *given,
+            parent: *given,
             own: span.own,
             began: span.began,
             took: self.now.since(span.received),
@@ -157,7 +157,7 @@ impl DataPlane {
             tenant: std::mem::take(&mut record.tenant),
             priority: record.priority,
             payload_bytes: record.payload_bytes,
-            end: outcome.into(),
+            outcome: outcome.into(),
         };
         place.send(Box::new(about));
     }

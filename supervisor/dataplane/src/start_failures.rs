@@ -27,7 +27,7 @@ struct Seen {
 impl StartFailures {
     /// Counts another failure with a cause that was reported before. Returns the crash report and the new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
-        let place = self.seen.iter().position(|seen| seen.cause.is_same(cause))?;
+        let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);
         seen.count = seen.count.saturating_add(1);
         let told = (seen.report, seen.count);

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 
 use bulkhead_api::{
-    BreakerMode, Change, ChangedPer, Rate, Severity, Snapshot, TenantChange, TenantRate, What,
+    BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
 };
 use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use bulkhead_config::{self as config, Overflow, TenantConfig};
-use bulkhead_plane::command::{Command, SteerError, Verb};
+use bulkhead_plane::command::{Command, SteerAction, SteerError};
 use bulkhead_plane::confinement::Sandbox;
-use bulkhead_plane::entry::SocketKind;
 use bulkhead_plane::notices::Milestone;
+use bulkhead_plane::peer_check::SocketKind;
 use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
@@ -34,8 +34,8 @@ impl DataPlane {
             Command::Scrape { reply } => {
                 let _ = reply.send(self.scrape());
             }
-            Command::Steer { bulkhead, verb, reply } => {
-                let done = self.steer(&bulkhead, verb);
+            Command::Steer { bulkhead, action, reply } => {
+                let done = self.steer(&bulkhead, action);
                 self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
@@ -58,16 +58,18 @@ impl DataPlane {
             Command::WorkerProcesses { reply } => {
                 let _ = reply.send(self.worker_processes());
             }
-            Command::Memory { bulkhead, pid, generation, rss_bytes } => {
+            Command::ReportMemory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }
-            Command::Temporary { worker, bytes, apart, of } => self.temporary(worker, (bytes, apart), of),
-            Command::Replay { order, accepted, done } => {
-                let _ = accepted.send(self.replay(order, done));
+            Command::ReportTemporaryFolder { worker, bytes, bytes_without_forked, template } => {
+                self.temporary(worker, (bytes, bytes_without_forked), template);
             }
-            Command::Connect { end } => self.welcome_embedded(end),
-            Command::Client { socket, place, uid } => self.welcome_own(socket, place, uid),
-            Command::Refused { refusal, .. } => self.note_refusal(SocketKind::Admin, refusal),
+            Command::Replay { request, accepted, done } => {
+                let _ = accepted.send(self.replay(request, done));
+            }
+            Command::AddInProcessClient { end } => self.welcome_embedded(end),
+            Command::AddClient { socket, permit, uid } => self.welcome_own(socket, permit, uid),
+            Command::ReportRejection { rejection, .. } => self.note_refusal(SocketKind::Admin, rejection),
             Command::Reload { reload, reply } => {
                 let done = self.reload(*reload);
                 self.reporter.states_have_changed();
@@ -85,8 +87,8 @@ impl DataPlane {
 
     /// Counts the jobs that the HTTP server has rejected, so that the next counts include them.
     fn count_refused_by_http(&mut self) {
-        let pulse = self.reporter.pulse.clone();
-        for ((name, priority, reason), count) in pulse.refused.take() {
+        let counters = self.reporter.counters.clone();
+        for ((name, priority, reason), count) in counters.rejected_jobs.take() {
             if let Some(&bulkhead) = self.bulkheads.by_name.get(&*name) {
                 (0..count).for_each(|_| self.count_refused(bulkhead, (priority, self.label_of("")), reason));
             }
@@ -102,8 +104,8 @@ impl DataPlane {
     ) {
         let verdict = Verdict::rejected(reason);
         let (now, entry) = (self.now, &mut self.bulkheads[bulkhead]);
-        entry.tally.submit(priority);
-        entry.tally.end(priority, label, &verdict);
+        entry.counters.count_submitted(priority);
+        entry.counters.count_outcome(priority, label, &verdict);
         entry.service.count(now, &verdict);
         match &mut self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => {
@@ -118,30 +120,30 @@ impl DataPlane {
         if self.stopping { Err(SteerError::Stopping) } else { Ok(bulkhead) }
     }
 
-    fn steer(&mut self, name: &str, verb: Verb) -> Result<(), SteerError> {
+    fn steer(&mut self, name: &str, action: SteerAction) -> Result<(), SteerError> {
         let bulkhead = self.find(name)?;
         if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-            match verb {
-                Verb::Drain => isolated.is_draining = true,
-                Verb::Resume => isolated.is_draining = false,
-                Verb::Reset => isolated.is_forced_open = false,
-                Verb::Restart => {}
+            match action {
+                SteerAction::Drain => isolated.is_draining = true,
+                SteerAction::Resume => isolated.is_draining = false,
+                SteerAction::Reset => isolated.is_forced_open = false,
+                SteerAction::Restart => {}
             }
         }
         for compartment in self.compartments_of(bulkhead) {
-            let event = match verb {
-                Verb::Restart => Event::Restart,
-                Verb::Drain => Event::Drain,
-                Verb::Resume => Event::Resume,
-                Verb::Reset => Event::Reset,
+            let event = match action {
+                SteerAction::Restart => Event::Restart,
+                SteerAction::Drain => Event::Drain,
+                SteerAction::Resume => Event::Resume,
+                SteerAction::Reset => Event::Reset,
             };
             self.apply_quietly(compartment, event);
         }
         // A single event covers all tenants.
-        let what = match verb {
-            Verb::Drain => What::Draining { drain_timeout_ms: None },
-            Verb::Resume => What::Resumed {},
-            Verb::Restart | Verb::Reset => return Ok(()),
+        let what = match action {
+            SteerAction::Drain => EventKind::Draining { drain_timeout_ms: None },
+            SteerAction::Resume => EventKind::Resumed {},
+            SteerAction::Restart | SteerAction::Reset => return Ok(()),
         };
         if self.bulkheads[bulkhead].isolated().is_some() {
             self.bulkhead_event(Severity::Info, bulkhead, what);
@@ -197,11 +199,13 @@ impl DataPlane {
         let (calls, failure_rate, slow_rate) = (None, None, None);
         match (was_open, open) {
             (Some(false), true) => {
-                let what = What::BreakerOpened { from: closed, to: forced, calls, failure_rate, slow_rate };
+                let what =
+                    EventKind::BreakerOpened { from: closed, to: forced, calls, failure_rate, slow_rate };
                 self.bulkhead_event(Severity::Warning, bulkhead, what);
             }
             (Some(true), false) => {
-                let what = What::BreakerClosed { from: forced, to: closed, calls, failure_rate, slow_rate };
+                let what =
+                    EventKind::BreakerClosed { from: forced, to: closed, calls, failure_rate, slow_rate };
                 self.bulkhead_event(Severity::Info, bulkhead, what);
             }
             _ => {}
@@ -294,7 +298,7 @@ impl DataPlane {
         tenant: &str,
         numbers: &Numbers,
     ) -> Result<(), SteerError> {
-        let unfit = |message: String| Err(SteerError::Unfit(message));
+        let unfit = |message: String| Err(SteerError::Conflict(message));
         if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
             return unfit(format!("a tenant's name has 1 to {TENANT_BYTES_MAX} bytes, and no NUL"));
         }
@@ -342,7 +346,7 @@ impl DataPlane {
         if *numbers == Numbers::default() {
             return;
         }
-        let what = What::LimitsChanged {
+        let what = EventKind::LimitsChanged {
             max_in_flight: numbers.max_in_flight,
             processes: numbers.processes,
             max_queue: numbers.max_queue,
@@ -370,9 +374,9 @@ impl DataPlane {
         if !self.stopping {
             self.stopping = true;
             self.reporter.states_have_changed();
-            self.reporter.notices.milestone(Milestone::Stopping);
+            self.reporter.notices.send_milestone(Milestone::Stopping);
             let drain_timeout_ms = u64::try_from(patience.as_millis()).ok();
-            self.event(Severity::Info, None, What::Draining { drain_timeout_ms });
+            self.event(Severity::Info, None, EventKind::Draining { drain_timeout_ms });
         }
         let by = self.now + patience;
         for index in self.compartments.indices() {
@@ -383,7 +387,7 @@ impl DataPlane {
     fn summarise(&mut self) {
         for bulkhead in self.present() {
             let told = self.snapshot(bulkhead);
-            let what = What::Summary {
+            let what = EventKind::Summary {
                 rejected: told.rejections(),
                 workers: told.workers.len(),
                 state: told.state,
@@ -401,7 +405,7 @@ impl DataPlane {
             };
             self.bulkhead_event(Severity::Info, bulkhead, what);
         }
-        let what = What::SummaryOfAll {
+        let what = EventKind::SummaryOfAll {
             clients: self.sessions.clients,
             buffered_bytes: self.memory.held(),
             undelivered_bytes: self.sessions.undelivered,
@@ -417,8 +421,8 @@ fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
 
 /// Rejects concurrent programs in a worker if nothing isolates the programs.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
-    match sandbox.one_at_once() {
-        Some(why) if max_in_flight > 1 => Err(SteerError::Unfit(format!(
+    match sandbox.why_single_program() {
+        Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
             "max_in_flight must be at most 1, because programs of the same worker could reach each other: \
              {why}"
         ))),
@@ -430,7 +434,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
-        Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Unfit(format!(
+        Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Conflict(format!(
             "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower adaptive.max in the \
              file first",
             adaptive.max
@@ -444,7 +448,7 @@ fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), S
     let each = u64::from(processes) + u64::from(spares);
     match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
         true => Ok(()),
-        false => Err(SteerError::Unfit(format!(
+        false => Err(SteerError::Conflict(format!(
             "(processes + start.spares) x tenants.max_active must be at most {ISOLATED_WORKERS_CEILING}"
         ))),
     }
@@ -461,7 +465,7 @@ pub(super) struct Fixed<'s> {
 
 /// Rejects settings that need a queue if there is no queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
-    let unfit = |(what, help): (String, String)| Err(SteerError::Unfit(format!("{what}: {help}")));
+    let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {
         0 if limits.overflow == Overflow::EvictOldest => unfit(config::overflow_needs_queue(
             format_args!("\"{}\"", limits.overflow.name()),
@@ -478,7 +482,7 @@ pub(super) fn check_fit(
     own: &BTreeMap<String, TenantConfig>,
     Fixed { sandbox, max_active, has_own_pressure }: Fixed<'_>,
 ) -> Result<(), SteerError> {
-    let unfit = |message: String| Err(SteerError::Unfit(message));
+    let unfit = |message: String| Err(SteerError::Conflict(message));
     check_programs(sandbox, limits.max_in_flight)?;
     check_queue(limits, has_own_pressure)?;
     let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bulkhead_plane::access::{self, Grant};
-use bulkhead_plane::entry::{Refusal, SocketKind};
+use bulkhead_plane::peer_check::{ClientRejection, SocketKind};
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, read_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
@@ -72,7 +72,7 @@ impl DataPlane {
         let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
         let label = self.compartments[compartment].policy.label(tenant) as u32;
         let entry = &mut self.bulkheads[bulkhead];
-        entry.tally.submit(priority);
+        entry.counters.count_submitted(priority);
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         file.iter_mut().for_each(|file| file.is_kept = keeps);
@@ -168,8 +168,9 @@ impl DataPlane {
         };
         let again = session.frame_for.filter(is_again);
         let found = again.or_else(|| self.bulkheads.by_name.get(submit.bulkhead).copied());
-        if let Grant::Entries(entries) = &session.grant
-            && let Some(message) = access::refusal(entries, (submit.bulkhead, found.is_some()), submit.tenant)
+        if let Grant::Rules(rules) = &session.grant
+            && let Some(message) =
+                access::rejection_message(rules, (submit.bulkhead, found.is_some()), submit.tenant)
         {
             return Err((RejectReason::Forbidden, message));
         }
@@ -244,7 +245,7 @@ impl DataPlane {
             session.peer
         });
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
-            self.note_refusal(SocketKind::Jobs, Refusal::forbidden(peer, message.to_owned()));
+            self.note_refusal(SocketKind::Jobs, ClientRejection::forbidden(peer, message.to_owned()));
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));

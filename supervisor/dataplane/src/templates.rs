@@ -201,7 +201,7 @@ impl DataPlane {
             None => "ended with the keeper".to_owned(),
         };
         let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-        let message = format!("the template of {} {how}{words}", template.program.describe());
+        let message = format!("the template of {} {how}{words}", template.program.path_for_messages());
         let Some(template) = self.take_template(spawn) else { return true };
         if exit.is_some() {
             self.templates.leaving.extend(template.id.map(|id| (spawn, id)));
@@ -308,7 +308,7 @@ impl DataPlane {
             let Some((stdout, stderr)): Option<(OwnedFd, OwnedFd)> = template.output.take() else { continue };
             let bulkhead = template.bulkhead.clone();
             let output = WorkerOutput { bulkhead, pid, is_template: true, stdout, stderr };
-            let offered = self.reporter.notices.output(output);
+            let offered = self.reporter.notices.send_output(output);
             if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
                 if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {
                     template.output = Some((stdout, stderr));

@@ -38,7 +38,7 @@ impl DataPlane {
     pub(super) fn whole(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, bulkhead);
         snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
-        let (service, cause) = self.bulkheads[bulkhead].service.told(self.now);
+        let (service, cause) = self.bulkheads[bulkhead].service.service_with_cause(self.now);
         (snapshot.service, snapshot.service_cause) = (Some(service.into()), cause);
         match &self.bulkheads[bulkhead].layout {
             Layout::Shared(place) => {
@@ -63,9 +63,9 @@ impl DataPlane {
         let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else {
             let message = "the tenants of this bulkhead share workers: see `tenants` in the bulkhead's \
                            snapshot";
-            return Err(SteerError::Unfit(message.into()));
+            return Err(SteerError::Conflict(message.into()));
         };
-        let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;
+        let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::UnknownTenant)?;
         let part = &self.compartments[place];
         let mut snapshot = self.sum(&[part]).snapshot(self, bulkhead);
         snapshot.tenant = Some(tenant.to_owned());

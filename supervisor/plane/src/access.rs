@@ -1,5 +1,5 @@
 //! Permissions of clients (`[[access]]`). The identity of a client is determined once, when it connects. Each
-//! job then only checks the entries that match its client.
+//! job then only checks the rules that match its client.
 
 use std::collections::HashSet;
 use std::io;
@@ -8,24 +8,24 @@ use std::sync::Arc;
 
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
 
-use crate::entry::{self, Refusal};
+use crate::peer_check::{self, ClientRejection};
 use bulkhead_config::{AccessConfig, Config, Who};
 use bulkhead_linux::peer::{self, Outsiders, Peer};
 
 /// Permissions of all clients.
 pub struct Access {
     /// User id of the supervisor.
-    own: u32,
-    /// Entries, which apply to root and the supervisor's user too. If there are none, only these two have
+    own_uid: u32,
+    /// Rules, which apply to root and the supervisor's user too. If there are none, only these two have
     /// access, without restrictions.
-    entries: Vec<Arc<Entry>>,
+    rules: Vec<Arc<AccessRule>>,
     /// Processes that connected before. Caches the identity check, which is the main cost of a new
     /// connection.
     outsiders: Outsiders,
 }
 
-/// An entry of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
-pub struct Entry {
+/// A rule of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
+pub struct AccessRule {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
     tenants: Option<HashSet<Box<str>>>,
@@ -34,96 +34,105 @@ pub struct Entry {
 /// Permissions of one client.
 pub enum Grant {
     /// No restrictions.
-    Everything,
-    /// Everything that at least one of these entries allows.
-    Entries(Box<[Arc<Entry>]>),
+    Unrestricted,
+    /// Everything that at least one of these rules allows.
+    Rules(Box<[Arc<AccessRule>]>),
 }
 
 impl Grant {
-    pub fn nothing() -> Self {
-        Self::Entries(Box::default())
+    pub fn none() -> Self {
+        Self::Rules(Box::default())
     }
 }
 
 impl Access {
-    pub fn new(config: &Config, own: u32) -> Self {
+    pub fn new(config: &Config, own_uid: u32) -> Self {
         let set = |names: &Vec<String>| names.iter().map(|name| name.as_str().into()).collect();
-        let entry = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
+        let rule = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
             let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
-            Arc::new(Entry { who: *who, bulkheads, tenants })
+            Arc::new(AccessRule { who: *who, bulkheads, tenants })
         };
-        Self { own, entries: config.access.iter().map(entry).collect(), outsiders: Outsiders::default() }
+        Self { own_uid, rules: config.access.iter().map(rule).collect(), outsiders: Outsiders::default() }
     }
 
-    /// True if `[[access]]` has entries.
-    pub fn has_entries(&self) -> bool {
-        !self.entries.is_empty()
+    /// True if `[[access]]` has rules.
+    pub fn has_rules(&self) -> bool {
+        !self.rules.is_empty()
     }
 
     /// True if the peer runs as the supervisor's user, which workers share unless they have another.
-    pub fn is_own(&self, peer: Peer) -> bool {
-        peer.uid == self.own
+    pub fn is_own_user(&self, peer: Peer) -> bool {
+        peer.uid == self.own_uid
     }
 
     /// Rejects workers and their descendants.
-    pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
-        entry::check_descent(socket, peer, &self.outsiders)
+    pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), ClientRejection> {
+        peer_check::check_descent(socket, peer, &self.outsiders)
     }
 
     /// Returns the permissions of the client that connected this socket.
-    pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
-        let (uid, own, entries) = (peer.uid, self.own, &self.entries);
-        if entries.is_empty() {
-            if self.is_own(peer) || uid == 0 {
-                return Ok(Grant::Everything);
+    pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, ClientRejection> {
+        let (uid, own, rules) = (peer.uid, self.own_uid, &self.rules);
+        if rules.is_empty() {
+            if self.is_own_user(peer) || uid == 0 {
+                return Ok(Grant::Unrestricted);
             }
             let message = format!("user {uid} cannot submit jobs here: only user {own} and root can");
-            return Err(Refusal::forbidden(peer, message));
+            return Err(ClientRejection::forbidden(peer, message));
         }
-        let fitting = fitting(entries, peer, socket).map_err(|error| Refusal::unknown(Some(peer), &error))?;
-        if fitting.is_empty() {
+        let matching_rules = matching_rules(rules, peer, socket)
+            .map_err(|error| ClientRejection::unidentified(Some(peer), &error))?;
+        if matching_rules.is_empty() {
             let message = format!(
                 "user {uid} cannot submit jobs here: no [[access]] in the supervisor's configuration names \
                  that user or a group of that user"
             );
-            return Err(Refusal::forbidden(peer, message));
+            return Err(ClientRejection::forbidden(peer, message));
         }
-        Ok(Grant::Entries(fitting))
+        Ok(Grant::Rules(matching_rules))
     }
 }
 
-impl Entry {
-    fn reaches(&self, name: &str, is_there: bool) -> bool {
-        self.bulkheads.as_ref().is_none_or(|some| is_there && some.contains(name))
+impl AccessRule {
+    fn allows_bulkhead(&self, name: &str, exists: bool) -> bool {
+        self.bulkheads.as_ref().is_none_or(|some| exists && some.contains(name))
     }
 
-    fn takes(&self, tenant: &str) -> bool {
+    fn allows_tenant(&self, tenant: &str) -> bool {
         self.tenants.as_ref().is_none_or(|some| some.contains(tenant))
     }
 }
 
-/// Returns the entries that match the process that connected this socket.
-fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[Arc<Entry>]>> {
-    let has_groups = entries.iter().any(|entry| matches!(entry.who, Who::Gid(_)));
+/// Returns the rules that match the process that connected this socket.
+fn matching_rules(
+    rules: &[Arc<AccessRule>],
+    peer: Peer,
+    socket: &impl AsFd,
+) -> io::Result<Box<[Arc<AccessRule>]>> {
+    let has_groups = rules.iter().any(|rule| matches!(rule.who, Who::Gid(_)));
     let mut groups = if has_groups { peer::groups(socket)? } else { Vec::new() };
     groups.push(peer.gid);
-    let fits = |entry: &&Arc<Entry>| match entry.who {
+    let matches = |rule: &&Arc<AccessRule>| match rule.who {
         Who::Uid(uid) => uid == peer.uid,
         Who::Gid(gid) => groups.contains(&gid),
     };
-    Ok(entries.iter().filter(fits).cloned().collect())
+    Ok(rules.iter().filter(matches).cloned().collect())
 }
 
-/// Returns the reason why a client with these entries must not send the job, or `None` if it may. Only
+/// Returns the reason why a client with these rules must not send the job, or `None` if it may. Only
 /// clients with access to all bulkheads can learn whether a bulkhead exists.
-pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &str) -> Option<String> {
-    let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
+pub fn rejection_message(
+    rules: &[Arc<AccessRule>],
+    (name, exists): (&str, bool),
+    tenant: &str,
+) -> Option<String> {
+    let mut allowing = rules.iter().filter(|rule| rule.allows_bulkhead(name, exists)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
-    if reaching.peek().is_none() {
+    if allowing.peek().is_none() {
         return Some(format!("you cannot use a bulkhead '{name}'"));
     }
     // An unknown bulkhead has no tenants to check. The job is then rejected as `not_found`.
-    if !is_there || reaching.any(|entry| entry.takes(tenant)) {
+    if !exists || allowing.any(|rule| rule.allows_tenant(tenant)) {
         return None;
     }
     Some(match cut(tenant, TENANT_BYTES_MAX) {

@@ -7,13 +7,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, SystemTime};
 
-use bulkhead_api::{Cause, Change, CrashId, CrashReport, Severity, ShortState, Snapshot, TenantChange, What};
+use bulkhead_api::{
+    Cause, Change, CrashId, CrashReport, EventKind, Severity, ShortState, Snapshot, TenantChange,
+};
 use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::demand::Observation;
-use crate::entry::Refusal;
+use crate::peer_check::ClientRejection;
 use crate::reload::{LiveDropped, Reload};
 use crate::scrape::Scrape;
 use bulkhead_config::defaults::{
@@ -23,8 +25,8 @@ use bulkhead_config::defaults::{
 /// Maximum number of queued commands.
 pub const COMMANDS_MAX: usize = 1024;
 
-/// Maximum time for the data plane to answer, before it counts as stuck.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+/// Maximum time for the data plane to reply, before it counts as stuck.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The process of a worker, with its recent activity.
 #[derive(Clone, Debug)]
@@ -77,7 +79,7 @@ pub enum Command {
         /// The bulkhead.
         bulkhead: String,
         /// The action.
-        verb: Verb,
+        action: SteerAction,
         /// Receives the result.
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
@@ -111,7 +113,7 @@ pub enum Command {
     /// Return the processes of all workers.
     WorkerProcesses { reply: oneshot::Sender<Vec<WorkerProcess>> },
     /// Report the memory of a worker, as read from `/proc`.
-    Memory {
+    ReportMemory {
         /// The worker's bulkhead.
         bulkhead: String,
         /// Process id of the worker.
@@ -122,48 +124,48 @@ pub enum Command {
         rss_bytes: u64,
     },
     /// Report a worker's temporary folder that holds more than expected.
-    Temporary {
+    ReportTemporaryFolder {
         /// Spawn number of the worker.
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
         /// Disk usage without subfolders that have the name of a forked worker's folder, in bytes.
-        apart: u64,
+        bytes_without_forked: u64,
         /// Spawn number of the template whose folder contains this one, if any. The name alone proves
         /// nothing, because any worker can create a folder with such a name.
-        of: Option<u64>,
+        template: Option<u64>,
     },
     /// Run a job of a crash report again, in a separate worker.
     Replay {
         /// The job to run.
-        order: ReplayOrder,
+        request: ReplayRequest,
         /// Receives whether the replay has begun.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
         /// Receives the result when the worker is gone. Dropped if the supervisor stops first.
-        done: oneshot::Sender<Replayed>,
+        done: oneshot::Sender<ReplayResult>,
     },
     /// Serve a client connection opened by the control plane. Its handshake and permissions have been
     /// checked.
-    Client {
+    AddClient {
         /// The data plane's end of the connection.
         socket: UnixStream,
         /// Permit that limits the number of such connections. Released when the data plane has closed the
         /// connection.
-        place: OwnedSemaphorePermit,
+        permit: OwnedSemaphorePermit,
         /// User id that the client acts for.
         uid: u32,
     },
     /// Serve a client in the application that embeds this supervisor.
-    Connect {
+    AddInProcessClient {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::End,
     },
     /// Report a client that was rejected at the admin socket.
-    Refused {
+    ReportRejection {
         /// The client and the reason.
-        refusal: Refusal,
+        rejection: ClientRejection,
         /// Permit that limits the number of pending reports.
-        _place: OwnedSemaphorePermit,
+        _permit: OwnedSemaphorePermit,
     },
     /// Apply another version of the configuration.
     Reload {
@@ -205,7 +207,10 @@ impl Command {
     /// Returns the relative cost of the command in one iteration of the data plane.
     pub fn weight(&self) -> usize {
         match self {
-            Self::Client { .. } | Self::Connect { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
+            Self::AddClient { .. }
+            | Self::AddInProcessClient { .. }
+            | Self::ReportRejection { .. }
+            | Self::ReportMemory { .. } => 1,
             Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
             _ => 4,
         }
@@ -214,7 +219,7 @@ impl Command {
 
 /// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verb {
+pub enum SteerAction {
     /// Replace each worker once its replacement is ready.
     Restart,
     /// Reject new jobs.
@@ -226,13 +231,13 @@ pub enum Verb {
 }
 
 /// Validates a change on its own. Returns the problem as a sentence.
-pub fn problem_of_change(change: &Change) -> Option<String> {
+pub fn change_problem(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
 /// Validates a change of one tenant on its own. Returns the problem as a sentence.
-pub fn problem_of_tenant_change(change: &TenantChange) -> Option<String> {
+pub fn tenant_change_problem(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
@@ -244,13 +249,13 @@ fn check_numbers(
     max_queue: Option<u32>,
     rate: Option<(f64, Option<u32>)>,
 ) -> Option<String> {
-    let out_of = |name: &str, value: Option<u32>, least: u32, most: u64| {
-        let is_out = value.is_some_and(|value| value < least || u64::from(value) > most);
-        is_out.then(|| format!("{name} must be {least} to {most}"))
+    let check_range = |name: &str, value: Option<u32>, min: u32, max: u64| {
+        let is_out_of_range = value.is_some_and(|value| value < min || u64::from(value) > max);
+        is_out_of_range.then(|| format!("{name} must be {min} to {max}"))
     };
-    out_of("max_in_flight", max_in_flight, in_flight_min, in_flight_max)
-        .or_else(|| out_of("processes", processes, 1, PROCESSES_CEILING))
-        .or_else(|| out_of("max_queue", max_queue, 0, QUEUE_CEILING))
+    check_range("max_in_flight", max_in_flight, in_flight_min, in_flight_max)
+        .or_else(|| check_range("processes", processes, 1, PROCESSES_CEILING))
+        .or_else(|| check_range("max_queue", max_queue, 0, QUEUE_CEILING))
         .or_else(|| check_rate(rate?))
 }
 
@@ -258,8 +263,8 @@ fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
     if !(per_second > 0.0 && per_second <= RATE_CEILING as f64) {
         return Some(format!("rate_limit.per_second must be above 0 and at most {RATE_CEILING}"));
     }
-    let is_out = burst.is_some_and(|burst| burst == 0 || u64::from(burst) > RATE_CEILING);
-    is_out.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
+    let is_out_of_range = burst.is_some_and(|burst| burst == 0 || u64::from(burst) > RATE_CEILING);
+    is_out_of_range.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
 }
 
 /// An error while carrying out a command.
@@ -273,15 +278,15 @@ pub enum SteerError {
     Stopping,
     /// The tenant has sent no job recently, or none at all.
     #[error("this tenant has sent no job to this bulkhead")]
-    NoTenant,
+    UnknownTenant,
     /// The request conflicts with other settings. Holds the reason and the fix.
     #[error("{0}")]
-    Unfit(String),
+    Conflict(String),
 }
 
 /// A job of a crash report, to run again.
 #[derive(Debug)]
-pub struct ReplayOrder {
+pub struct ReplayRequest {
     /// The bulkhead whose worker died.
     pub bulkhead: String,
     /// The operation for the handler.
@@ -311,11 +316,11 @@ pub const REPLAYS_MAX: usize = 2;
 
 /// The result of a replay.
 #[derive(Debug)]
-pub struct Replayed {
+pub struct ReplayResult {
     /// Process id of the worker that was started.
     pub pid: Option<u32>,
     /// The verdict of the job, or the reason why it did not run.
-    pub end: Result<Verdict, String>,
+    pub verdict: Result<Verdict, String>,
     /// The cause of death of the worker or program, if it died.
     pub cause: Option<Cause>,
     /// Time that the worker had the job.
@@ -324,7 +329,7 @@ pub struct Replayed {
 
 /// An error while sending a command to the data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unheard {
+pub enum CommandSendError {
     /// The queue already holds [`COMMANDS_MAX`] commands.
     #[error("the supervisor accepts no commands at the moment")]
     Busy,
@@ -335,52 +340,52 @@ pub enum Unheard {
 
 /// Sends commands to the data plane.
 #[derive(Clone, Debug)]
-pub struct Commander {
+pub struct CommandSender {
     commands: SyncSender<Command>,
     waker: Arc<mio::Waker>,
-    stops: Arc<AtomicU32>,
+    stop_requests: Arc<AtomicU32>,
 }
 
-impl Commander {
+impl CommandSender {
     /// Creates a sender for `commands`. The receiver sleeps until `waker` is called.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
-        Self { commands, waker, stops: Arc::default() }
+        Self { commands, waker, stop_requests: Arc::default() }
     }
 
     /// Stops the data plane: drains for up to `drain_timeout`, or, if it is already stopping, ends at once.
     /// Uses a counter instead of the queue, so a full queue cannot delay a stop.
-    pub fn stop(&self) -> Result<(), Unheard> {
-        self.stops.fetch_add(1, Ordering::SeqCst);
-        self.waker.wake().map_err(|_| Unheard::Busy)
+    pub fn stop(&self) -> Result<(), CommandSendError> {
+        self.stop_requests.fetch_add(1, Ordering::SeqCst);
+        self.waker.wake().map_err(|_| CommandSendError::Busy)
     }
 
     /// Returns the counter of stop requests.
-    pub fn stops(&self) -> Arc<AtomicU32> {
-        self.stops.clone()
+    pub fn stop_requests(&self) -> Arc<AtomicU32> {
+        self.stop_requests.clone()
     }
 
     /// Queues a command without blocking.
-    pub fn send(&self, command: Command) -> Result<(), Unheard> {
+    pub fn send(&self, command: Command) -> Result<(), CommandSendError> {
         self.commands.try_send(command).map_err(|error| match error {
-            TrySendError::Full(_) => Unheard::Busy,
-            TrySendError::Disconnected(_) => Unheard::Ended,
+            TrySendError::Full(_) => CommandSendError::Busy,
+            TrySendError::Disconnected(_) => CommandSendError::Ended,
         })?;
-        self.waker.wake().map_err(|_| Unheard::Busy)
+        self.waker.wake().map_err(|_| CommandSendError::Busy)
     }
 
     /// Queues the command that `command` builds around a reply channel, and waits for the reply. Returns
     /// `None` if the queue is full or no reply arrives within two seconds.
-    pub async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
-        let (reply, answer) = oneshot::channel();
+    pub async fn request<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+        let (reply, reply_receiver) = oneshot::channel();
         self.send(command(reply)).ok()?;
-        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
+        tokio::time::timeout(REPLY_TIMEOUT, reply_receiver).await.ok()?.ok()
     }
 }
 
 /// A notice that may be dropped under load. [`crate::notices`] has separate channels for messages that must
 /// not be lost.
 #[derive(Debug)]
-pub enum Notice {
+pub enum DroppableNotice {
     /// An event of interest to operators.
     Event(Box<Event>),
     /// A worker or program crashed. The control plane still adds the tail of its output.
@@ -388,7 +393,7 @@ pub enum Notice {
         /// The crash report.
         report: Box<CrashReport>,
         /// Permit that limits the number of reports that wait to be stored.
-        place: OwnedSemaphorePermit,
+        permit: OwnedSemaphorePermit,
     },
 }
 
@@ -400,7 +405,7 @@ pub struct Event {
     /// Severity.
     pub severity: Severity,
     /// Kind of the event, with its fields.
-    pub what: What,
+    pub kind: EventKind,
     /// The bulkhead concerned, if any.
     pub bulkhead: Option<Arc<str>>,
     /// The isolated tenant concerned, if any.
@@ -415,16 +420,16 @@ pub struct Event {
 
 impl Event {
     /// Creates an event with the current time.
-    pub fn new(severity: Severity, bulkhead: Option<Arc<str>>, what: What) -> Self {
+    pub fn new(severity: Severity, bulkhead: Option<Arc<str>>, kind: EventKind) -> Self {
         let at = SystemTime::now();
-        Self { at, severity, what, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
+        Self { at, severity, kind, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
     }
 
     /// Returns the fields in log order, without the kind.
     pub fn fields(&self) -> Vec<(&'static str, Value)> {
-        let mut fields = self.what.fields();
-        let is_told = fields.iter().any(|(name, _)| *name == "tenant");
-        fields.extend(self.tenant.as_deref().filter(|_| !is_told).map(|tenant| ("tenant", json!(tenant))));
+        let mut fields = self.kind.fields();
+        let has_tenant = fields.iter().any(|(name, _)| *name == "tenant");
+        fields.extend(self.tenant.as_deref().filter(|_| !has_tenant).map(|tenant| ("tenant", json!(tenant))));
         fields.extend(self.report.map(|report| ("report", json!(report))));
         fields.extend(self.stderr_tail.as_ref().map(|tail| ("stderr_tail", json!(tail))));
         fields.extend(self.suppressed.map(|count| ("suppressed", json!(count))));
@@ -437,24 +442,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stop_is_heard_where_no_command_has_room() {
+    fn stop_request_needs_no_queue_space() {
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
-        let (sender, _commands) = std::sync::mpsc::sync_channel(1);
-        let commander = Commander::new(sender, waker);
-        commander.send(Command::Summarise).unwrap();
-        assert!(commander.send(Command::Summarise).is_err());
-        commander.stop().unwrap();
-        commander.clone().stop().unwrap();
-        assert_eq!(commander.stops().load(Ordering::SeqCst), 2);
+        let (sender, _receiver) = std::sync::mpsc::sync_channel(1);
+        let commands = CommandSender::new(sender, waker);
+        commands.send(Command::Summarise).unwrap();
+        assert!(commands.send(Command::Summarise).is_err());
+        commands.stop().unwrap();
+        commands.clone().stop().unwrap();
+        assert_eq!(commands.stop_requests().load(Ordering::SeqCst), 2);
     }
 
     #[test]
-    fn abandoned_commands_are_known() {
-        let (reply, answer) = oneshot::channel();
+    fn detects_abandoned_commands() {
+        let (reply, reply_receiver) = oneshot::channel();
         let command = Command::States { reply };
         assert!(!command.is_abandoned());
-        drop(answer);
+        drop(reply_receiver);
         assert!(command.is_abandoned());
         assert!(!Command::Summarise.is_abandoned());
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::worker_ids::{self, Claim, Ids};
+use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
 use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, StartMode, SupervisorConfig};
 use bulkhead_keeper::{
@@ -25,13 +25,13 @@ pub struct SandboxSupport {
     /// The range in `/etc/subuid` that `ids` belong to, if this user has no other ids.
     subordinate: Option<Arc<SubordinateIds>>,
     /// True if the configuration sets `worker_uids`.
-    names_ids: bool,
+    has_worker_uids: bool,
 }
 
 /// Source of user ids for workers.
 enum IdSource {
     /// A range of ids on this host.
-    Host(Arc<Ids>),
+    Host(Arc<IdAllocator>),
     /// No ids, for this reason. Workers run as the supervisor's user.
     Shared(String),
     /// No ids, and the supervisor runs as root, so that workers do not start.
@@ -39,7 +39,7 @@ enum IdSource {
 }
 
 impl IdSource {
-    fn of(found: Result<Ids, String>) -> Self {
+    fn from_result(found: Result<IdAllocator, String>) -> Self {
         match found {
             Ok(ids) => Self::Host(Arc::new(ids)),
             Err(why) if rustix::process::geteuid().is_root() => Self::Refused(why),
@@ -51,36 +51,36 @@ impl IdSource {
 impl SandboxSupport {
     /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
     /// because a probe forks.
-    pub fn found(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
-        Self::of(config, Claim::Lasting, found.abilities, move || found.ids)
+    pub fn from_probe(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
+        Self::of(config, IdUse::Run, found.abilities, move || found.ids)
     }
 
     /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork
-    /// with threads running. Use [`Claim::Trial`] if a supervisor with the same configuration may be running.
-    pub fn find(config: &bulkhead_config::Config, claim: Claim) -> Self {
-        Self::of(config, claim, keeper::probe(), || SubordinateIds::find().map(Arc::new))
+    /// with threads running. Use [`IdUse::Check`] if a supervisor with the same configuration may be running.
+    pub fn probe(config: &bulkhead_config::Config, id_use: IdUse) -> Self {
+        Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
 
     fn of(
         config: &bulkhead_config::Config,
-        claim: Claim,
+        id_use: IdUse,
         abilities: Vec<Ability>,
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
-        let withheld = secrets(&config.path, &config.supervisor);
+        let withheld = withheld_paths(&config.path, &config.supervisor);
         let ids = IdSource::Shared(String::new());
-        let names_ids = config.supervisor.worker_uids.is_some();
+        let has_worker_uids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
         let mut support =
-            Self { abilities, withheld, config: config_path, ids, subordinate: None, names_ids };
+            Self { abilities, withheld, config: config_path, ids, subordinate: None, has_worker_uids };
         let worker_uids = config.supervisor.worker_uids;
-        support.ids = IdSource::of(match support.lack(Layer::Identity) {
-            None => Ids::new(worker_uids, claim),
+        support.ids = IdSource::from_result(match support.why_missing(Layer::Identity) {
+            None => IdAllocator::new(worker_uids, id_use),
             Some(why) if rustix::process::geteuid().is_root() => Err(why),
             Some(_) => {
-                let missing = |part: &str| support.misses(part);
-                worker_ids::find_subordinate(missing, subordinate, worker_uids, claim).map(|(found, ids)| {
+                let missing = |part: &str| support.why_not(part);
+                worker_ids::find_subordinate(missing, subordinate, worker_uids, id_use).map(|(found, ids)| {
                     support.subordinate = Some(found);
                     ids
                 })
@@ -95,7 +95,7 @@ impl SandboxSupport {
     }
 
     /// Returns the ids for workers, if any.
-    pub fn ids(&self) -> Option<Arc<Ids>> {
+    pub fn ids(&self) -> Option<Arc<IdAllocator>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
             IdSource::Shared(_) | IdSource::Refused(_) => None,
@@ -103,12 +103,12 @@ impl SandboxSupport {
     }
 
     /// Returns the reason why the layer is not available, or `None` if all its parts are.
-    fn lack(&self, layer: Layer) -> Option<String> {
-        parts(layer).iter().find_map(|part| self.misses(part))
+    fn why_missing(&self, layer: Layer) -> Option<String> {
+        parts(layer).iter().find_map(|part| self.why_not(part))
     }
 
     /// Returns the reason why the part is not available, or `None` if it is.
-    fn misses(&self, part: &str) -> Option<String> {
+    fn why_not(&self, part: &str) -> Option<String> {
         match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
             Some(ability) => {
@@ -144,7 +144,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 }
 
 /// Returns the paths that no worker gets access to, even inside a folder that it can access.
-fn secrets(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
+fn withheld_paths(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
     let mut paths: Vec<&Path> = vec![config];
     // An embedded supervisor has no sockets.
     paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
@@ -182,11 +182,11 @@ pub struct Sandbox {
     /// Layers of the profile, and parts of layers, that are missing on this machine and allowed to be.
     missing: Vec<&'static str>,
     /// Sentences for operators about weaknesses of the confinement.
-    remarks: Vec<String>,
+    warnings: Vec<String>,
     /// Restrictions that a worker with the SDK applies before its first job.
     seal: Option<Vec<u8>>,
     /// The reason why a worker must not run several programs at once, if any.
-    one_at_once: Option<String>,
+    why_single_program: Option<String>,
     /// Maximum size of the temporary folder or file system, in bytes.
     temporary_bytes: u64,
     /// The reason why no worker can start, if any.
@@ -195,33 +195,33 @@ pub struct Sandbox {
 
 impl Sandbox {
     /// Resolves the confinement. `programs` are the files that a worker executes or loads.
-    pub fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
+    pub fn resolve(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
-        let mut settling = Settling {
+        let mut resolver = LayerResolver {
             support,
             allowed: &sandbox.best_effort,
             missing: Vec::new(),
-            lacking: Vec::new(),
+            missing_required: Vec::new(),
             refused: None,
         };
-        let identity = settling.identity(bulkhead);
-        let one_at_once = settling.program_scopes(bulkhead);
-        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead, identity) };
-        settling.want_no_signals(&terms, identity);
+        let identity = resolver.identity(bulkhead);
+        let why_single_program = resolver.program_scopes(bulkhead);
+        let terms = Terms { cgroup: resolver.cgroup(bulkhead), ..resolver.terms(bulkhead, identity) };
+        resolver.require_signal_isolation(&terms, identity);
         let is_forked = bulkhead.start.mode == StartMode::Fork;
         if is_forked {
-            settling.want_forked_apart(sandbox.profile, &terms);
+            resolver.require_fork_isolation(sandbox.profile, &terms);
         }
-        let obstacle = settling.refused.take().or_else(|| settling.obstacle(sandbox.profile));
-        let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
+        let obstacle = resolver.refused.take().or_else(|| resolver.obstacle(sandbox.profile));
+        let mut missing: Vec<&'static str> = resolver.missing.iter().map(|layer| layer.name()).collect();
         if terms.landlock {
             let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !support.has(part)).map(|(_, name)| *name);
             let unnamed: Vec<_> = absent.filter(|name| !missing.contains(name)).collect();
             missing.extend(unnamed);
         }
-        let remarks = remarks(bulkhead, &missing, identity, support);
-        if bulkhead.sandbox.profile != Profile::None && !counts_its_processes(identity, &terms) {
+        let warnings = warnings(bulkhead, &missing, identity, support);
+        if bulkhead.sandbox.profile != Profile::None && !limits_process_count(identity, &terms) {
             missing.push(PROCESS_COUNT);
         }
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
@@ -245,17 +245,17 @@ impl Sandbox {
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
-            remarks,
+            warnings,
             seal,
-            one_at_once,
+            why_single_program,
             temporary_bytes: sandbox.tmp_bytes,
             obstacle,
         }
     }
 
     /// Returns the reason why a worker must not run several jobs at once, if any.
-    pub fn one_at_once(&self) -> Option<&str> {
-        self.one_at_once.as_deref()
+    pub fn why_single_program(&self) -> Option<&str> {
+        self.why_single_program.as_deref()
     }
 
     /// Returns the reason why no worker can start, as a sentence.
@@ -264,12 +264,12 @@ impl Sandbox {
     }
 
     /// Returns sentences for operators about weaknesses of the confinement.
-    pub fn remarks(&self) -> &[String] {
-        &self.remarks
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     /// True if the kernel limits the number of processes for each worker separately.
-    pub fn counts_its_processes(&self) -> bool {
+    pub fn limits_process_count(&self) -> bool {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
 
@@ -288,7 +288,7 @@ impl Sandbox {
     }
 
     /// True if system calls are filtered. SIGSYS then comes from the sandbox.
-    pub fn filters(&self) -> bool {
+    pub fn filters_calls(&self) -> bool {
         self.terms.seccomp != Seccomp::Off
     }
 
@@ -340,7 +340,7 @@ const PROCESS_COUNT: &str = "nproc";
 
 /// True if RLIMIT_NPROC or a cgroup limits a single worker. RLIMIT_NPROC counts per user and user namespace,
 /// and does not apply to root.
-fn counts_its_processes(identity: WorkerIdentity, terms: &Terms) -> bool {
+fn limits_process_count(identity: WorkerIdentity, terms: &Terms) -> bool {
     let is_root = match identity {
         WorkerIdentity::Own => rustix::process::geteuid().is_root(),
         WorkerIdentity::One(identity) => identity.uid == 0,
@@ -355,33 +355,33 @@ const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
 /// Returns warnings about settings that work as configured but may surprise.
-fn remarks(
+fn warnings(
     bulkhead: &BulkheadConfig,
     missing: &[&str],
     identity: WorkerIdentity,
     support: &SandboxSupport,
 ) -> Vec<String> {
-    let mut remarks = Vec::new();
+    let mut warnings = Vec::new();
     if bulkhead.sandbox.profile == Profile::None {
-        return remarks;
+        return warnings;
     }
     if !missing.is_empty() {
-        remarks.push(format!("the sandbox lacks {}", missing.join(", ")));
+        warnings.push(format!("the sandbox lacks {}", missing.join(", ")));
     }
     if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
-        remarks.push(
+        warnings.push(
             "workers run as root, without capabilities, and can change files of root where the sandbox permits \
              writing; without `user` in `sandbox`, workers have separate ids"
                 .to_owned(),
         );
     }
     // Landlock rules can only add access: a folder in `read` or `write` includes everything in it.
-    let given = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
-    let is_open = |secret: &&String| given().any(|path| Path::new(secret).starts_with(path));
+    let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
+    let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld.iter().find(is_open) {
-        remarks.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
+        warnings.push(format!("`read` and `write` reach the supervisor's own files: {secret}"));
     }
-    remarks
+    warnings
 }
 
 /// Returns the files that the command line names, because `["python3", "main.py"]` implies that the worker
@@ -419,58 +419,59 @@ fn list(texts: &[String]) -> Vec<&str> {
 
 /// True if a worker of the bulkhead or of one of its tenants runs several jobs at once.
 fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
-    let of_tenants = bulkhead.tenant.values().filter_map(|tenant| tenant.max_in_flight);
-    let of_tenants = of_tenants.filter(|_| bulkhead.isolation().is_some());
-    of_tenants.chain([bulkhead.max_in_flight]).any(|most| most > 1)
+    let tenant_limits = bulkhead.tenant.values().filter_map(|tenant| tenant.max_in_flight);
+    let tenant_limits = tenant_limits.filter(|_| bulkhead.isolation().is_some());
+    tenant_limits.chain([bulkhead.max_in_flight]).any(|max| max > 1)
 }
 
 /// State while the layers of one bulkhead are resolved.
-struct Settling<'g> {
+struct LayerResolver<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
     /// Required layers that are missing, with the reason.
-    lacking: Vec<(Layer, String)>,
+    missing_required: Vec<(Layer, String)>,
     /// The reason why there is no user for the workers, if any.
     refused: Option<String>,
 }
 
-impl Settling<'_> {
+impl LayerResolver<'_> {
     /// Returns true if the layer is available. Otherwise records it as missing.
-    fn want(&mut self, layer: Layer) -> bool {
-        match self.support.lack(layer) {
+    fn require(&mut self, layer: Layer) -> bool {
+        match self.support.why_missing(layer) {
             None => true,
             Some(why) => {
-                self.lack(layer, why);
+                self.record_missing(layer, why);
                 false
             }
         }
     }
 
-    fn lack(&mut self, layer: Layer, why: String) {
-        let is_told = self.missing.contains(&layer) || self.lacking.iter().any(|(told, _)| *told == layer);
-        if is_told {
+    fn record_missing(&mut self, layer: Layer, why: String) {
+        let is_recorded = self.missing.contains(&layer)
+            || self.missing_required.iter().any(|(recorded, _)| *recorded == layer);
+        if is_recorded {
             return;
         }
         if self.allowed.contains(&layer) {
             self.missing.push(layer);
         } else {
-            self.lacking.push((layer, why));
+            self.missing_required.push((layer, why));
         }
     }
 
     /// Requires Landlock scopes unless a separate user id or pid namespace already keeps the worker from
     /// sending signals to other processes. Does nothing if Landlock itself is missing.
-    fn want_no_signals(&mut self, terms: &Terms, identity: WorkerIdentity) {
+    fn require_signal_isolation(&mut self, terms: &Terms, identity: WorkerIdentity) {
         if terms.landlock && identity != WorkerIdentity::Each && !terms.namespaces.pid {
-            self.want(Layer::LandlockScopes);
+            self.require(Layer::LandlockScopes);
         }
     }
 
     /// Requires the layers that separate forked workers, which share a user and a pid namespace, and that
     /// keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
     /// required, because its first process ends the descendants of a worker.
-    fn want_forked_apart(&mut self, profile: Profile, terms: &Terms) {
+    fn require_fork_isolation(&mut self, profile: Profile, terms: &Terms) {
         if profile == Profile::None || self.refused.is_some() {
             return;
         }
@@ -481,13 +482,13 @@ impl Settling<'_> {
             (self.support.has("landlock scopes"), Layer::LandlockScopes),
             (terms.namespaces.pid, Layer::PidNamespace),
         ];
-        let absent = rows.iter().find(|(is_there, _)| !is_there).map(|(_, layer)| *layer);
+        let absent = rows.iter().find(|(is_available, _)| !is_available).map(|(_, layer)| *layer);
         let why = match absent {
             Some(layer) => {
-                let why = self.support.lack(layer).or_else(|| self.support.misses(keeper::TREE_END));
+                let why = self.support.why_missing(layer).or_else(|| self.support.why_not(keeper::TREE_END));
                 Some(format!("{} ({})", layer.name(), why.unwrap_or_default()))
             }
-            None => self.support.misses(keeper::FORKED),
+            None => self.support.why_not(keeper::FORKED),
         };
         self.refused = why.map(|why| {
             format!(
@@ -504,16 +505,16 @@ impl Settling<'_> {
         match &sandbox.user {
             _ if sandbox.profile == Profile::None => WorkerIdentity::Own,
             Some(SandboxUser::Shared) => WorkerIdentity::Own,
-            Some(SandboxUser::Named(name)) => self.named(name),
-            Some(SandboxUser::Auto) | None => self.auto(bulkhead),
+            Some(SandboxUser::Named(name)) => self.named_identity(name),
+            Some(SandboxUser::Auto) | None => self.automatic_identity(bulkhead),
         }
     }
 
-    fn auto(&mut self, bulkhead: &BulkheadConfig) -> WorkerIdentity {
+    fn automatic_identity(&mut self, bulkhead: &BulkheadConfig) -> WorkerIdentity {
         let BulkheadConfig { name, sandbox, .. } = bulkhead;
         match &self.support.ids {
             IdSource::Host(_) if sandbox.write.is_empty() => WorkerIdentity::Each,
-            IdSource::Host(ids) => match ids.keep(&self.support.config, name, &sandbox.write) {
+            IdSource::Host(ids) => match ids.permanent_id(&self.support.config, name, &sandbox.write) {
                 Ok(id) => WorkerIdentity::One(Identity { uid: id, gid: id }),
                 Err(error) => {
                     self.refused = Some(error.to_string());
@@ -523,8 +524,8 @@ impl Settling<'_> {
             IdSource::Shared(why) => {
                 // Report the missing layer only if `user` is set, or the profile is `strict`.
                 let is_strict = sandbox.profile == Profile::Strict;
-                if is_strict && self.support.names_ids {
-                    self.lack(Layer::Identity, why.clone());
+                if is_strict && self.support.has_worker_uids {
+                    self.record_missing(Layer::Identity, why.clone());
                 } else if is_strict || sandbox.user.is_some() {
                     self.missing.push(Layer::Identity);
                 }
@@ -540,10 +541,10 @@ impl Settling<'_> {
         }
     }
 
-    fn named(&mut self, name: &str) -> WorkerIdentity {
+    fn named_identity(&mut self, name: &str) -> WorkerIdentity {
         let found = nix::unistd::User::from_name(name).ok().flatten();
         let Some(user) = found else {
-            self.lack(Layer::Identity, format!("the user {name} no longer exists"));
+            self.record_missing(Layer::Identity, format!("the user {name} no longer exists"));
             return WorkerIdentity::Own;
         };
         let identity = Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw() };
@@ -551,7 +552,7 @@ impl Settling<'_> {
         if own == (identity.uid, identity.gid) {
             return WorkerIdentity::Own;
         }
-        if self.want(Layer::Identity) { WorkerIdentity::One(identity) } else { WorkerIdentity::Own }
+        if self.require(Layer::Identity) { WorkerIdentity::One(identity) } else { WorkerIdentity::Own }
     }
 
     fn terms(&mut self, bulkhead: &BulkheadConfig, identity: WorkerIdentity) -> Terms {
@@ -564,14 +565,14 @@ impl Settling<'_> {
             return Terms { temporary, programs_apart: has_files, ..Terms::default() };
         }
         let namespaces = match profile {
-            Profile::Strict => self.namespaces(sandbox.network),
-            Profile::Default | Profile::None => self.processes(),
+            Profile::Strict => self.strict_namespaces(sandbox.network),
+            Profile::Default | Profile::None => self.default_namespaces(),
         };
         // Such a worker joins the user namespace that maps these ids, and gets no other.
         let subordinate = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate, ..namespaces };
-        let no_new_privs = self.want(Layer::NoNewPrivs);
-        let seccomp = match (self.want(Layer::Seccomp), profile) {
+        let no_new_privs = self.require(Layer::NoNewPrivs);
+        let seccomp = match (self.require(Layer::Seccomp), profile) {
             (false, _) => Seccomp::Off,
             (true, Profile::Strict) => Seccomp::Allow,
             (true, _) => Seccomp::Deny,
@@ -586,7 +587,7 @@ impl Settling<'_> {
         Terms {
             no_new_privs,
             no_capabilities: true,
-            landlock: self.want(Layer::Landlock),
+            landlock: self.require(Layer::Landlock),
             seccomp,
             seccomp_names: self.support.has("seccomp notify"),
             namespaces,
@@ -606,12 +607,12 @@ impl Settling<'_> {
         if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
             return None;
         }
-        let why = self.support.lack(Layer::ProgramScopes)?;
+        let why = self.support.why_missing(Layer::ProgramScopes)?;
         let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
         if is_allowed || runs_several_at_once(bulkhead) {
             let advice = "concurrent programs in a worker could reach each other; `max_in_flight = 1` with more \
                           `processes` separates the programs";
-            self.lack(Layer::ProgramScopes, format!("{why}: {advice}"));
+            self.record_missing(Layer::ProgramScopes, format!("{why}: {advice}"));
         }
         (!is_allowed).then_some(why)
     }
@@ -619,15 +620,17 @@ impl Settling<'_> {
     /// Returns the cgroup limits, which are independent of the profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<Cgroup> {
         let limits = bulkhead.cgroup.as_ref()?;
-        if !self.want(Layer::Cgroup) {
+        if !self.require(Layer::Cgroup) {
             return None;
         }
         // If a controller is missing, the group still kills whole process trees and applies the other limits.
         let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(Cgroup {
-            memory_bytes: self.controlled("cgroup memory", limits.memory),
-            pids: self.controlled("cgroup pids", limits.pids).or_else(|| self.default_processes(bulkhead)),
-            cpu_thousandths: self.controlled("cgroup cpu", limits.cpu.map(thousandths)),
+            memory_bytes: self.limit_if_available("cgroup memory", limits.memory),
+            pids: self
+                .limit_if_available("cgroup pids", limits.pids)
+                .or_else(|| self.default_processes(bulkhead)),
+            cpu_thousandths: self.limit_if_available("cgroup cpu", limits.cpu.map(thousandths)),
         })
     }
 
@@ -639,30 +642,30 @@ impl Settling<'_> {
     }
 
     /// Returns the cgroup limit if its controller is available.
-    fn controlled(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
+    fn limit_if_available(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
         let limit = limit?;
-        match self.support.misses(controller) {
+        match self.support.why_not(controller) {
             None => Some(limit),
             Some(why) => {
-                self.lack(Layer::Cgroup, why);
+                self.record_missing(Layer::Cgroup, why);
                 None
             }
         }
     }
 
-    fn namespaces(&mut self, network: bool) -> Namespaces {
+    fn strict_namespaces(&mut self, network: bool) -> Namespaces {
         // Root creates the other namespaces without a user namespace.
         let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
-            self.support.lack(Layer::UserNamespace).is_none()
+            self.support.why_missing(Layer::UserNamespace).is_none()
         } else {
-            self.want(Layer::UserNamespace)
+            self.require(Layer::UserNamespace)
         };
         Namespaces {
             user,
-            pid: self.want(Layer::PidNamespace),
-            mount: self.want(Layer::MountNamespace),
-            network: !network && self.want(Layer::NetworkNamespace),
+            pid: self.require(Layer::PidNamespace),
+            mount: self.require(Layer::MountNamespace),
+            network: !network && self.require(Layer::NetworkNamespace),
             proc: false,
         }
     }
@@ -670,7 +673,7 @@ impl Settling<'_> {
     /// Returns the namespaces of the `default` profile: a pid namespace, so that the kernel ends all
     /// descendants of a worker even if the keeper is killed. If that is not available, records it as missing,
     /// and the keeper ends the descendants.
-    fn processes(&mut self) -> Namespaces {
+    fn default_namespaces(&mut self) -> Namespaces {
         if self.support.has(keeper::TREE_END) {
             let user = !self.support.has("CAP_SYS_ADMIN");
             return Namespaces { user, pid: true, proc: true, ..Namespaces::default() };
@@ -680,9 +683,9 @@ impl Settling<'_> {
     }
 
     fn obstacle(&self, profile: Profile) -> Option<String> {
-        let (first, why) = self.lacking.first()?;
+        let (first, why) = self.missing_required.first()?;
         let names: Vec<String> =
-            self.lacking.iter().map(|(layer, _)| format!("\"{}\"", layer.name())).collect();
+            self.missing_required.iter().map(|(layer, _)| format!("\"{}\"", layer.name())).collect();
         let names = names.join(", ");
         let without = match profile {
             Profile::None => "no `cgroup`, or a `profile` with `best_effort`".to_owned(),

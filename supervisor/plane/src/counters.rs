@@ -7,9 +7,9 @@ use std::sync::{Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Maximum number of distinct keys in [`RefusedJobs`] between two reads. Each bulkhead needs a few, and so do
+/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few, and so do
 /// unknown names.
-const REFUSED_KINDS_MAX: usize = 16 * 1024;
+const REJECTED_KEYS_MAX: usize = 16 * 1024;
 
 /// Counters shared by both planes.
 #[derive(Debug, Default)]
@@ -28,29 +28,29 @@ pub struct SharedCounters {
     /// by the control plane.
     pub spooled: AtomicUsize,
     /// True once the data plane is ending. Jobs not received by then get no answer.
-    pub is_over: AtomicBool,
+    pub has_ended: AtomicBool,
     /// Number of bytes that the control plane must free, because others need the memory.
-    pub spool_unwanted: AtomicUsize,
-    /// Notified when `spool_unwanted` grows.
-    pub spool_called: tokio::sync::Notify,
+    pub spool_bytes_to_free: AtomicUsize,
+    /// Notified when `spool_bytes_to_free` grows.
+    pub spool_free_requested: tokio::sync::Notify,
     /// Number of bytes that the control plane may always hold, whatever others hold.
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
-    pub keeper: AtomicU32,
+    pub keeper_pid: AtomicU32,
     /// Jobs refused by the HTTP interface before they reached the data plane.
-    pub refused: RefusedJobs,
+    pub rejected_jobs: RejectedJobs,
 }
 
 /// Number of refused jobs by bulkhead, priority and reason. The data plane reads the counts before it next
 /// answers.
 #[derive(Debug, Default)]
-pub struct RefusedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
+pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
-impl RefusedJobs {
+impl RejectedJobs {
     /// Counts one job.
     pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REFUSED_KINDS_MAX {
+        if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REJECTED_KEYS_MAX {
             *counts.entry((bulkhead.to_owned(), priority, reason)).or_default() += 1;
         }
     }

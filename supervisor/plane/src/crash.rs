@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_survives_the_way_to_a_file_and_back() {
+    fn report_survives_serialization() {
         let report = sample_report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
         let json = serde_json::to_string(&report).unwrap();
         assert!(
@@ -98,11 +98,11 @@ mod tests {
         );
         let back: CrashReport = serde_json::from_str(&json).unwrap();
         assert_eq!(back, report);
-        assert!(back.is_sound());
+        assert!(back.is_valid());
     }
 
     #[test]
-    fn who_was_ended_for_our_reasons_did_not_crash() {
+    fn kill_for_a_job_is_not_a_crash() {
         let killed = Death::Signal(9);
         for reason in
             [KillReason::Deadline, KillReason::Overdue, KillReason::Unwanted, KillReason::KeeperDied]
@@ -113,8 +113,10 @@ mod tests {
         assert_eq!((&hung.kind, &hung.signal), (&CauseKind::Hung.into(), &None));
         let one = cause_of(killed, Some(&KillReason::Protocol("rubbish".into()))).unwrap();
         let other = cause_of(killed, Some(&KillReason::Protocol("a flood".into()))).unwrap();
-        assert!(one.is_same(&other) && !one.is_same(&hung));
-        assert!(!cause_of(Death::Exit(1), None).unwrap().is_same(&cause_of(Death::Exit(2), None).unwrap()));
+        assert!(one.has_same_cause(&other) && !one.has_same_cause(&hung));
+        assert!(
+            !cause_of(Death::Exit(1), None).unwrap().has_same_cause(&cause_of(Death::Exit(2), None).unwrap())
+        );
         let violation = cause_of(Death::Violation("ptrace"), None).unwrap();
         assert_eq!(violation.system_call.as_deref(), Some("ptrace"));
     }

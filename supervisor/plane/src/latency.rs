@@ -5,15 +5,15 @@ use std::time::Duration;
 use bulkhead_api::{Histogram, Latencies, Percentiles};
 use bulkhead_policy::Time;
 
-use crate::windows::Pair;
+use crate::windows::WindowPair;
 
 /// Recent run and queue times of a bulkhead's jobs.
 #[derive(Default)]
-pub struct Latency(Pair<Seen, 60>);
+pub struct Latency(WindowPair<Histograms, 60>);
 
 /// Histograms of one window, in nanoseconds.
 #[derive(Default)]
-struct Seen {
+struct Histograms {
     run: Histogram,
     queue: Histogram,
 }
@@ -32,17 +32,17 @@ impl Latency {
     pub fn percentiles(&self) -> Latencies {
         let [current, previous] = self.0.both();
         Latencies {
-            run: percentiles(&current.run.clone().and(&previous.run)),
-            queue: percentiles(&current.queue.clone().and(&previous.queue)),
+            run: percentiles(&current.run.clone().merged(&previous.run)),
+            queue: percentiles(&current.queue.clone().merged(&previous.queue)),
         }
     }
 }
 
 /// Returns the percentiles in milliseconds.
-fn percentiles(seen: &Histogram) -> Percentiles {
-    let told = |nanos: u64| (seen.total() > 0).then_some(nanos as f64 / 1e6);
-    let quantile = |share| told(seen.quantile(share));
-    Percentiles { p50: quantile(0.5), p90: quantile(0.9), p99: quantile(0.99), max: told(seen.max()) }
+fn percentiles(histogram: &Histogram) -> Percentiles {
+    let millis = |nanos: u64| (histogram.total() > 0).then_some(nanos as f64 / 1e6);
+    let quantile = |share| millis(histogram.quantile(share));
+    Percentiles { p50: quantile(0.5), p90: quantile(0.9), p99: quantile(0.99), max: millis(histogram.max()) }
 }
 
 #[cfg(test)]
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_of_a_ramp() {
+    fn percentiles_of_uniform_values() {
         let mut latency = Latency::default();
         for ms in 1..=1000 {
             latency.record(Time::ZERO, Duration::from_millis(ms), Duration::ZERO);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_old_is_forgotten() {
+    fn discards_old_values() {
         let mut latency = Latency::default();
         assert_eq!(latency.percentiles().run.max, None);
         for (second, ran_ms, max_ms) in [(50, 9, 9.0), (110, 5, 9.0), (130, 3, 5.0), (500, 1, 1.0)] {

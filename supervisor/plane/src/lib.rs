@@ -8,25 +8,25 @@
 #![expect(missing_docs, reason = "the supervisor's library documents the items that other crates can use")]
 
 pub mod access;
-pub mod bounds;
+pub mod bulkhead_counters;
 pub mod command;
 pub mod confinement;
 pub mod counters;
 pub mod crash;
 pub mod demand;
-pub mod entry;
 pub mod latency;
 pub mod limits;
 pub mod lock;
 pub mod notices;
 pub mod open_files;
-pub mod possible;
+pub mod peer_check;
+pub mod possible_series;
 pub mod program;
 pub mod reload;
+pub mod rlimits;
 pub mod scrape;
 pub mod service;
 pub mod span;
-pub mod tally;
 pub mod threads;
 pub mod windows;
 pub mod worker_ids;

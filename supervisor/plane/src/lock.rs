@@ -12,58 +12,58 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 /// Maximum time to wait before a lock or address counts as held by another process.
-const LET_GO_WITHIN: Duration = Duration::from_millis(500);
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Interval between attempts.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// An error while taking a lock.
 #[derive(Debug)]
-pub enum NoLock {
+pub enum LockError {
     /// The file cannot be opened or created.
-    Unopened(io::Error),
+    Open(io::Error),
     /// Another process holds the lock.
     Held,
     /// The file system does not support the lock.
-    Refused(Errno),
+    Unsupported(Errno),
 }
 
 /// Locks a file with mode 0600, and creates the file if it is missing. The lock is released when the returned
 /// file is closed.
-pub fn lock(path: &Path) -> Result<File, NoLock> {
-    lock_within(LET_GO_WITHIN, path)
+pub fn lock(path: &Path) -> Result<File, LockError> {
+    lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
 /// Repeats `attempt` for up to half a second while its error satisfies `is_taken`.
-pub fn try_while_taken<T, E>(
+pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
-    try_within(LET_GO_WITHIN, attempt, is_taken)
+    retry_for(RELEASE_TIMEOUT, attempt, is_taken)
 }
 
-fn lock_within(within: Duration, path: &Path) -> Result<File, NoLock> {
+fn lock_with_timeout(timeout: Duration, path: &Path) -> Result<File, LockError> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    let file = options.open(path).map_err(NoLock::Unopened)?;
+    let file = options.open(path).map_err(LockError::Open)?;
     let attempt = || flock(&file, FlockOperation::NonBlockingLockExclusive);
-    match try_within(within, attempt, |&errno| errno == Errno::WOULDBLOCK) {
+    match retry_for(timeout, attempt, |&errno| errno == Errno::WOULDBLOCK) {
         Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(NoLock::Held),
-        Err(errno) => Err(NoLock::Refused(errno)),
+        Err(Errno::WOULDBLOCK) => Err(LockError::Held),
+        Err(errno) => Err(LockError::Unsupported(errno)),
     }
 }
 
-fn try_within<T, E>(
-    within: Duration,
+fn retry_for<T, E>(
+    timeout: Duration,
     mut attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
-    let began = Instant::now();
+    let start = Instant::now();
     loop {
         match attempt() {
-            Err(error) if is_taken(&error) && began.elapsed() < within => std::thread::sleep(LOOK_EVERY),
-            ended => return ended,
+            Err(error) if is_taken(&error) && start.elapsed() < timeout => std::thread::sleep(RETRY_INTERVAL),
+            result => return result,
         }
     }
 }
@@ -74,30 +74,30 @@ mod tests {
 
     /// A lock that is released in time is taken.
     #[test]
-    fn waits_for_a_lock_only_for_the_given_time() {
+    fn waits_for_lock_until_timeout() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
-        let held = lock_within(Duration::ZERO, &path).unwrap();
-        assert!(matches!(lock_within(LOOK_EVERY, &path), Err(NoLock::Held)));
+        let held = lock_with_timeout(Duration::ZERO, &path).unwrap();
+        assert!(matches!(lock_with_timeout(RETRY_INTERVAL, &path), Err(LockError::Held)));
         let waiting = std::thread::spawn({
             let path = path.clone();
-            move || lock_within(Duration::from_secs(60), &path)
+            move || lock_with_timeout(Duration::from_secs(60), &path)
         });
-        std::thread::sleep(LOOK_EVERY * 4);
+        std::thread::sleep(RETRY_INTERVAL * 4);
         assert!(!waiting.is_finished());
         drop(held);
         waiting.join().unwrap().unwrap();
     }
 
     #[test]
-    fn other_failures_are_told_at_once() {
-        let missing = lock_within(Duration::from_secs(60), Path::new("/nowhere/lock"));
-        assert!(matches!(missing, Err(NoLock::Unopened(_))));
-        let mut tries = 0;
+    fn other_errors_are_not_retried() {
+        let missing = lock_with_timeout(Duration::from_secs(60), Path::new("/nowhere/lock"));
+        assert!(matches!(missing, Err(LockError::Open(_))));
+        let mut attempts = 0;
         let attempt = || {
-            tries += 1;
-            Err::<(), _>(tries)
+            attempts += 1;
+            Err::<(), _>(attempts)
         };
-        assert_eq!(try_within(Duration::from_secs(60), attempt, |&number| number < 3), Err(3));
+        assert_eq!(retry_for(Duration::from_secs(60), attempt, |&number| number < 3), Err(3));
     }
 }

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use crate::command::Notice;
+use crate::command::DroppableNotice;
 
 /// Maximum number of queued events and crash reports. The excess is dropped and counted.
-const NOTICES_MAX: usize = 16 * 1024;
+const DROPPABLE_MAX: usize = 16 * 1024;
 
 /// Maximum number of queued worker outputs. Each accounts for four open descriptors of the supervisor.
 const OUTPUTS_MAX: usize = 256;
@@ -47,56 +47,60 @@ pub enum Milestone {
 
 /// A message from the data plane.
 #[derive(Debug)]
-pub enum Heard {
+pub enum Notice {
     /// A milestone was reached.
     Milestone(Milestone),
     /// The output of a new worker can be read.
     Output(WorkerOutput),
     /// An event or a crash report.
-    Notice(Notice),
+    Droppable(DroppableNotice),
 }
 
 /// The sending ends, owned by the data plane.
 #[derive(Debug)]
-pub struct Speaker {
+pub struct NoticeSender {
     milestones: Sender<Milestone>,
     outputs: Sender<WorkerOutput>,
-    notices: Sender<Notice>,
+    notices: Sender<DroppableNotice>,
 }
 
 /// The receiving ends, owned by the control plane.
 #[derive(Debug)]
-pub struct Listener {
+pub struct NoticeReceiver {
     milestones: Receiver<Milestone>,
     outputs: Receiver<WorkerOutput>,
-    notices: Receiver<Notice>,
+    notices: Receiver<DroppableNotice>,
 }
 
 /// Creates the channels.
-pub fn ways() -> (Speaker, Listener) {
-    let (milestones, milestones_heard) = channel(MILESTONES_MAX);
-    let (outputs, outputs_heard) = channel(OUTPUTS_MAX);
-    let (notices, notices_heard) = channel(NOTICES_MAX);
-    let listener = Listener { milestones: milestones_heard, outputs: outputs_heard, notices: notices_heard };
-    (Speaker { milestones, outputs, notices }, listener)
+pub fn channels() -> (NoticeSender, NoticeReceiver) {
+    let (milestones, milestones_receiver) = channel(MILESTONES_MAX);
+    let (outputs, outputs_receiver) = channel(OUTPUTS_MAX);
+    let (notices, notices_receiver) = channel(DROPPABLE_MAX);
+    let receiver = NoticeReceiver {
+        milestones: milestones_receiver,
+        outputs: outputs_receiver,
+        notices: notices_receiver,
+    };
+    (NoticeSender { milestones, outputs, notices }, receiver)
 }
 
-impl Speaker {
+impl NoticeSender {
     /// Sends an event or crash report. Returns false if the channel is full.
     #[inline]
-    pub fn notice(&self, notice: Notice) -> bool {
+    pub fn send_droppable(&self, notice: DroppableNotice) -> bool {
         self.notices.try_send(notice).is_ok()
     }
 
     /// Sends a milestone. Must be called at most once per milestone.
     #[inline]
-    pub fn milestone(&self, milestone: Milestone) {
-        let told = self.milestones.try_send(milestone);
-        debug_assert!(!matches!(told, Err(TrySendError::Full(_))), "{milestone:?} was already sent");
+    pub fn send_milestone(&self, milestone: Milestone) {
+        let sent = self.milestones.try_send(milestone);
+        debug_assert!(!matches!(sent, Err(TrySendError::Full(_))), "{milestone:?} was already sent");
     }
 
     /// Sends a worker's output. Returns the output if the channel is full.
-    pub fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
+    pub fn send_output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
             // Without a control plane, the output is not needed.
@@ -105,15 +109,15 @@ impl Speaker {
     }
 }
 
-impl Listener {
+impl NoticeReceiver {
     /// Receives the next message. Milestones and outputs go before events, so that the output of a worker is
     /// known before its events. Returns `None` when the channels are closed.
-    pub async fn hear(&mut self) -> Option<Heard> {
+    pub async fn recv(&mut self) -> Option<Notice> {
         tokio::select! {
             biased;
-            Some(milestone) = self.milestones.recv() => Some(Heard::Milestone(milestone)),
-            Some(output) = self.outputs.recv() => Some(Heard::Output(output)),
-            notice = self.notices.recv() => notice.map(Heard::Notice),
+            Some(milestone) = self.milestones.recv() => Some(Notice::Milestone(milestone)),
+            Some(output) = self.outputs.recv() => Some(Notice::Output(output)),
+            notice = self.notices.recv() => notice.map(Notice::Droppable),
         }
     }
 }
@@ -122,10 +126,10 @@ impl Listener {
 mod tests {
     use super::*;
     use crate::command::Event;
-    use bulkhead_api::{Severity, What};
+    use bulkhead_api::{EventKind, Severity};
 
-    fn event() -> Notice {
-        Notice::Event(Box::new(Event::new(Severity::Info, None, What::Stopped {})))
+    fn event() -> DroppableNotice {
+        DroppableNotice::Event(Box::new(Event::new(Severity::Info, None, EventKind::Stopped {})))
     }
 
     fn output(pid: u32) -> WorkerOutput {
@@ -138,31 +142,31 @@ mod tests {
     #[test]
     fn flood_of_events_drops_no_outputs_and_no_milestones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let (speaker, mut listener) = ways();
-        while speaker.notice(event()) {}
+        let (sender, mut receiver) = channels();
+        while sender.send_droppable(event()) {}
         for pid in 0..OUTPUTS_MAX as u32 {
-            assert!(speaker.output(output(pid)).is_ok());
+            assert!(sender.send_output(output(pid)).is_ok());
         }
         // The channel is full, so the sender gets the output back.
-        assert_eq!(speaker.output(output(7)).unwrap_err().pid, 7);
-        speaker.milestone(Milestone::Started);
-        speaker.milestone(Milestone::Stopping);
-        let heard = runtime.block_on(async { [listener.hear().await, listener.hear().await] });
-        assert!(matches!(heard[0], Some(Heard::Milestone(Milestone::Started))), "{heard:?}");
-        assert!(matches!(heard[1], Some(Heard::Milestone(Milestone::Stopping))), "{heard:?}");
+        assert_eq!(sender.send_output(output(7)).unwrap_err().pid, 7);
+        sender.send_milestone(Milestone::Started);
+        sender.send_milestone(Milestone::Stopping);
+        let received = runtime.block_on(async { [receiver.recv().await, receiver.recv().await] });
+        assert!(matches!(received[0], Some(Notice::Milestone(Milestone::Started))), "{received:?}");
+        assert!(matches!(received[1], Some(Notice::Milestone(Milestone::Stopping))), "{received:?}");
         for expected in 0..OUTPUTS_MAX as u32 {
-            let heard = runtime.block_on(listener.hear());
-            assert!(matches!(heard, Some(Heard::Output(WorkerOutput { pid, .. })) if pid == expected));
+            let received = runtime.block_on(receiver.recv());
+            assert!(matches!(received, Some(Notice::Output(WorkerOutput { pid, .. })) if pid == expected));
         }
-        assert!(speaker.output(output(7)).is_ok());
-        drop(speaker);
+        assert!(sender.send_output(output(7)).is_ok());
+        drop(sender);
         let rest = runtime.block_on(async {
             let mut rest = 0;
-            while listener.hear().await.is_some() {
+            while receiver.recv().await.is_some() {
                 rest += 1;
             }
             rest
         });
-        assert_eq!(rest, NOTICES_MAX + 1);
+        assert_eq!(rest, DROPPABLE_MAX + 1);
     }
 }

@@ -28,7 +28,7 @@ pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
 /// Returns the current limit of open files.
-pub fn limit_in_force() -> u64 {
+pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
@@ -52,39 +52,39 @@ impl OpenFiles {
     pub fn raise(foreign: u64, http: u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
-        // Best effort: if the limit stays low, `leave_room` logs a warning.
+        // Best effort: if the limit stays low, `lower_max_clients` logs a warning.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
         Self::keep(foreign, http)
     }
 
     /// Keeps the limit unchanged, because it belongs to the embedding application.
     pub fn keep(foreign: u64, http: u64) -> Self {
-        let limit = limit_in_force();
+        let limit = current_limit();
         Self { limit, foreign, http }
     }
 
     /// Lowers `max_clients` so that workers and operators always find descriptors. Clones the configuration
     /// only if the value changes.
-    pub fn leave_room(&self, config: &mut Arc<Config>) {
+    pub fn lower_max_clients(&self, config: &mut Arc<Config>) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =
             config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };
         let leases = leases_max(limit, config.supervisor.max_pooled);
-        let kept = DESCRIPTORS_OWN
+        let reserved = DESCRIPTORS_OWN
             + http
             + foreign
             + leases * DESCRIPTORS_PER_LEASE
             + if leases > 0 { limit / LIMIT_PER_UNREAD } else { 0 }
             + workers * DESCRIPTORS_PER_WORKER;
-        let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
-        if room < config.supervisor.max_clients {
+        let available = usize::try_from(limit.saturating_sub(reserved)).unwrap_or(usize::MAX).max(1);
+        if available < config.supervisor.max_clients {
             tracing::warn!(
-                "the limit of {limit} open files is enough for {room} clients, not for max_clients = {}; raise \
+                "the limit of {limit} open files is enough for {available} clients, not for max_clients = {}; raise \
                  the limit",
                 config.supervisor.max_clients
             );
-            Arc::make_mut(config).supervisor.max_clients = room;
+            Arc::make_mut(config).supervisor.max_clients = available;
         }
     }
 }
@@ -94,16 +94,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_configuration_is_copied_only_where_it_becomes_another() {
+    fn clones_configuration_only_if_changed() {
         let text = "[supervisor]\nsocket = '/run/x/jobs.sock'\nmax_clients = 50\nmax_pooled = 0\n\
                     [bulkhead.a]\nexec = ['cat']\n";
         let file = Arc::new(bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap());
-        let taken = DESCRIPTORS_OWN + DESCRIPTORS_PER_WORKER;
-        for (room, is_same) in [(50, true), (49, false)] {
+        let used = DESCRIPTORS_OWN + DESCRIPTORS_PER_WORKER;
+        for (available, is_same) in [(50, true), (49, false)] {
             let mut bounded = file.clone();
-            OpenFiles { limit: taken + room, foreign: 0, http: 0 }.leave_room(&mut bounded);
-            assert_eq!(bounded.supervisor.max_clients as u64, room);
-            assert_eq!(Arc::ptr_eq(&bounded, &file), is_same, "{room}");
+            OpenFiles { limit: used + available, foreign: 0, http: 0 }.lower_max_clients(&mut bounded);
+            assert_eq!(bounded.supervisor.max_clients as u64, available);
+            assert_eq!(Arc::ptr_eq(&bounded, &file), is_same, "{available}");
         }
         assert_eq!(file.supervisor.max_clients, 50);
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bulkhead_policy::{Limits, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
-use crate::bounds;
 use crate::confinement::{Sandbox, SandboxSupport};
+use crate::rlimits;
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
 
@@ -37,17 +37,17 @@ impl Program {
     /// Resolves the program of `bulkhead`. `host` is the program that runs `exec` and `library`.
     pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, support: &SandboxSupport) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
-        let named = match &bulkhead.program {
+        let configured = match &bulkhead.program {
             config::Program::Command { path, .. }
             | config::Program::Library { path, .. }
             | config::Program::Exec { path, .. } => path.clone(),
         };
         let programs =
-            host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([named]);
-        let sandbox = Sandbox::settle(bulkhead, programs.collect(), support);
+            host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([configured]);
+        let sandbox = Sandbox::resolve(bulkhead, programs.collect(), support);
         let host = host.map_or_else(|| HOST.to_owned(), text);
-        let bounds = bounds::rlimits(bulkhead, &sandbox);
-        let mut rlimits = kernel_limits(&bounds);
+        let worker_rlimits = rlimits::for_workers(bulkhead, &sandbox);
+        let mut rlimits = kernel_limits(&worker_rlimits);
         let (path, arguments, subject) = match &bulkhead.program {
             config::Program::Command { argv, path } => (text(path), argv.clone(), text(path)),
             config::Program::Library { path, entry } => {
@@ -58,12 +58,12 @@ impl Program {
                 // In an `exec` bulkhead the limits apply to each program, so the host sets them.
                 rlimits.retain(|limit| limit.resource == Resource::Core.number());
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
-                for rlimit in bounds.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
+                for rlimit in worker_rlimits.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
                     arguments.push("--rlimit".to_owned());
                     arguments.push(format!("{}={value}", rlimit.resource.name()));
                 }
-                arguments.extend(meaning_of_end(bulkhead));
+                arguments.extend(exit_and_file_options(bulkhead));
                 arguments.push("--".to_owned());
                 arguments.push(text(path));
                 arguments.extend(argv.iter().skip(1).cloned());
@@ -112,8 +112,8 @@ impl Program {
 
     /// Logs weaknesses of the confinement. Must not be called on the data plane, which never logs.
     pub fn log_warnings(&self, bulkhead: &str) {
-        for remark in self.sandbox.remarks() {
-            tracing::warn!(bulkhead, "{remark}");
+        for warning in self.sandbox.warnings() {
+            tracing::warn!(bulkhead, "{warning}");
         }
     }
 
@@ -123,13 +123,13 @@ impl Program {
     }
 
     /// Returns the configured program, for messages.
-    pub fn describe(&self) -> &str {
+    pub fn path_for_messages(&self) -> &str {
         &self.subject
     }
 }
 
 /// Returns the host's options for exit statuses and files.
-fn meaning_of_end(bulkhead: &BulkheadConfig) -> Vec<String> {
+fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
     let mut options = Vec::from_iter(grace);
     if let Some(config::ExitStatus { ok, caller, retryable }) = &bulkhead.exit_status {
@@ -146,7 +146,7 @@ fn meaning_of_end(bulkhead: &BulkheadConfig) -> Vec<String> {
 
 /// Core limit of one byte, which is too small for any dump. With 0, the kernel would still pass dumps to a
 /// program in `kernel.core_pattern` (`|`).
-const NO_DUMP: u64 = 1;
+const NO_DUMP_BYTES: u64 = 1;
 
 /// Converts limits for the kernel. Hard limits equal soft limits, so that a worker cannot raise them. Only
 /// for processor time the hard limit is a second higher, so that the kernel sends SIGXCPU, which names the
@@ -156,7 +156,7 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
         .iter()
         .map(|rlimit| {
             let soft = match rlimit.resource {
-                Resource::Core => NO_DUMP,
+                Resource::Core => NO_DUMP_BYTES,
                 _ => rlimit.limit.unwrap_or(u64::MAX),
             };
             let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
@@ -175,7 +175,7 @@ const HOST: &str = "bulkhead-worker";
      install bulkhead-worker next to bulkhead-supervisor, or in PATH; in an application, set the path with \
      `Builder::host`"
 )]
-pub struct NoHost(String);
+pub struct HostNotFound(String);
 
 /// Finds the host program next to this program or in `PATH`.
 pub fn find_host() -> Option<PathBuf> {
@@ -186,10 +186,10 @@ pub fn find_host() -> Option<PathBuf> {
 }
 
 /// Finds the host program. Fails if it is missing and a bulkhead needs it.
-pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> {
+pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotFound> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
-        Some(needy) if host.is_none() => Err(NoHost(needy.name.clone())),
+        Some(bulkhead) if host.is_none() => Err(HostNotFound(bulkhead.name.clone())),
         _ => Ok(host),
     }
 }

@@ -19,7 +19,7 @@ use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
 /// Divisor of a worker's memory limit that gives the maximum size of its memory files.
-const LENT_PART: u64 = 4;
+const LENT_DIVISOR: u64 = 4;
 
 /// Settings of a bulkhead, prepared for the data plane.
 pub struct BulkheadSpec {
@@ -27,7 +27,7 @@ pub struct BulkheadSpec {
     pub program: Arc<Program>,
     pub limits: Limits,
     /// Limits of individual tenants.
-    pub own: BTreeMap<String, TenantConfig>,
+    pub tenants: BTreeMap<String, TenantConfig>,
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
@@ -42,11 +42,11 @@ pub struct BulkheadSpec {
 }
 
 /// New settings for an existing bulkhead.
-pub struct Reconfigured {
+pub struct ChangedBulkhead {
     pub spec: BulkheadSpec,
     /// Limits of the previous file, which tell live changes from configured values.
     pub limits_before: Limits,
-    pub own_before: BTreeMap<String, TenantConfig>,
+    pub tenants_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
@@ -56,7 +56,7 @@ pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 /// Changes for the data plane to apply.
 pub struct Reload {
     pub removed: Vec<String>,
-    pub changed: Vec<Reconfigured>,
+    pub changed: Vec<ChangedBulkhead>,
     pub added: Vec<BulkheadSpec>,
     /// The permissions, if they changed.
     pub access: Option<Access>,
@@ -86,7 +86,7 @@ impl BulkheadSpec {
             name: bulkhead.name.as_str().into(),
             program: Arc::new(Program::new(bulkhead, inputs.host, inputs.support)),
             limits: program::limits(bulkhead, inputs.labels),
-            own: bulkhead.tenant.clone(),
+            tenants: bulkhead.tenant.clone(),
             max_payload: bulkhead.max_payload,
             max_result: bulkhead.max_result,
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
@@ -108,8 +108,8 @@ fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
 /// files count towards the worker's memory, or fill its address space.
 fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
     let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
-    let least = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
-    least.map(|least| least / LENT_PART)
+    let smallest = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
+    smallest.map(|smallest| smallest / LENT_DIVISOR)
 }
 
 impl Reload {
@@ -125,28 +125,29 @@ impl Reload {
 /// Returns the differences between two configurations.
 pub fn changes(before: &Config, after: &Config) -> Changes {
     let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
-    let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
-    let gone = gone.map(|bulkhead| whole(&bulkhead.name, ChangeKind::Removed));
+    let removed_bulkheads = before.bulkheads.iter().filter(|b| !find(after, &b.name));
+    let removed_bulkheads =
+        removed_bulkheads.map(|bulkhead| whole_change(&bulkhead.name, ChangeKind::Removed));
     let others = after.bulkheads.iter().filter_map(|bulkhead| {
         match before.bulkheads.iter().find(|b| b.name == bulkhead.name) {
             Some(old) => bulkhead_change(old, bulkhead),
-            None => Some(whole(&bulkhead.name, ChangeKind::Added)),
+            None => Some(whole_change(&bulkhead.name, ChangeKind::Added)),
         }
     });
-    let (one, other) = (fields(&before.supervisor), fields(&after.supervisor));
+    let (old, new) = (fields(&before.supervisor), fields(&after.supervisor));
     // `folder_mode` is derived from another key.
-    let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
-    let keys = one.keys().filter(is_other).cloned();
-    let (supervisor, ignored) = keys.partition(|key| !config::waits_for_start(key));
+    let is_changed = |key: &&String| *key != "folder_mode" && old.get(*key) != new.get(*key);
+    let keys = old.keys().filter(is_changed).cloned();
+    let (supervisor, ignored) = keys.partition(|key| !config::needs_restart(key));
     Changes {
-        bulkheads: gone.chain(others).collect(),
+        bulkheads: removed_bulkheads.chain(others).collect(),
         supervisor,
         access: before.access != after.access,
         ignored,
     }
 }
 
-fn whole(name: &str, change: ChangeKind) -> BulkheadChange {
+fn whole_change(name: &str, change: ChangeKind) -> BulkheadChange {
     BulkheadChange {
         bulkhead: name.to_owned(),
         change: change.into(),
@@ -157,7 +158,7 @@ fn whole(name: &str, change: ChangeKind) -> BulkheadChange {
 }
 
 fn bulkhead_change(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<BulkheadChange> {
-    let keys = differing(&keys(before), &keys(after));
+    let keys = differing_keys(&keys(before), &keys(after));
     if keys.is_empty() {
         return None;
     }
@@ -168,7 +169,7 @@ fn bulkhead_change(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<Bu
     Some(BulkheadChange { bulkhead, change, keys, replaces_workers, live_dropped })
 }
 
-fn named<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {
+fn names_of<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {
     let wanted = changes.bulkheads.iter().filter(|change| kinds.iter().any(|kind| change.change == *kind));
     wanted.map(|change| change.bulkhead.as_str()).collect()
 }
@@ -179,34 +180,34 @@ pub fn prepare(
     before: &Config,
     after: &Config,
     limits: DataPlaneLimits,
-    (inputs, own): (SpecInputs<'_>, u32),
+    (inputs, own_uid): (SpecInputs<'_>, u32),
 ) -> Reload {
-    let settle = |bulkhead: &BulkheadConfig| BulkheadSpec::new(bulkhead, inputs);
-    let new = named(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
-    let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
+    let resolve = |bulkhead: &BulkheadConfig| BulkheadSpec::new(bulkhead, inputs);
+    let new = names_of(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
+    let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(resolve).collect();
     let changed = after.bulkheads.iter().filter_map(|bulkhead| {
         let is_changed = |c: &&BulkheadChange| c.change == ChangeKind::Changed && c.bulkhead == bulkhead.name;
         let change = changes.bulkheads.iter().find(is_changed)?;
         let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
-        Some(Reconfigured {
-            spec: settle(bulkhead),
+        Some(ChangedBulkhead {
+            spec: resolve(bulkhead),
             limits_before: program::limits(old, inputs.labels),
-            own_before: old.tenant.clone(),
+            tenants_before: old.tenant.clone(),
             replaces_workers: change.replaces_workers,
         })
     });
-    let removed = named(changes, &[ChangeKind::Removed, ChangeKind::Rebuilt]);
+    let removed = names_of(changes, &[ChangeKind::Removed, ChangeKind::Rebuilt]);
     Reload {
         removed: removed.into_iter().map(str::to_owned).collect(),
         changed: changed.collect(),
         added,
-        access: changes.access.then(|| Access::new(after, own)),
+        access: changes.access.then(|| Access::new(after, own_uid)),
         limits,
     }
 }
 
 /// Returns the configuration in force after a reload: `after`, except for keys that need a restart.
-pub fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
+pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, max_pooled, .. } =
         after.supervisor;
     after.supervisor = SupervisorConfig {
@@ -256,7 +257,7 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
 
 /// Returns the keys with different values. Keys inside tables are named `table.key`, unless the whole table
 /// was added or removed.
-fn differing(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
+fn differing_keys(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let mut keys = Vec::new();
     for name in names {
@@ -289,7 +290,7 @@ mod tests {
     const PLAIN: &str = "[bulkhead.a]\nexec = ['cat']\n";
 
     #[test]
-    fn the_same_changes_nothing() {
+    fn equal_configurations_have_no_changes() {
         assert_eq!(between(PLAIN, PLAIN), Changes::default());
         assert!(
             between(PLAIN, &format!("{PLAIN}processes = 1\n")).is_empty(),
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_told_as_they_are_written() {
+    fn changes_name_keys_as_in_the_file() {
         let cases = [
             ("", "max_queue = 5", "max_queue", false),
             ("", "env = { A = 'b' }", "env", true),
@@ -337,7 +338,7 @@ mod tests {
 
     /// Checks that changes name the keys of the configuration reference.
     #[test]
-    fn every_key_is_one_of_the_reference() {
+    fn changed_keys_are_in_the_reference() {
         let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
                    rate_limit = { per_second = 5 }\nrecycle = { jobs = 5 }\ncgroup = { pids = 5 }\nmax_queue = 5\n";
         let apart = "tenants = { isolate = true }\n";
@@ -365,10 +366,10 @@ mod tests {
     }
 
     #[test]
-    fn bulkheads_come_and_go() {
+    fn reports_added_removed_and_rebuilt_bulkheads() {
         let both = format!("{PLAIN}[bulkhead.b]\nexec = ['cat']\n");
-        assert_eq!(between(PLAIN, &both).bulkheads, [whole("b", ChangeKind::Added)]);
-        assert_eq!(between(&both, PLAIN).bulkheads, [whole("b", ChangeKind::Removed)]);
+        assert_eq!(between(PLAIN, &both).bulkheads, [whole_change("b", ChangeKind::Added)]);
+        assert_eq!(between(&both, PLAIN).bulkheads, [whole_change("b", ChangeKind::Removed)]);
         let apart = between(PLAIN, &format!("{PLAIN}tenants = {{ isolate = true }}\n"));
         assert_eq!(
             (apart.bulkheads[0].change.clone(), apart.bulkheads[0].replaces_workers),
@@ -378,7 +379,7 @@ mod tests {
 
     /// Checks that a reload applies exactly the keys marked as reloadable.
     #[test]
-    fn what_holds_at_once_is_put_in_force() {
+    fn reload_applies_exactly_the_reloadable_keys() {
         let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
                    max_pooled = '3MiB'\n\
                    socket_mode = '0660'\nadmin = '/run/x/a.sock'\ncrash_dir = '/run/x/c'\ncrash_keep = 5\n\
@@ -390,28 +391,28 @@ mod tests {
         let of_supervisor = config::reference().into_iter().filter(|key| key.table == "supervisor");
         let written = of_supervisor.filter(|key| !key.name.starts_with("http"));
         let (waiting, holding): (Vec<_>, Vec<_>) =
-            written.partition(|key| key.on_reload == config::OnReload::Waits);
+            written.partition(|key| key.on_reload == config::OnReload::NeedsRestart);
         let names =
             |keys: Vec<config::Key>| keys.iter().map(|key| key.name.to_owned()).collect::<BTreeSet<_>>();
         assert_eq!(BTreeSet::from_iter(changes.supervisor), names(holding));
         assert_eq!(BTreeSet::from_iter(changes.ignored), names(waiting));
-        let after_it = super::changes(&after_reload(&before.supervisor, after.clone()), &after);
+        let after_it = super::changes(&effective_config(&before.supervisor, after.clone()), &after);
         assert_eq!(after_it.supervisor, [""; 0]);
     }
 
     #[test]
-    fn what_holds_from_start_to_stop_is_named_again_and_again() {
+    fn keys_that_need_a_restart_are_reported_each_time() {
         let with = |keys: &str| {
             let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{keys}\n{PLAIN}");
             config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()
         };
         let (before, after) = (with(""), with("crash_keep = 5\ndrain_timeout = '1s'"));
-        let told = changes(&before, &after);
+        let reported = changes(&before, &after);
         assert_eq!(
-            (told.supervisor, told.ignored),
+            (reported.supervisor, reported.ignored),
             (vec!["drain_timeout".to_owned()], vec!["crash_keep".to_owned()])
         );
-        let now = after_reload(&before.supervisor, after.clone());
+        let now = effective_config(&before.supervisor, after.clone());
         let again = changes(&now, &after);
         assert!(again.is_empty());
         assert_eq!(again.ignored, ["crash_keep"]);

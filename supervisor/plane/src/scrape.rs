@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bulkhead_api::{Adaptive, Service};
 use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 
-use crate::possible::Possible;
-use crate::tally::Tally;
+use crate::bulkhead_counters::BulkheadCounters;
+use crate::possible_series::PossibleSeries;
 
 /// All numbers of the data plane at one moment.
 #[derive(Debug)]
@@ -43,9 +43,9 @@ impl Default for ReloadCounts {
 #[derive(Debug)]
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
-    pub tally: Tally,
+    pub counters: BulkheadCounters,
     /// Series that can grow under the configuration.
-    pub possible: Possible,
+    pub possible: PossibleSeries,
     pub active: u64,
     pub limit: u64,
     /// State of the adaptive limit, if there is one.

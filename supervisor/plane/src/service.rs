@@ -9,11 +9,11 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::cut;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// Length of one part of the window.
-const PART: Duration = Duration::from_secs(5);
+/// Length of one slice of the window.
+const SLICE: Duration = Duration::from_secs(5);
 
-/// Number of parts in the window, which make up one minute.
-const PARTS: usize = 12;
+/// Number of slices in the window, which make up one minute.
+const SLICES: usize = 12;
 
 /// Minimum number of jobs for a level other than `ok`.
 const JOBS_MIN: u64 = 10;
@@ -28,22 +28,22 @@ const CODE_BYTES_MAX: usize = 64;
 // Indices of the outcomes. Codes of reasons begin at 1 and are contiguous.
 const OK: usize = 0;
 const FAILED: usize = 1;
-const LATE_QUEUED: usize = 2;
-const LATE_RUNNING: usize = 3;
+const DEADLINE_QUEUED: usize = 2;
+const DEADLINE_RUNNING: usize = 3;
 const REJECTED: usize = 4;
 const CRASHED: usize = REJECTED + RejectReason::ALL.len();
-const ENDS: usize = CRASHED + CrashReason::ALL.len();
+const OUTCOMES: usize = CRASHED + CrashReason::ALL.len();
 
 /// Returns the index of a verdict, or `None` if the caller is responsible.
-fn place(verdict: &Verdict) -> Option<usize> {
+fn outcome_index(verdict: &Verdict) -> Option<usize> {
     match verdict {
         Verdict::Ok => Some(OK),
         Verdict::Failed(failure) => (failure.fault == Fault::Dependency).then_some(FAILED),
         Verdict::Rejected { reason, .. } => {
             (!reason.is_callers()).then_some(REJECTED + usize::from(reason.code()) - 1)
         }
-        Verdict::DeadlineQueued => Some(LATE_QUEUED),
-        Verdict::DeadlineRunning => Some(LATE_RUNNING),
+        Verdict::DeadlineQueued => Some(DEADLINE_QUEUED),
+        Verdict::DeadlineRunning => Some(DEADLINE_RUNNING),
         Verdict::Crashed { reason, .. } => Some(CRASHED + usize::from(reason.code()) - 1),
         Verdict::Cancelled { .. } => None,
     }
@@ -53,38 +53,38 @@ fn place(verdict: &Verdict) -> Option<usize> {
 #[derive(Debug, Default)]
 pub struct Window {
     /// Allocated with the first job, because most bulkheads of a large configuration are idle.
-    parts: Vec<Part>,
+    slices: Vec<Slice>,
     /// Error code of the last failure, as given by the handler.
     code: String,
 }
 
 #[derive(Clone, Debug)]
-struct Part {
+struct Slice {
     /// Number of the time slice. Parts with a number outside the window are ignored.
     number: u64,
-    ends: [u32; ENDS],
+    counts: [u32; OUTCOMES],
 }
 
-const EMPTY: Part = Part { number: 0, ends: [0; ENDS] };
+const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES] };
 
 fn number_of(now: Time) -> u64 {
-    // Larger than 0, so that an empty part never matches.
-    now.since(Time::ZERO).as_secs() / PART.as_secs() + PARTS as u64
+    // Larger than 0, so that an empty slice never matches.
+    now.since(Time::ZERO).as_secs() / SLICE.as_secs() + SLICES as u64
 }
 
 impl Window {
     #[inline]
     pub fn count(&mut self, now: Time, verdict: &Verdict) {
-        let Some(place) = place(verdict) else { return };
-        if self.parts.is_empty() {
-            self.parts = vec![EMPTY; PARTS];
+        let Some(outcome) = outcome_index(verdict) else { return };
+        if self.slices.is_empty() {
+            self.slices = vec![EMPTY; SLICES];
         }
         let number = number_of(now);
-        let part = &mut self.parts[number as usize % PARTS];
-        if part.number != number {
-            *part = Part { number, ..EMPTY };
+        let slice = &mut self.slices[number as usize % SLICES];
+        if slice.number != number {
+            *slice = Slice { number, ..EMPTY };
         }
-        part.ends[place] = part.ends[place].saturating_add(1);
+        slice.counts[outcome] = slice.counts[outcome].saturating_add(1);
         if let Verdict::Failed(failure) = verdict {
             let code = cut(&failure.code, CODE_BYTES_MAX);
             if self.code != code {
@@ -95,40 +95,40 @@ impl Window {
 
     #[inline]
     pub fn service(&self, now: Time) -> Service {
-        Sum::of(self, now).service()
+        Totals::of(self, now).service()
     }
 
     /// Returns the service level, and its cause unless the level is `ok`.
-    pub fn told(&self, now: Time) -> (Service, Option<String>) {
-        let sum = Sum::of(self, now);
+    pub fn service_with_cause(&self, now: Time) -> (Service, Option<String>) {
+        let sum = Totals::of(self, now);
         let service = sum.service();
         (service, (service != Service::Ok).then(|| sum.cause(&self.code)))
     }
 }
 
-struct Sum {
-    ends: [u64; ENDS],
+struct Totals {
+    counts: [u64; OUTCOMES],
     jobs: u64,
 }
 
-impl Sum {
+impl Totals {
     fn of(window: &Window, now: Time) -> Self {
-        let oldest = number_of(now) + 1 - PARTS as u64;
-        let mut ends = [0; ENDS];
-        for part in window.parts.iter().filter(|part| part.number >= oldest) {
-            for (sum, count) in ends.iter_mut().zip(part.ends) {
+        let oldest = number_of(now) + 1 - SLICES as u64;
+        let mut counts = [0; OUTCOMES];
+        for slice in window.slices.iter().filter(|slice| slice.number >= oldest) {
+            for (sum, count) in counts.iter_mut().zip(slice.counts) {
                 *sum += u64::from(count);
             }
         }
-        Self { ends, jobs: ends.iter().sum() }
+        Self { counts, jobs: counts.iter().sum() }
     }
 
-    fn bad(&self) -> u64 {
-        self.jobs - self.ends[OK]
+    fn not_ok(&self) -> u64 {
+        self.jobs - self.counts[OK]
     }
 
     fn service(&self) -> Service {
-        let is_above = |percent| self.bad() * 100 > self.jobs * percent;
+        let is_above = |percent| self.not_ok() * 100 > self.jobs * percent;
         match self.jobs {
             0..JOBS_MIN => Service::Ok,
             _ if is_above(FAILING_ABOVE_PERCENT) => Service::Failing,
@@ -137,26 +137,26 @@ impl Sum {
         }
     }
 
-    /// Describes the most frequent bad outcome with its reason and count.
+    /// Describes the most frequent outcome other than `ok` with its reason and count.
     fn cause(&self, code: &str) -> String {
         let (mut first, mut most) = (FAILED, 0);
-        for (place, &count) in self.ends.iter().enumerate().skip(OK + 1) {
+        for (outcome, &count) in self.counts.iter().enumerate().skip(OK + 1) {
             if count > most {
-                (first, most) = (place, count);
+                (first, most) = (outcome, count);
             }
         }
-        let (jobs, bad) = (self.jobs, self.bad());
-        let all = if bad > most { format!("; {bad} did not end ok") } else { String::new() };
-        format!("{}: {most} of {jobs} jobs in the last minute{all}", words(first, code))
+        let (jobs, not_ok) = (self.jobs, self.not_ok());
+        let all = if not_ok > most { format!("; {not_ok} did not end ok") } else { String::new() };
+        format!("{}: {most} of {jobs} jobs in the last minute{all}", describe(first, code))
     }
 }
 
-fn words(place: usize, code: &str) -> String {
-    let code_of = |first: usize| u8::try_from(place + 1 - first).unwrap_or_default();
-    match place {
+fn describe(outcome: usize, code: &str) -> String {
+    let code_of = |first: usize| u8::try_from(outcome + 1 - first).unwrap_or_default();
+    match outcome {
         FAILED => format!("failed/{code}"),
-        LATE_QUEUED => "deadline_exceeded/queued".to_owned(),
-        LATE_RUNNING => "deadline_exceeded/running".to_owned(),
+        DEADLINE_QUEUED => "deadline_exceeded/queued".to_owned(),
+        DEADLINE_RUNNING => "deadline_exceeded/running".to_owned(),
         REJECTED..CRASHED => {
             let reason = RejectReason::from_code(code_of(REJECTED));
             format!("rejected/{}", reason.map_or("", RejectReason::name))
@@ -185,12 +185,12 @@ mod tests {
     }
 
     #[test]
-    fn shares_of_at_least_ten_jobs_decide() {
+    fn share_of_at_least_ten_jobs_decides() {
         let told = |ok: usize, late: usize| {
             let mut window = Window::default();
             count(&mut window, at(100), &Verdict::Ok, ok);
             count(&mut window, at(100), &Verdict::DeadlineRunning, late);
-            assert_eq!(window.service(at(100)), window.told(at(100)).0);
+            assert_eq!(window.service(at(100)), window.service_with_cause(at(100)).0);
             window.service(at(100)).name()
         };
         assert_eq!((told(0, 0), told(0, 9), told(0, 10)), ("ok", "ok", "failing"));
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_callers_own_faults_count_neither_for_nor_against() {
+    fn ignores_faults_of_callers() {
         let callers = [
             failed(Fault::Caller),
             Verdict::rejected(RejectReason::Invalid),
@@ -214,14 +214,14 @@ mod tests {
         ];
         let mut window = Window::default();
         callers.iter().for_each(|verdict| count(&mut window, at(1), verdict, 100));
-        assert_eq!(window.told(at(1)), (Service::Ok, None));
+        assert_eq!(window.service_with_cause(at(1)), (Service::Ok, None));
         count(&mut window, at(1), &Verdict::Ok, 4);
         count(&mut window, at(1), &Verdict::rejected(RejectReason::QueueFull), 6);
         assert_eq!(window.service(at(1)), Service::Failing);
     }
 
     #[test]
-    fn a_minute_later_it_is_forgotten() {
+    fn discards_outcomes_after_a_minute() {
         let mut window = Window::default();
         count(&mut window, at(0), &failed(Fault::Dependency), 20);
         for second in 0..55 {
@@ -235,11 +235,11 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_the_most_frequent() {
+    fn cause_is_most_frequent_outcome() {
         let cause = |verdicts: &[(Verdict, usize)]| {
             let mut window = Window::default();
             verdicts.iter().for_each(|(verdict, times)| count(&mut window, at(7), verdict, *times));
-            window.told(at(7)).1.expect("it does not serve")
+            window.service_with_cause(at(7)).1.expect("it does not serve")
         };
         assert_eq!(
             cause(&[(Verdict::Ok, 9), (Verdict::DeadlineRunning, 31)]),

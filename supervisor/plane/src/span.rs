@@ -18,7 +18,7 @@ pub type SpanSender = tokio::sync::mpsc::Sender<Box<JobSpan>>;
 #[derive(Debug)]
 pub struct JobSpan {
     /// Trace context of the request: the trace and the caller's span.
-    pub given: Traceparent,
+    pub parent: Traceparent,
     /// Trace context given to the worker: the same trace, and this span.
     pub own: Traceparent,
     /// Time of receipt.
@@ -36,12 +36,12 @@ pub struct JobSpan {
     /// Size of the payload in bytes.
     pub payload_bytes: usize,
     /// Outcome of the job.
-    pub end: SpanEnd,
+    pub outcome: SpanOutcome,
 }
 
 /// The part of an outcome that a span records.
 #[derive(Debug)]
-pub struct SpanEnd {
+pub struct SpanOutcome {
     /// Name of the outcome.
     pub outcome: &'static str,
     /// Reason of the outcome, if any. A handler's code is untrusted.
@@ -66,7 +66,7 @@ pub struct SpanEnd {
     pub worker_pid: Option<u32>,
 }
 
-impl From<&Outcome> for SpanEnd {
+impl From<&Outcome> for SpanOutcome {
     fn from(outcome: &Outcome) -> Self {
         let verdict = &outcome.verdict;
         Self {

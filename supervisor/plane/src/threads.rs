@@ -9,21 +9,21 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Maximum time for an orderly shutdown. After that the process exits, and the keeper ends the workers.
-const END_WITHIN: Duration = Duration::from_secs(20);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Exit code if the shutdown hangs: `EX_SOFTWARE` of sysexits.h.
-const HANGS: i32 = 70;
+const HUNG_EXIT_CODE: i32 = 70;
 
 /// Monitor of the essential threads. Clones share one state.
 #[derive(Clone, Default)]
-pub struct Fate(Arc<Shared>);
+pub struct ThreadMonitor(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
     /// True once all essential threads have started.
-    is_running: AtomicBool,
+    has_started: AtomicBool,
     /// True once threads may end.
-    is_ending: AtomicBool,
+    is_shutting_down: AtomicBool,
     /// Name of the first thread that ended early.
     lost: OnceLock<&'static str>,
     /// True if the process belongs to an application and must survive.
@@ -31,27 +31,27 @@ struct Shared {
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
-impl Fate {
+impl ThreadMonitor {
     /// Creates the monitor of an embedded supervisor. The application's process survives a failure of the
     /// supervisor.
-    pub fn of_embedded() -> Self {
+    pub fn embedded() -> Self {
         Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
     }
 
     /// Sets the waker to call when a thread is lost.
-    pub fn wake_by(&self, waker: Arc<mio::Waker>) {
+    pub fn set_waker(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
 
     /// Marks the start as complete. From now on a lost thread is reported at once. Before that, threads end
     /// because the start has failed.
-    pub fn begin(&self) {
-        self.0.is_running.store(true, Ordering::SeqCst);
+    pub fn mark_started(&self) {
+        self.0.has_started.store(true, Ordering::SeqCst);
     }
 
     /// Marks the shutdown, after which threads may end.
-    pub fn expect_end(&self) {
-        self.0.is_ending.store(true, Ordering::SeqCst);
+    pub fn begin_shutdown(&self) {
+        self.0.is_shutting_down.store(true, Ordering::SeqCst);
     }
 
     /// Returns the name of the thread that ended early, if any.
@@ -60,8 +60,8 @@ impl Fate {
     }
 
     /// Returns a guard that reports the thread or task as lost if it is dropped before the shutdown.
-    pub fn needs(&self, name: &'static str) -> Needed {
-        Needed { name, fate: self.clone() }
+    pub fn guard(&self, name: &'static str) -> ThreadGuard {
+        ThreadGuard { name, threads: self.clone() }
     }
 
     /// Starts an essential thread.
@@ -70,46 +70,50 @@ impl Fate {
         name: &'static str,
         run: impl FnOnce() + Send + 'static,
     ) -> io::Result<JoinHandle<()>> {
-        let needed = self.needs(name);
+        let guard = self.guard(name);
         std::thread::Builder::new().name(name.into()).spawn(move || {
             // The panic hook has already printed the message. `join` then succeeds as usual.
             let _ = catch_unwind(AssertUnwindSafe(run));
-            drop(needed);
+            drop(guard);
         })
     }
 
     /// Wraps an essential task.
-    pub fn task<F: Future>(&self, name: &'static str, task: F) -> impl Future<Output = F::Output> + use<F> {
-        let needed = self.needs(name);
+    pub fn wrap_task<F: Future>(
+        &self,
+        name: &'static str,
+        task: F,
+    ) -> impl Future<Output = F::Output> + use<F> {
+        let guard = self.guard(name);
         async move {
             let done = task.await;
-            drop(needed);
+            drop(guard);
             done
         }
     }
 
-    fn lose(&self, name: &'static str) {
-        if self.0.is_ending.load(Ordering::SeqCst) || self.0.lost.set(name).is_err() {
+    fn report_loss(&self, name: &'static str) {
+        if self.0.is_shutting_down.load(Ordering::SeqCst) || self.0.lost.set(name).is_err() {
             return;
         }
-        if !self.0.is_running.load(Ordering::SeqCst) {
+        if !self.0.has_started.load(Ordering::SeqCst) {
             return;
         }
         tracing::error!("the thread or task '{name}' has ended; the supervisor cannot continue and stops");
         if let Some(waker) = self.0.waker.get() {
             let _ = waker.wake();
         }
-        self.end_in_time();
+        self.exit_after_timeout();
     }
 
     /// Exits the process if the orderly shutdown hangs. Does nothing in an embedded supervisor.
-    pub fn end_in_time(&self) {
+    pub fn exit_after_timeout(&self) {
         if self.0.is_embedded {
             return;
         }
         let hangs = || {
-            std::thread::sleep(END_WITHIN);
-            std::process::exit(HANGS);
+            std::thread::sleep(SHUTDOWN_TIMEOUT);
+            std::process::exit(HUNG_EXIT_CODE);
         };
         // Best effort: without this thread, a hanging shutdown is not cut short.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
@@ -117,14 +121,14 @@ impl Fate {
 }
 
 /// Guard that an essential thread or task holds until it ends.
-pub struct Needed {
+pub struct ThreadGuard {
     name: &'static str,
-    fate: Fate,
+    threads: ThreadMonitor,
 }
 
-impl Drop for Needed {
+impl Drop for ThreadGuard {
     fn drop(&mut self) {
-        self.fate.lose(self.name);
+        self.threads.report_loss(self.name);
     }
 }
 
@@ -143,15 +147,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_ends_too_early_is_noticed_however_it_ends() {
+    fn reports_thread_that_returns_or_panics_early() {
         let ends: [(&str, fn()); 2] = [("returns", || {}), ("panics", || panic!("as a test"))];
         for (name, end) in ends {
-            let fate = Fate::default();
+            let threads = ThreadMonitor::default();
             let mut poll = mio::Poll::new().unwrap();
-            fate.begin();
-            fate.wake_by(Arc::new(mio::Waker::new(poll.registry(), mio::Token(7)).unwrap()));
-            fate.spawn(name, end).unwrap().join().unwrap();
-            assert_eq!(fate.lost(), Some(name));
+            threads.mark_started();
+            threads.set_waker(Arc::new(mio::Waker::new(poll.registry(), mio::Token(7)).unwrap()));
+            threads.spawn(name, end).unwrap().join().unwrap();
+            assert_eq!(threads.lost(), Some(name));
             let mut events = mio::Events::with_capacity(1);
             poll.poll(&mut events, Some(Duration::from_secs(30))).unwrap();
             assert!(events.iter().any(|event| event.token() == mio::Token(7)));
@@ -159,11 +163,11 @@ mod tests {
     }
 
     #[test]
-    fn threads_may_end_when_all_does() {
-        let fate = Fate::default();
-        fate.expect_end();
-        fate.spawn("returns", || {}).unwrap().join().unwrap();
-        assert_eq!(fate.lost(), None);
+    fn allows_threads_to_end_during_shutdown() {
+        let threads = ThreadMonitor::default();
+        threads.begin_shutdown();
+        threads.spawn("returns", || {}).unwrap().join().unwrap();
+        assert_eq!(threads.lost(), None);
     }
 
     async fn panics() {
@@ -171,14 +175,14 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_panics_is_noticed() {
+    fn reports_task_that_panics() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let fate = Fate::default();
+        let threads = ThreadMonitor::default();
         let done = runtime.block_on(async {
-            fate.begin();
-            let spawned = tokio::spawn(fate.task("task", panics()));
+            threads.mark_started();
+            let spawned = tokio::spawn(threads.wrap_task("task", panics()));
             spawned.await.is_err()
         });
-        assert!(done && fate.lost() == Some("task"));
+        assert!(done && threads.lost() == Some("task"));
     }
 }

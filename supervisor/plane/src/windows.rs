@@ -10,44 +10,44 @@ pub const HOUR: u64 = 3600;
 /// The values of the current and the previous window of `SECONDS` each. Windows are aligned to
 /// [`Time::ZERO`], so that all pairs roll over together.
 #[derive(Clone, Debug, Default)]
-pub struct Pair<T, const SECONDS: u64 = HOUR> {
+pub struct WindowPair<T, const SECONDS: u64 = HOUR> {
     pub current: T,
     pub previous: T,
-    number: u64,
+    index: u64,
 }
 
-impl<T: Default, const SECONDS: u64> Pair<T, SECONDS> {
+impl<T: Default, const SECONDS: u64> WindowPair<T, SECONDS> {
     /// True if the current window has ended.
     #[inline]
     pub fn is_over(&self, now: Time) -> bool {
-        Self::number_of(now) != self.number
+        Self::index_of(now) != self.index
     }
 
     /// Starts a new window if the current one has ended, and discards values older than the previous window.
     #[inline]
     pub fn roll(&mut self, now: Time) {
-        let number = Self::number_of(now);
-        if number == self.number {
+        let index = Self::index_of(now);
+        if index == self.index {
             return;
         }
-        let full = std::mem::take(&mut self.current);
-        self.previous = if number == self.number + 1 { full } else { T::default() };
-        self.number = number;
+        let ended = std::mem::take(&mut self.current);
+        self.previous = if index == self.index + 1 { ended } else { T::default() };
+        self.index = index;
     }
 
     /// Returns the beginning of the previous window.
     pub fn began(&self) -> Time {
         Time::ZERO
-            + Duration::from_secs(SECONDS) * u32::try_from(self.number.saturating_sub(1)).unwrap_or(u32::MAX)
+            + Duration::from_secs(SECONDS) * u32::try_from(self.index.saturating_sub(1)).unwrap_or(u32::MAX)
     }
 
     #[inline]
-    fn number_of(now: Time) -> u64 {
+    fn index_of(now: Time) -> u64 {
         now.since(Time::ZERO).as_secs() / SECONDS
     }
 }
 
-impl<T, const SECONDS: u64> Pair<T, SECONDS> {
+impl<T, const SECONDS: u64> WindowPair<T, SECONDS> {
     /// Returns the current and the previous window.
     #[inline]
     pub fn both(&self) -> [&T; 2] {

@@ -17,20 +17,20 @@ use nix::fcntl::{FcntlArg, fcntl};
 use rustix::io::Errno;
 use rustix::process::{Uid, getpriority_user};
 
-use crate::lock::try_while_taken;
+use crate::lock::retry_while_taken;
 use bulkhead_config::UidRange;
 use bulkhead_config::defaults::WORKER_UIDS;
 use bulkhead_keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 
 /// Lock file that all supervisors on the host share if they can use any id.
-const LOCKS: &str = "/run/bulkhead-uids.lock";
+const LOCK_FILE: &str = "/run/bulkhead-uids.lock";
 
 /// Lock file that all supervisors of an unprivileged user share, relative to the home folder in the user
 /// database. The path does not depend on the environment, and other users cannot create the file.
-const OWN_LOCKS: &str = ".local/state/bulkhead/worker-ids.lock";
+const OWN_LOCK_FILE: &str = ".local/state/bulkhead/worker-ids.lock";
 
 /// Folder where systemd records the ids of services with `DynamicUser=`, which come from the same range.
-const SYSTEMD: &str = "/run/systemd/dynamic-uid";
+const SYSTEMD_IDS: &str = "/run/systemd/dynamic-uid";
 
 /// Local user and group databases. Remote ones are not queried, because that could block on the network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
@@ -39,66 +39,66 @@ const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
 /// Maximum time to wait for the workers of a killed predecessor, so that bulkheads get the same ids again.
-const PREDECESSOR_WITHIN: Duration = Duration::from_secs(5);
+const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval between checks of an id that is in use.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum number of ids to check for one worker: the whole default range, in about 20 ms. In a larger range,
 /// the next attempt continues after them.
-const LOOKS_MAX: u64 = 8192;
+const CANDIDATES_MAX: u64 = 8192;
 
 /// Allocator of user ids for the workers of one supervisor.
 #[derive(Debug)]
-pub struct Ids {
+pub struct IdAllocator {
     range: UidRange,
     /// Id mappings. A usable id is in all of them.
-    maps: Vec<Vec<Span>>,
-    claim: Claim,
-    locks: PathBuf,
+    maps: Vec<Vec<IdRange>>,
+    id_use: IdUse,
+    lock_path: PathBuf,
     state: Mutex<State>,
 }
 
 /// Purpose of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claim {
+pub enum IdUse {
     /// For a running supervisor.
-    Lasting,
+    Run,
     /// For a check, which does not lock the ids of bulkheads, because a running supervisor may hold them.
-    Trial,
+    Check,
 }
 
 /// Inclusive range of ids.
-type Span = (u64, u64);
+type IdRange = (u64, u64);
 
 #[derive(Debug, Default)]
 struct State {
-    file: Option<File>,
+    lock_file: Option<File>,
     /// Ids of running workers.
-    lent: BTreeSet<u32>,
+    in_use: BTreeSet<u32>,
     /// Next offset in the range to try. Allocation cycles through the range, so that an id is reused as late
     /// as possible.
     next: u64,
     /// Permanent ids, by bulkhead.
-    kept: BTreeMap<String, u32>,
-    named: Named,
+    permanent: BTreeMap<String, u32>,
+    database_ids: DatabaseIds,
 }
 
 /// Ids in the system databases, with the modification times of the files.
 #[derive(Debug, Default)]
-struct Named {
+struct DatabaseIds {
     ids: BTreeSet<u32>,
-    as_of: Vec<Option<SystemTime>>,
+    modified_at: Vec<Option<SystemTime>>,
 }
 
-impl Ids {
+impl IdAllocator {
     /// Uses the range `worker_uids`, or the default range. Fails if no id of the range is mapped in this user
     /// namespace.
-    pub fn new(worker_uids: Option<UidRange>, claim: Claim) -> Result<Self, String> {
-        let read = |path: &str| std::fs::read_to_string(path).map(|text| spans(&text));
+    pub fn new(worker_uids: Option<UidRange>, id_use: IdUse) -> Result<Self, String> {
+        let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
         let range = worker_uids.unwrap_or(WORKER_UIDS);
-        let ids = Self { range, maps, claim, locks: LOCKS.into(), state: Mutex::default() };
+        let ids = Self { range, maps, id_use, lock_path: LOCK_FILE.into(), state: Mutex::default() };
         if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
             return Ok(ids);
         }
@@ -109,36 +109,36 @@ impl Ids {
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
-        claim: Claim,
+        id_use: IdUse,
     ) -> Result<Self, String> {
         let whole = UidRange { first: found.first, last: found.last };
         let range = worker_uids.unwrap_or(whole);
         if range.first < whole.first || range.last > whole.last {
             return Err(format!("`worker_uids` must be within {whole}, the ids of this user in /etc/subuid"));
         }
-        let locks = own_locks(claim)?;
-        let ids = Self { range, maps: Vec::new(), claim, locks, state: Mutex::default() };
+        let lock_path = own_lock_file(id_use)?;
+        let ids = Self { range, maps: Vec::new(), id_use, lock_path, state: Mutex::default() };
         Ok(ids)
     }
 
     /// Allocates an id that no other worker uses.
-    pub fn take(&self) -> io::Result<u32> {
+    pub fn allocate(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        for _ in 0..self.count().min(LOOKS_MAX) {
+        for _ in 0..self.count().min(CANDIDATES_MAX) {
             let id = self.range.first + state.next as u32;
             state.next = (state.next + 1) % self.count();
-            if !state.lent.contains(&id) && !state.is_kept(id) && self.acquire(&mut state, id)? {
-                state.lent.insert(id);
+            if !state.in_use.contains(&id) && !state.is_permanent(id) && self.acquire(&mut state, id)? {
+                state.in_use.insert(id);
                 return Ok(id);
             }
         }
-        Err(self.none_is_free("a worker", "start fewer `processes`"))
+        Err(self.exhausted_error("a worker", "start fewer `processes`"))
     }
 
     /// Frees the id of a worker whose processes have all ended.
-    pub fn give_back(&self, id: u32) {
+    pub fn free(&self, id: u32) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.lent.remove(&id) {
+        if state.in_use.remove(&id) {
             // If unlocking fails, other supervisors keep skipping this id.
             let _ = self.set_lock(&mut state, id, libc::F_UNLCK);
         }
@@ -147,7 +147,7 @@ impl Ids {
     /// Returns the permanent id of a bulkhead whose workers write files: the owner of a path in `write` if
     /// its id is in the range. Otherwise derives the id from the paths of the configuration and the name of
     /// the bulkhead.
-    pub fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
+    pub fn permanent_id(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
         // Look up files and wait for other supervisors before taking the lock, because the data plane takes
         // it too.
         let owner = write.iter().find_map(|path| {
@@ -159,44 +159,44 @@ impl Ids {
         }
         let attempt = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let id = match (owner, state.kept.get(bulkhead)) {
-                (Some((path, id)), _) => self.keep_owner(&mut state, path, id)?,
+            let id = match (owner, state.permanent.get(bulkhead)) {
+                (Some((path, id)), _) => self.permanent_id_of_owner(&mut state, path, id)?,
                 (None, Some(id)) => *id,
-                (None, None) => self.keep_derived(&mut state, config, bulkhead)?,
+                (None, None) => self.derive_permanent_id(&mut state, config, bulkhead)?,
             };
-            state.kept.insert(bulkhead.to_owned(), id);
+            state.permanent.insert(bulkhead.to_owned(), id);
             Ok(id)
         };
         let is_taken = |error: &io::Error| error.kind() == ErrorKind::WouldBlock;
-        try_while_taken(attempt, is_taken).map_err(|error| match owner {
-            Some((path, id)) if is_taken(&error) => in_use(path, id),
+        retry_while_taken(attempt, is_taken).map_err(|error| match owner {
+            Some((path, id)) if is_taken(&error) => in_use_error(path, id),
             _ => error,
         })
     }
 
     /// Keeps the id of a folder's owner. Bulkheads that write to the same folder share the id.
-    fn keep_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
-        if self.claim == Claim::Trial || state.is_kept(id) {
+    fn permanent_id_of_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
+        if self.id_use == IdUse::Check || state.is_permanent(id) {
             return Ok(id);
         }
-        if state.lent.contains(&id) {
-            return Err(in_use(path, id));
+        if state.in_use.contains(&id) {
+            return Err(in_use_error(path, id));
         }
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
     /// Keeps an id from the upper half of the range. Ids for single workers are allocated from the lower end.
-    fn keep_derived(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
+    fn derive_permanent_id(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
-            let is_taken = state.lent.contains(&id) || state.is_kept(id);
-            if !is_taken && (self.claim == Claim::Trial || self.acquire(state, id)?) {
+            let is_taken = state.in_use.contains(&id) || state.is_permanent(id);
+            if !is_taken && (self.id_use == IdUse::Check || self.acquire(state, id)?) {
                 return Ok(id);
             }
         }
-        Err(self.none_is_free("a bulkhead with a fixed id", "name a `user`"))
+        Err(self.exhausted_error("a bulkhead with a fixed id", "name a `user`"))
     }
 
-    fn none_is_free(&self, wanted_by: &str, or: &str) -> io::Error {
+    fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
             "no id of {} is free for {wanted_by}, because users of this system, processes, and workers of this and \
              other supervisors use the whole range: write another or a larger range as `worker_uids` in [supervisor], \
@@ -210,8 +210,8 @@ impl Ids {
         let (first, count) = (self.range.first, self.count());
         let lower = count / 2;
         let upper = count - lower;
-        let begin = digest(&[config.as_os_str().as_bytes(), bulkhead.as_bytes()]) % upper;
-        (0..upper).map(move |step| first + (lower + (begin + step) % upper) as u32)
+        let offset = fnv1a(&[config.as_os_str().as_bytes(), bulkhead.as_bytes()]) % upper;
+        (0..upper).map(move |step| first + (lower + (offset + step) % upper) as u32)
     }
 
     /// Waits up to 5 s while another supervisor or process uses the bulkhead's preferred id. That is normally
@@ -220,16 +220,18 @@ impl Ids {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(id) = self.derived(config, bulkhead).next() else { return false };
-            let is_ours = state.kept.contains_key(bulkhead) || state.is_kept(id) || state.lent.contains(&id);
-            if is_ours || self.claim == Claim::Trial || !self.is_fit(&mut state, id) {
+            let is_ours = state.permanent.contains_key(bulkhead)
+                || state.is_permanent(id)
+                || state.in_use.contains(&id);
+            if is_ours || self.id_use == IdUse::Check || !self.is_assignable(&mut state, id) {
                 return false;
             }
             // The following attempt reports errors of the lock.
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
-        let began = Instant::now();
-        while is_in_use() && began.elapsed() < PREDECESSOR_WITHIN {
-            std::thread::sleep(LOOK_EVERY);
+        let start = Instant::now();
+        while is_in_use() && start.elapsed() < PREDECESSOR_TIMEOUT {
+            std::thread::sleep(CHECK_INTERVAL);
         }
     }
 
@@ -239,7 +241,7 @@ impl Ids {
 
     /// Locks an id. Returns false if it is in use.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
-        if !self.is_fit(state, id) || !self.lock(state, id)? {
+        if !self.is_assignable(state, id) || !self.lock(state, id)? {
             return Ok(false);
         }
         if is_used(id) {
@@ -250,8 +252,10 @@ impl Ids {
     }
 
     /// True if the id is mapped here and not assigned by the system.
-    fn is_fit(&self, state: &mut State, id: u32) -> bool {
-        self.is_mapped(id) && !state.named.has(id) && !Path::new(SYSTEMD).join(id.to_string()).exists()
+    fn is_assignable(&self, state: &mut State, id: u32) -> bool {
+        self.is_mapped(id)
+            && !state.database_ids.contains(id)
+            && !Path::new(SYSTEMD_IDS).join(id.to_string()).exists()
     }
 
     /// Locks the id's byte in the common file. Returns false if another supervisor has locked it.
@@ -264,13 +268,13 @@ impl Ids {
             io::Error::other(format!(
                 "the ids of workers cannot be locked in {}: {error}; make the file writable, or name a `user` in \
                  `sandbox`",
-                self.locks.display()
+                self.lock_path.display()
             ))
         };
-        if state.file.is_none() {
-            state.file = Some(open_locks(&self.locks).map_err(why)?);
+        if state.lock_file.is_none() {
+            state.lock_file = Some(open_lock_file(&self.lock_path).map_err(why)?);
         }
-        let Some(file) = &state.file else { return Ok(false) };
+        let Some(file) = &state.lock_file else { return Ok(false) };
         let byte = libc::flock {
             l_type: kind as libc::c_short,
             l_whence: libc::SEEK_SET as libc::c_short,
@@ -286,27 +290,28 @@ impl Ids {
     }
 
     fn is_mapped(&self, id: u32) -> bool {
-        let has = |map: &Vec<Span>| map.iter().any(|(first, last)| (*first..=*last).contains(&u64::from(id)));
+        let has =
+            |map: &Vec<IdRange>| map.iter().any(|(first, last)| (*first..=*last).contains(&u64::from(id)));
         self.maps.iter().all(has)
     }
 }
 
 impl State {
-    fn is_kept(&self, id: u32) -> bool {
-        self.kept.values().any(|kept| *kept == id)
+    fn is_permanent(&self, id: u32) -> bool {
+        self.permanent.values().any(|kept| *kept == id)
     }
 }
 
-impl Named {
-    fn has(&mut self, id: u32) -> bool {
-        let as_of: Vec<_> = DATABASES
+impl DatabaseIds {
+    fn contains(&mut self, id: u32) -> bool {
+        let modified_at: Vec<_> = DATABASES
             .iter()
             .map(|path| std::fs::metadata(path).and_then(|found| found.modified()).ok())
             .collect();
-        if as_of != self.as_of {
+        if modified_at != self.modified_at {
             let texts = DATABASES.iter().filter_map(|path| std::fs::read_to_string(path).ok());
-            self.ids = texts.flat_map(|text| named_in(&text)).collect();
-            self.as_of = as_of;
+            self.ids = texts.flat_map(|text| parse_ids(&text)).collect();
+            self.modified_at = modified_at;
         }
         self.ids.contains(&id)
     }
@@ -318,20 +323,20 @@ pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     worker_uids: Option<UidRange>,
-    claim: Claim,
-) -> Result<(Arc<SubordinateIds>, Ids), String> {
+    id_use: IdUse,
+) -> Result<(Arc<SubordinateIds>, IdAllocator), String> {
     const NEEDED: [&str; 3] = ["user namespace", TREE_END, "mount_setattr"];
-    let settle = || {
+    let resolve = || {
         NEEDED.into_iter().find_map(misses).map_or(Ok(()), Err)?;
         let found = find()?;
-        let ids = Ids::subordinate(&found, worker_uids, claim)?;
+        let ids = IdAllocator::subordinate(&found, worker_uids, id_use)?;
         Ok((found, ids))
     };
-    settle().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
+    resolve().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
 /// Returns the path of this user's lock file. Creates the file and its folder, except for a trial.
-fn own_locks(claim: Claim) -> Result<PathBuf, String> {
+fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
     let home = user.ok_or("the user database has no entry for this user")?.dir;
@@ -345,14 +350,14 @@ fn own_locks(claim: Claim) -> Result<PathBuf, String> {
     if !is_own(&home) {
         return Err(useless("does not belong to this user"));
     }
-    let path = home.join(OWN_LOCKS);
-    if claim == Claim::Lasting {
-        open_locks(&path).map_err(|error| useless(&format!("cannot be written: {error}")))?;
+    let path = home.join(OWN_LOCK_FILE);
+    if id_use == IdUse::Run {
+        open_lock_file(&path).map_err(|error| useless(&format!("cannot be written: {error}")))?;
     }
     Ok(path)
 }
 
-fn open_locks(path: &Path) -> io::Result<File> {
+fn open_lock_file(path: &Path) -> io::Result<File> {
     if let Some(folder) = path.parent() {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }
@@ -362,11 +367,11 @@ fn open_locks(path: &Path) -> io::Result<File> {
 }
 
 /// FNV-1a hash, which must stay the same in every version of this program.
-fn digest(texts: &[&[u8]]) -> u64 {
+fn fnv1a(texts: &[&[u8]]) -> u64 {
     const START: u64 = 0xcbf2_9ce4_8422_2325;
     const FACTOR: u64 = 0x0000_0100_0000_01b3;
     let bytes = texts.iter().flat_map(|text| text.iter().chain(&[0]));
-    bytes.fold(START, |so_far, byte| (so_far ^ u64::from(*byte)).wrapping_mul(FACTOR))
+    bytes.fold(START, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(FACTOR))
 }
 
 /// True if a process runs as this user id.
@@ -375,13 +380,13 @@ fn is_used(id: u32) -> bool {
 }
 
 /// Returns the ids in a passwd or group file.
-fn named_in(text: &str) -> BTreeSet<u32> {
+fn parse_ids(text: &str) -> BTreeSet<u32> {
     let fields = text.lines().map(|line| line.split(':').skip(2).take(2).filter_map(|id| id.parse().ok()));
     fields.flatten().collect()
 }
 
 /// Parses an id mapping of `/proc`.
-fn spans(text: &str) -> Vec<Span> {
+fn parse_id_map(text: &str) -> Vec<IdRange> {
     let span = |line: &str| {
         let mut numbers = line.split_whitespace().map(|number| number.parse::<u64>().ok());
         let (first, _, count) = (numbers.next()??, numbers.next()??, numbers.next()??);
@@ -390,7 +395,7 @@ fn spans(text: &str) -> Vec<Span> {
     text.lines().filter_map(span).collect()
 }
 
-fn in_use(path: &Path, id: u32) -> io::Error {
+fn in_use_error(path: &Path, id: u32) -> io::Error {
     io::Error::other(format!(
         "user {id}, who owns {}, is in use by other workers on this host: stop the other workers, or `chown` the path",
         path.display()
@@ -403,110 +408,110 @@ mod tests {
 
     const CONFIG: &str = "/etc/bulkhead/workers.toml";
 
-    fn ids(first: u32, last: u32, locks: &Path) -> Ids {
+    fn ids(first: u32, last: u32, folder: &Path) -> IdAllocator {
         let maps = vec![vec![(0, u64::from(u32::MAX))]];
-        Ids {
+        IdAllocator {
             range: UidRange { first, last },
             maps,
-            claim: Claim::Lasting,
-            locks: locks.join("locks"),
+            id_use: IdUse::Run,
+            lock_path: folder.join("locks"),
             state: Mutex::default(),
         }
     }
 
     #[test]
-    fn an_id_is_given_once_and_rests_for_as_long_as_possible() {
+    fn reuses_ids_as_late_as_possible() {
         let folder = tempfile::tempdir().unwrap();
         let ids = ids(1_900_000_000, 1_900_000_002, folder.path());
-        let taken: Vec<u32> = (0..3).map(|_| ids.take().unwrap()).collect();
+        let taken: Vec<u32> = (0..3).map(|_| ids.allocate().unwrap()).collect();
         assert_eq!(taken, [1_900_000_000, 1_900_000_001, 1_900_000_002]);
-        assert!(ids.take().unwrap_err().to_string().contains("1900000000-1900000002"));
-        ids.give_back(1_900_000_001);
-        assert_eq!(ids.take().unwrap(), 1_900_000_001);
-        taken.into_iter().for_each(|id| ids.give_back(id));
+        assert!(ids.allocate().unwrap_err().to_string().contains("1900000000-1900000002"));
+        ids.free(1_900_000_001);
+        assert_eq!(ids.allocate().unwrap(), 1_900_000_001);
+        taken.into_iter().for_each(|id| ids.free(id));
         // The last id given back was allocated last.
-        assert_eq!([ids.take().unwrap(), ids.take().unwrap()], [1_900_000_002, 1_900_000_000]);
+        assert_eq!([ids.allocate().unwrap(), ids.allocate().unwrap()], [1_900_000_002, 1_900_000_000]);
     }
 
     #[test]
-    fn what_no_worker_has_is_free_for_other_supervisors() {
+    fn free_ids_are_available_to_other_supervisors() {
         let folder = tempfile::tempdir().unwrap();
         let [one, other] = [(); 2].map(|()| ids(1_900_000_000, 1_900_000_009, folder.path()));
         for _ in 0..30 {
-            one.give_back(one.take().unwrap());
+            one.free(one.allocate().unwrap());
         }
-        let id = one.take().unwrap();
-        let others: BTreeSet<u32> = (0..9).map(|_| other.take().unwrap()).collect();
+        let id = one.allocate().unwrap();
+        let others: BTreeSet<u32> = (0..9).map(|_| other.allocate().unwrap()).collect();
         assert!(others.len() == 9 && !others.contains(&id));
-        assert!(one.take().is_err() && other.take().is_err());
+        assert!(one.allocate().is_err() && other.allocate().is_err());
         // Giving back an id that is not allocated has no effect.
-        other.give_back(id);
-        assert!(other.take().is_err());
+        other.free(id);
+        assert!(other.allocate().is_err());
     }
 
     #[test]
-    fn two_supervisors_never_have_the_same() {
+    fn two_supervisors_never_share_an_id() {
         let folder = tempfile::tempdir().unwrap();
         let (one, other) = (
             ids(1_900_000_000, 1_900_000_003, folder.path()),
             ids(1_900_000_000, 1_900_000_003, folder.path()),
         );
-        assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_000, 1_900_000_001));
-        assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_002, 1_900_000_003));
-        assert!(one.take().is_err() && other.take().is_err());
+        assert_eq!((one.allocate().unwrap(), other.allocate().unwrap()), (1_900_000_000, 1_900_000_001));
+        assert_eq!((one.allocate().unwrap(), other.allocate().unwrap()), (1_900_000_002, 1_900_000_003));
+        assert!(one.allocate().is_err() && other.allocate().is_err());
         drop(other);
-        assert_eq!((one.take().unwrap(), one.take().unwrap()), (1_900_000_003, 1_900_000_001));
+        assert_eq!((one.allocate().unwrap(), one.allocate().unwrap()), (1_900_000_003, 1_900_000_001));
     }
 
     #[test]
-    fn skips_ids_that_users_have_or_that_are_not_mapped() {
+    fn skips_assigned_and_unmapped_ids() {
         let folder = tempfile::tempdir().unwrap();
         // Ids up to 40 include users of every system (root, daemon, bin), and no higher id is mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
         assert!(
-            few.take()
+            few.allocate()
                 .unwrap_err()
                 .to_string()
                 .contains("0-40 is free for a worker, because users of this system")
         );
-        assert_eq!(named_in("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
-        assert_eq!(spans("         0          0 4294967295\n"), [(0, 4_294_967_294)]);
-        assert_eq!(spans("0 1000 1\n1 100000 65536\n"), [(0, 0), (1, 65_536)]);
+        assert_eq!(parse_ids("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
+        assert_eq!(parse_id_map("         0          0 4294967295\n"), [(0, 4_294_967_294)]);
+        assert_eq!(parse_id_map("0 1000 1\n1 100000 65536\n"), [(0, 0), (1, 65_536)]);
     }
 
     #[test]
-    fn those_that_processes_have_are_passed_over() {
+    fn skips_ids_of_running_processes() {
         let own = rustix::process::getuid().as_raw();
         assert!(is_used(own) || own == 0);
         assert!(!is_used(1_900_000_000));
     }
 
     #[test]
-    fn a_bulkhead_that_writes_keeps_its_id() {
+    fn bulkhead_with_write_paths_keeps_its_id() {
         let folder = tempfile::tempdir().unwrap();
-        let keep = |ids: &Ids, name: &str| ids.keep(Path::new(CONFIG), name, &[]).unwrap();
+        let keep = |ids: &IdAllocator, name: &str| ids.permanent_id(Path::new(CONFIG), name, &[]).unwrap();
         let first = {
             let ids = ids(1_900_000_000, 1_900_000_999, folder.path());
             let first = keep(&ids, "a");
             assert!(first >= 1_900_000_500 && keep(&ids, "a") == first && keep(&ids, "b") != first);
-            assert_ne!(ids.take().unwrap(), first);
+            assert_ne!(ids.allocate().unwrap(), first);
             first
         };
         assert_eq!(keep(&ids(1_900_000_000, 1_900_000_999, folder.path()), "a"), first);
     }
 
     #[test]
-    fn a_bulkhead_keeps_its_id_while_its_predecessor_ends() {
+    fn bulkhead_waits_for_id_of_killed_predecessor() {
         let folder = tempfile::tempdir().unwrap();
         let (before, after) = (
             ids(1_900_000_000, 1_900_000_999, folder.path()),
             ids(1_900_000_000, 1_900_000_999, folder.path()),
         );
-        let first = before.keep(Path::new(CONFIG), "a", &[]).unwrap();
+        let first = before.permanent_id(Path::new(CONFIG), "a", &[]).unwrap();
         let kept = std::thread::scope(|scope| {
-            let kept = scope.spawn(|| after.keep(Path::new(CONFIG), "a", &[]).unwrap());
-            while after.state.lock().unwrap().file.is_none() {
+            let kept = scope.spawn(|| after.permanent_id(Path::new(CONFIG), "a", &[]).unwrap());
+            while after.state.lock().unwrap().lock_file.is_none() {
                 std::thread::yield_now();
             }
             // At this point `after` has found the id taken.
@@ -517,15 +522,15 @@ mod tests {
     }
 
     #[test]
-    fn whose_the_folder_is_has_the_bulkheads_id() {
+    fn owner_of_write_path_is_the_bulkheads_id() {
         let folder = tempfile::tempdir().unwrap();
         let owner = std::fs::metadata(folder.path()).unwrap().uid();
         let write = [folder.path().to_owned()];
-        let ids = |locks: &Path| ids(owner, owner + 10, locks);
+        let ids = |folder: &Path| ids(owner, owner + 10, folder);
         let (one, other) = (ids(folder.path()), ids(folder.path()));
-        assert_eq!(one.keep(Path::new(CONFIG), "a", &write).unwrap(), owner);
-        assert_eq!(one.keep(Path::new(CONFIG), "b", &write).unwrap(), owner);
-        let why = other.keep(Path::new(CONFIG), "a", &write).unwrap_err().to_string();
+        assert_eq!(one.permanent_id(Path::new(CONFIG), "a", &write).unwrap(), owner);
+        assert_eq!(one.permanent_id(Path::new(CONFIG), "b", &write).unwrap(), owner);
+        let why = other.permanent_id(Path::new(CONFIG), "a", &write).unwrap_err().to_string();
         assert!(why.contains("is in use by other workers"), "{why}");
     }
 }

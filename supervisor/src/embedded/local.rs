@@ -16,15 +16,15 @@ use bulkhead_dataplane::DataPlane;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::parts::{Part, Whole};
+use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
 /// Maximum number of iterations in a row that serve only in-process clients.
-const HEARD_MAX: usize = 16;
+const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.
-const ROUNDS_MAX: usize = 16;
+const POLLS_MAX: usize = 16;
 
 /// A supervisor in this process whose data plane runs on the caller's thread; see
 /// [`super::Builder::start_local`].
@@ -84,7 +84,7 @@ impl LocalSupervisor {
     pub fn client(&self) -> Client {
         match &self.ready {
             Some(ready) => {
-                let (client, served) = Client::in_process_served_by(connector(&ready.commander));
+                let (client, served) = Client::in_process_served_by(connector(&ready.commands));
                 self.served.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(served));
                 client
             }
@@ -100,7 +100,7 @@ impl LocalSupervisor {
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         self.check()?;
         let mut future = pin!(future);
-        match self.drive_beside(future.as_mut()).await {
+        match self.run_with(future.as_mut()).await {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
@@ -116,7 +116,7 @@ impl LocalSupervisor {
     pub fn stop(&self) {
         if let Some(ready) = &self.ready {
             // A send error means that the supervisor has already ended.
-            let _ = ready.commander.stop();
+            let _ = ready.commands.stop();
         }
     }
 
@@ -125,7 +125,7 @@ impl LocalSupervisor {
     pub async fn shutdown(mut self) -> Result<(), RunError> {
         self.check()?;
         self.stop();
-        match self.drive_beside(std::future::pending::<Infallible>()).await {
+        match self.run_with(std::future::pending::<Infallible>()).await {
             Err(ended) => self.end(ended),
             Ok(never) => match never {},
         }
@@ -141,33 +141,33 @@ impl LocalSupervisor {
 
     /// Polls the data plane and the client connections until `future` completes. Returns `Err` with the
     /// result of the data plane if that ends first.
-    async fn drive_beside<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
+    async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let whole = Arc::<Whole>::default();
-        let (mut future, of_future) = (pin!(future), Part::new(&whole));
-        let (mut driven, of_driven) = (pin!(drive(&mut self.ready)), Part::new(&whole));
-        let mut of_clients: Vec<_> = served.iter().map(|_| Part::new(&whole)).collect();
+        let combined = Arc::<CombinedWaker>::default();
+        let (mut future, future_waker) = (pin!(future), PartWaker::new(&combined));
+        let (mut driver, driver_waker) = (pin!(drive(&mut self.ready)), PartWaker::new(&combined));
+        let mut client_wakers: Vec<_> = served.iter().map(|_| PartWaker::new(&combined)).collect();
         poll_fn(|context| {
-            whole.enter(context);
-            for _ in 0..ROUNDS_MAX {
+            combined.enter(context);
+            for _ in 0..POLLS_MAX {
                 // The future goes first, because it may be ready without any work of the data plane.
-                if let Some(Poll::Ready(output)) = of_future.poll(future.as_mut()) {
+                if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
-                if let Some(Poll::Ready(ended)) = of_driven.poll(driven.as_mut()) {
+                if let Some(Poll::Ready(ended)) = driver_waker.poll(driver.as_mut()) {
                     return Poll::Ready(Err(ended));
                 }
-                for at in (0..served.len()).rev() {
-                    if let Some(Poll::Ready(())) = of_clients[at].poll(served[at].as_mut()) {
-                        drop((served.swap_remove(at), of_clients.swap_remove(at)));
+                for index in (0..served.len()).rev() {
+                    if let Some(Poll::Ready(())) = client_wakers[index].poll(served[index].as_mut()) {
+                        drop((served.swap_remove(index), client_wakers.swap_remove(index)));
                     }
                 }
-                if !is_any_woken(&of_future, &of_driven, &of_clients) {
+                if !is_any_woken(&future_waker, &driver_waker, &client_wakers) {
                     break;
                 }
             }
-            whole.leave();
-            if is_any_woken(&of_future, &of_driven, &of_clients) {
+            combined.leave();
+            if is_any_woken(&future_waker, &driver_waker, &client_wakers) {
                 context.waker().wake_by_ref();
             }
             Poll::Pending
@@ -176,8 +176,8 @@ impl LocalSupervisor {
     }
 }
 
-fn is_any_woken(future: &Part, driven: &Part, clients: &[Part]) -> bool {
-    future.is_woken() || driven.is_woken() || clients.iter().any(Part::is_woken)
+fn is_any_woken(future: &PartWaker, driver: &PartWaker, clients: &[PartWaker]) -> bool {
+    future.is_woken() || driver.is_woken() || clients.iter().any(PartWaker::is_woken)
 }
 
 /// Runs the event loop and returns when the data plane has ended.
@@ -192,20 +192,20 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     // Run one iteration before the first await, so that every call makes progress even if its future is
     // dropped there.
     if data_plane.goes_on() {
-        guarded(data_plane, |it| Ok(it.settle()))?;
-        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+        guarded(data_plane, |plane| Ok(plane.settle()))?;
+        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
     }
-    let mut heard = 0;
+    let mut client_iterations = 0;
     while data_plane.goes_on() {
-        match guarded(data_plane, |it| Ok(it.settle()))? {
+        match guarded(data_plane, |plane| Ok(plane.settle()))? {
             Some(Duration::ZERO) => tokio::task::yield_now().await,
-            patience => {
-                let patience = patience.unwrap_or(Duration::MAX);
-                match next(data_plane, &arrivals, patience).await? {
+            timeout => {
+                let timeout = timeout.unwrap_or(Duration::MAX);
+                match next(data_plane, &arrivals, timeout).await? {
                     // Saves the system call of a full iteration. The limit keeps sockets and timers from
                     // starving.
-                    Next::Clients if heard < HEARD_MAX => {
-                        heard += 1;
+                    Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
+                        client_iterations += 1;
                         guarded(data_plane, DataPlane::hear_clients)?;
                         continue;
                     }
@@ -214,8 +214,8 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
                 }
             }
         }
-        heard = 0;
-        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+        client_iterations = 0;
+        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
     }
     Ok(())
 }
@@ -225,9 +225,9 @@ impl LocalSupervisor {
     /// replies. Without a runtime the connections are dropped, and their jobs end as `Disconnected`.
     fn release_clients(&mut self) {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for it in served.drain(..) {
+        for connection in served.drain(..) {
             if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-                drop(runtime.spawn(it));
+                drop(runtime.spawn(connection));
             }
         }
     }
@@ -235,16 +235,18 @@ impl LocalSupervisor {
     /// Ends the keeper with all workers, and joins the other threads. `ended` is the result of the data
     /// plane.
     fn end(&mut self, ended: io::Result<()>) -> Result<(), RunError> {
-        let Some(Ready { data_plane, control, span_thread, fate, pulse, .. }) = self.ready.take() else {
+        let Some(Ready { data_plane, control, span_thread, threads, counters, .. }) = self.ready.take()
+        else {
             return Ok(());
         };
         self.release_clients();
-        let over = catch_unwind(AssertUnwindSafe(|| data_plane.end())).unwrap_or_else(|_| Err(panicked()));
-        fate.expect_end();
-        pulse.is_over.store(true, Ordering::SeqCst);
+        let end_result =
+            catch_unwind(AssertUnwindSafe(|| data_plane.end())).unwrap_or_else(|_| Err(panicked()));
+        threads.begin_shutdown();
+        counters.has_ended.store(true, Ordering::SeqCst);
         control.join();
-        span_thread.into_iter().for_each(bulkhead_control::observe::spans::SpanThread::settle);
-        let ended = ended.and(over);
+        span_thread.into_iter().for_each(bulkhead_control::observe::spans::SpanThread::finish);
+        let ended = ended.and(end_result);
         self.failed = ended.as_ref().err().map(ToString::to_string);
         ended.map_err(failed)
     }
@@ -261,9 +263,9 @@ enum Next {
     Other,
 }
 
-/// Waits until an event arrives, for at most `patience`.
-async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Duration) -> io::Result<Next> {
-    let come = poll_fn(|context| {
+/// Waits until an event arrives, for at most `timeout`.
+async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, timeout: Duration) -> io::Result<Next> {
+    let event = poll_fn(|context| {
         // Sockets go first, so that a flood of in-process jobs cannot starve the other events.
         if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
             ready?.clear_ready();
@@ -271,7 +273,7 @@ async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Dur
         }
         data_plane.poll_clients(context).map(|()| Ok(Next::Clients))
     });
-    tokio::time::timeout(patience, come).await.unwrap_or(Ok(Next::Other))
+    tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
 /// Runs `act` and converts a panic of the data plane into an error, so that the caller's thread survives.
@@ -294,16 +296,16 @@ impl Drop for LocalSupervisor {
             std::mem::forget(std::mem::take(&mut self.served));
         }
         if let Some(ready) = &self.ready {
-            ready.commander.stop().and_then(|()| ready.commander.stop()).unwrap_or_default();
+            ready.commands.stop().and_then(|()| ready.commands.stop()).unwrap_or_default();
         }
         let mut ended = Ok(());
         while ended.is_ok()
             && let Some(ready) = &mut self.ready
             && ready.data_plane.goes_on()
         {
-            ended = guarded(&mut ready.data_plane, |it| {
-                let patience = it.settle();
-                it.take_turn(patience)
+            ended = guarded(&mut ready.data_plane, |plane| {
+                let timeout = plane.settle();
+                plane.take_turn(timeout)
             });
         }
         if self.ready.is_some()

@@ -8,13 +8,13 @@ use std::task::{Context, Poll, Wake, Waker};
 
 /// The combined future, shared by the wakers of all parts.
 #[derive(Default)]
-pub(super) struct Whole {
+pub(super) struct CombinedWaker {
     /// True while the combined future is polled. Every poll checks all parts again before returning.
     is_polled: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
-impl Whole {
+impl CombinedWaker {
     /// Marks the beginning of a poll and stores the runtime's waker.
     pub(super) fn enter(&self, context: &Context<'_>) {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,43 +39,43 @@ impl Whole {
     }
 }
 
-struct Alarm {
-    whole: Arc<Whole>,
-    has_rung: AtomicBool,
+struct PartSignal {
+    combined: Arc<CombinedWaker>,
+    is_woken: AtomicBool,
 }
 
-impl Wake for Alarm {
+impl Wake for PartSignal {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if !self.has_rung.swap(true, Ordering::SeqCst) && !self.whole.is_polled.load(Ordering::SeqCst) {
-            self.whole.wake();
+        if !self.is_woken.swap(true, Ordering::SeqCst) && !self.combined.is_polled.load(Ordering::SeqCst) {
+            self.combined.wake();
         }
     }
 }
 
 /// The waker of one part.
-pub(super) struct Part {
-    alarm: Arc<Alarm>,
+pub(super) struct PartWaker {
+    signal: Arc<PartSignal>,
     waker: Waker,
 }
 
-impl Part {
+impl PartWaker {
     /// Creates a part that is woken already, so that it gets a first poll.
-    pub(super) fn new(whole: &Arc<Whole>) -> Self {
-        let alarm = Arc::new(Alarm { whole: whole.clone(), has_rung: AtomicBool::new(true) });
-        Self { waker: alarm.clone().into(), alarm }
+    pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
+        let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
+        Self { waker: signal.clone().into(), signal }
     }
 
     pub(super) fn is_woken(&self) -> bool {
-        self.alarm.has_rung.load(Ordering::SeqCst)
+        self.signal.is_woken.load(Ordering::SeqCst)
     }
 
     /// Polls the future if its waker was called. Otherwise returns `None`.
     pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
-        if !self.alarm.has_rung.swap(false, Ordering::SeqCst) {
+        if !self.signal.is_woken.swap(false, Ordering::SeqCst) {
             return None;
         }
         Some(future.poll(&mut Context::from_waker(&self.waker)))
@@ -101,18 +101,18 @@ mod tests {
 
     /// A part that was not woken is not polled.
     #[test]
-    fn woken_part_is_polled_and_wakes_a_sleeping_whole() {
-        let (whole, outer) = (Arc::<Whole>::default(), Arc::<Counts>::default());
+    fn woken_part_is_polled_and_wakes_the_task() {
+        let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());
         let waker: Waker = outer.clone().into();
-        let part = Part::new(&whole);
+        let part = PartWaker::new(&combined);
         let mut future = pin!(poll_fn(|_| Poll::<()>::Pending));
-        whole.enter(&Context::from_waker(&waker));
+        combined.enter(&Context::from_waker(&waker));
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
         assert_eq!(part.poll(future.as_mut()), None);
         part.waker.wake_by_ref();
-        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the whole will look");
+        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the combined will look");
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
-        whole.leave();
+        combined.leave();
         part.waker.wake_by_ref();
         part.waker.wake_by_ref();
         assert_eq!(outer.0.load(Ordering::SeqCst), 1);

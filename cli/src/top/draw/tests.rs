@@ -59,7 +59,7 @@ fn screen(app: &mut App, now: Instant, width: u16, height: u16) -> Vec<String> {
 }
 
 #[test]
-fn an_ordinary_terminal() {
+fn draws_ordinary_terminal() {
     let (mut app, now) = app();
     let lines = screen(&mut app, now, 80, 24);
     assert_eq!(lines[0], "bulkhead top  every 1s  2 bulkheads, 1 not ready, 2 not ok");
@@ -74,7 +74,7 @@ fn an_ordinary_terminal() {
 }
 
 #[test]
-fn a_wide_and_a_small_terminal() {
+fn draws_wide_and_small_terminals() {
     let (mut app, now) = app();
     let lines = screen(&mut app, now, 200, 60);
     for head in ["RESTARTS", "BREAKER", "P50", "P99", "WORKERS"] {
@@ -88,7 +88,7 @@ fn a_wide_and_a_small_terminal() {
 }
 
 #[test]
-fn one_bulkhead() {
+fn draws_page_of_bulkhead() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Enter);
     let lines = screen(&mut app, now, 80, 24);
@@ -116,14 +116,14 @@ fn one_bulkhead() {
     press(&mut app, KeyCode::End);
     let small = screen(&mut app, now, 40, 8);
     assert!(small.iter().any(|line| line.starts_with("4712")), "{small:#?}");
-    app.take(Ok(sample(now, &[])));
+    app.store(Ok(sample(now, &[])));
     assert!(screen(&mut app, now, 80, 24)[1].contains("ocr no longer exists"));
 }
 
 #[test]
-fn a_supervisor_that_is_gone() {
+fn draws_unreachable_supervisor() {
     let (mut app, start) = app();
-    app.take(Err(Failure::new(69, "failed to reach the admin socket: refused")));
+    app.store(Err(Failure::new(69, "failed to reach the admin socket: refused")));
     let now = start + Duration::from_secs(75);
     let lines = screen(&mut app, now, 80, 24);
     assert!(lines[0].contains("NOT REACHABLE for 1m 15s"), "{}", lines[0]);
@@ -132,7 +132,7 @@ fn a_supervisor_that_is_gone() {
     let mut buffer = Buffer::empty(Rect::new(0, 0, 80, 24));
     draw(&mut buffer, &mut app, now);
     assert!(buffer[(0, 3)].modifier.contains(Modifier::DIM));
-    app.take(Ok(sample(now, &[snapshot("thumbnail", "ready", 0)])));
+    app.store(Ok(sample(now, &[snapshot("thumbnail", "ready", 0)])));
     buffer.reset();
     draw(&mut buffer, &mut app, now);
     assert!(!buffer[(0, 2)].modifier.contains(Modifier::DIM), "and it recovers");
@@ -142,7 +142,7 @@ fn a_supervisor_that_is_gone() {
 }
 
 #[test]
-fn help_filter_and_nothing() {
+fn draws_help_filter_and_empty_list() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Char('?'));
     let lines = screen(&mut app, now, 80, 24);
@@ -154,12 +154,12 @@ fn help_filter_and_nothing() {
     let lines = screen(&mut app, now, 80, 24);
     assert!(lines[23].starts_with("/x_") && lines[2] == "no name matches the filter", "{lines:#?}");
     let nothing = sample(now, &[]);
-    app.take(Ok(nothing));
+    app.store(Ok(nothing));
     assert_eq!(screen(&mut app, now, 80, 24)[2], "there are no bulkheads");
 }
 
 #[test]
-fn any_size_will_do() {
+fn draws_any_size() {
     let (mut app, start) = app();
     let many: Vec<Value> =
         (0..30).map(|n| snapshot(&format!("東京-{n}-{}", "n".repeat(40)), "ready", n)).collect();
@@ -172,7 +172,7 @@ fn any_size_will_do() {
             screen(&mut app, start, width, height);
             screen(&mut app, lost, height, width);
         }
-        app.take(Ok(sample(start, &many)));
+        app.store(Ok(sample(start, &many)));
         press(&mut app, KeyCode::Esc);
     }
     assert_eq!(screen(&mut app, start, 1, 1).len(), 1);

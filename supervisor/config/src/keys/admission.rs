@@ -34,9 +34,9 @@ section! {
 
     /// Share of `max_queue` at which a `queue_pressure` event is emitted. At most `reject`; the default is
     /// reduced to `reject` if `reject` is smaller.
-    warn: f64 as PART, default 0.8;
+    warn: f64 as POSITIVE_SHARE, default 0.8;
     /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.
-    reject: f64 as PART, default 1.0;
+    reject: f64 as POSITIVE_SHARE, default 1.0;
 }
 
 section! {
@@ -61,14 +61,14 @@ section! {
     /// Minimum number of jobs in the window before the breaker can open.
     min_calls: u32 as count(1, BREAKER_CALLS_CEILING), default 20;
     /// Share of failed jobs at which the breaker opens.
-    failure_rate: f64 as PART, default 0.5;
+    failure_rate: f64 as POSITIVE_SHARE, default 0.5;
     /// Run time above which a job counts as slow.
-    slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
+    slow_call: Duration as at_least(POSITIVE_DURATION), without "off", such as "\"5s\"";
     /// Share of slow jobs at which the breaker opens. Needs `slow_call`.
-    slow_rate: f64 as PART, default 1.0;
+    slow_rate: f64 as POSITIVE_SHARE, default 1.0;
     /// Time for which the breaker stays open before it lets probes through. Doubles with each consecutive
     /// opening, up to 8 times this value.
-    open_for: Duration as at_least(SOME), default Duration::from_secs(5);
+    open_for: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(5);
     /// Number of jobs that a half-open breaker lets through as probes.
     probes: u32 as count(1, BREAKER_PROBES_CEILING), default 1;
 }
@@ -80,7 +80,7 @@ section! {
     /// Maximum number of attempts of a job, including the first.
     attempts: u32 as count(2, RETRY_CEILING), default 2;
     /// Maximum number of retries, as a share of the jobs. Jobs are not retried beyond this budget.
-    budget: f64 as PART, default 0.2;
+    budget: f64 as POSITIVE_SHARE, default 0.2;
 }
 
 section! {
@@ -91,7 +91,7 @@ section! {
     /// the payload's job was the only job in it.
     crashes: u32 as count(1, POISON_CEILING), default 3;
     /// Period in which the crashes of a payload are counted.
-    within: Duration as at_least(SOME), default Duration::from_secs(72 * 3600);
+    within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(72 * 3600);
 }
 
 section! {
@@ -105,7 +105,7 @@ section! {
     max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
     /// Target for the 90th percentile of a tenant's run times. The limit falls when most tenants are above the target,
     /// and grows while they are not and the limit is reached. At most `deadline_max`.
-    target: Duration as at_least(SOME), without "required", such as "\"50ms\"";
+    target: Duration as at_least(POSITIVE_DURATION), without "required", such as "\"50ms\"";
     /// `"enforce"` applies the limit; `"monitor"` only reports the limit.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::kinds::*;
 use super::rlimits::RawRlimits;
-use super::{admission, confinement, exec, life, tenants};
+use super::{admission, confinement, exec, lifecycle, tenants};
 use crate::Profile;
 use crate::defaults::*;
 use crate::key::{BULKHEAD, Kind};
@@ -29,18 +29,18 @@ section! {
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// Program built with the worker SDK, and its arguments.
-    command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
+    command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
     /// C library. The host loads the library and calls `entry`.
-    library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, kept elsewhere;
+    library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, no field;
     /// Function of `library` that serves a job.
-    entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, kept elsewhere;
+    entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, no field;
     /// Unmodified program, run as one process per job. Standard input is the payload, standard output is the
     /// result.
-    exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, kept elsewhere;
+    exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
     /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is
     /// awaited after the program has exited. After this time, a process that still holds the output open is
     /// killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
-    output_grace: Duration as at_least(ANY), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
+    output_grace: Duration as at_least(ANY_DURATION), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
     /// Environment of the workers. Workers get only these variables and the few that the SDK needs. Names
     /// that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
@@ -54,23 +54,23 @@ section! {
     /// Maximum number of queued jobs; 0 disables the queue. A queue needs a `max_in_flight` above 0.
     max_queue: u32 as count(0, QUEUE_CEILING), default 0;
     /// Maximum time that a job waits for a permit.
-    queue_timeout: Duration as at_least(SOME), without "until the deadline", such as "\"5s\"";
+    queue_timeout: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"5s\"";
     /// Maximum run time of an attempt, from its dispatch, without the time in the queue. A client can request
     /// less. After this time the worker is ended as at `deadline`, even if other jobs run in it. At most
     /// `deadline_max`. In `[defaults]` the value applies only to bulkheads whose jobs can run that long.
-    run_limit: Duration as at_least(SOME), without "until the deadline", such as "\"1s\"";
+    run_limit: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"1s\"";
     /// Maximum time from the receipt of a job to its answer, including the time in the queue. A client can
     /// request another value.
-    deadline: Duration as at_least(SOME), default Duration::from_secs(30);
+    deadline: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(30);
     /// Maximum deadline that a client can request; larger values are reduced to it. At least `deadline`.
-    deadline_max: Duration as at_least(SOME), without "`deadline`", such as "\"5s\"";
+    deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
     /// Time between asking a worker to stop after a missed deadline and killing it; `"0s"` kills the worker
     /// immediately. With `exec` the program is killed immediately. The worker is killed only if the program
     /// is not gone within 5 s while a client waits for another program in the worker.
-    grace: Duration as at_least(ANY), default Duration::from_millis(100);
+    grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
     /// Amount of work, in expected run time, that is prefetched to a busy worker, so that it does not wait
     /// between two jobs. Applies to workers with the SDK, so not with `exec`. `"0s"` disables prefetching.
-    lookahead: Duration as at_least(ANY), default Duration::from_millis(1);
+    lookahead: Duration as at_least(ANY_DURATION), default Duration::from_millis(1);
     /// Maximum payload of a job. At most the supervisor's `max_payload`.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
     /// Maximum result of a job; a larger result is `failed` as `result_too_large`. At most the supervisor's
@@ -94,10 +94,10 @@ section! {
         retry: admission::RetryKeys,
         poison: admission::PoisonKeys,
         adaptive: admission::AdaptiveKeys,
-        restart: life::RestartKeys,
-        start: life::StartKeys,
-        health: life::HealthKeys,
-        recycle: life::RecycleKeys,
+        restart: lifecycle::RestartKeys,
+        start: lifecycle::StartKeys,
+        health: lifecycle::HealthKeys,
+        recycle: lifecycle::RecycleKeys,
         exit_status: exec::ExitStatusKeys,
         files: exec::FilesKeys,
         sandbox: confinement::SandboxKeys,

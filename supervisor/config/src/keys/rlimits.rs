@@ -4,25 +4,25 @@ use std::time::Duration;
 
 use bulkhead_linux::rlimits::Resource;
 
-use crate::key::{Key, Kind, OnReload, Preset, RLIMITS};
+use crate::key::{DefaultValue, Key, Kind, OnReload, RLIMITS};
 use crate::reader::{Field, TableReader};
 use crate::rlimits::{Measure, Rlimit, UNLIMITED, meaning};
-use crate::table::{Part, Write, Written, braced};
+use crate::table::{NestedTable, Write, Written, in_braces};
 use crate::values;
 
-fn key(resource: Resource) -> Key {
+fn row(resource: Resource) -> Key {
     let (measure, about) = meaning(resource);
     Key {
         table: RLIMITS,
         name: resource.name(),
         kind: Kind::Limit(resource),
         default: match resource {
-            Resource::Core => Preset::Count(0),
-            Resource::Fsize => Preset::Described("4GiB; without a sandbox the supervisor's own"),
-            Resource::Nproc => Preset::Described(
+            Resource::Core => DefaultValue::Count(0),
+            Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox the supervisor's own"),
+            Resource::Nproc => DefaultValue::Described(
                 "1024 if the limit counts per worker, with a separate user id or user namespace; otherwise the supervisor's own",
             ),
-            _ => Preset::Described("the supervisor's own"),
+            _ => DefaultValue::Described("the supervisor's own"),
         },
         example: match measure {
             Measure::Bytes => "\"1GiB\"",
@@ -39,23 +39,21 @@ fn key(resource: Resource) -> Key {
 /// `rlimits`, in the order of [`Resource::ALL`].
 pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
 
-impl Part for RawRlimits {
-    fn keys_inside() -> Vec<Key> {
-        Resource::ALL.map(key).to_vec()
+impl NestedTable for RawRlimits {
+    fn nested_keys() -> Vec<Key> {
+        Resource::ALL.map(row).to_vec()
     }
 
-    fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
+    fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
         let Some(mut table) = table.and_then(|table| table.table(name, RLIMITS)) else {
             return Self(Resource::ALL.map(|_| Field::Absent));
         };
-        Self(
-            Resource::ALL.map(|resource| {
-                table.take(resource.name(), |key, value| values::limit(key, resource, value))
-            }),
-        )
+        Self(Resource::ALL.map(|resource| {
+            table.read_value(resource.name(), |key, value| values::limit(key, resource, value))
+        }))
     }
 
-    fn over_part(self, defaults: &Self) -> Self {
+    fn merge_nested(self, defaults: &Self) -> Self {
         let mut own = self.0;
         for (own, default) in own.iter_mut().zip(&defaults.0) {
             *own = own.or(default);
@@ -82,16 +80,16 @@ impl Write for Vec<Rlimit> {
     fn written(&self, _: Kind) -> Option<Written> {
         let limits: Vec<_> =
             self.iter().map(|rlimit| format!("{} = {}", rlimit.resource.name(), toml(rlimit))).collect();
-        Some(Written::Toml(braced(&limits)))
+        Some(Written::Toml(in_braces(&limits)))
     }
 }
 
 fn toml(rlimit: &Rlimit) -> String {
     let scalar = match (rlimit.limit, meaning(rlimit.resource).0) {
-        (None, _) => Preset::Word(UNLIMITED),
-        (Some(bytes), Measure::Bytes) => Preset::Size(bytes),
-        (Some(seconds), Measure::Seconds) => Preset::Duration(Duration::from_secs(seconds)),
-        (Some(number), _) => Preset::Count(number),
+        (None, _) => DefaultValue::Word(UNLIMITED),
+        (Some(bytes), Measure::Bytes) => DefaultValue::Size(bytes),
+        (Some(seconds), Measure::Seconds) => DefaultValue::Duration(Duration::from_secs(seconds)),
+        (Some(number), _) => DefaultValue::Count(number),
     };
     scalar.toml().unwrap_or_default()
 }

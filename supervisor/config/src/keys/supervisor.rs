@@ -18,20 +18,20 @@ section! {
     SupervisorKeys => SupervisorConfig, SUPERVISOR;
 
     /// Unix socket for jobs. At most 107 bytes.
-    socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload Waits;
+    socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload NeedsRestart;
     /// Mode of `socket`, in octal digits; with `[[access]]` the default is 0666. A missing folder of the
     /// socket is created with mode 0700, or 0755 if `[[access]]` and the mode admit other users.
-    socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload Waits;
+    socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload NeedsRestart;
     /// Unix socket of the admin API, with mode 0600. At most 107 bytes, and different from `socket`.
-    admin: String as Kind::Path, without "`admin.sock` next to `socket`", such as "\"/run/bulkhead/admin.sock\"", reload Waits;
+    admin: String as Kind::Path, without "`admin.sock` next to `socket`", such as "\"/run/bulkhead/admin.sock\"", reload NeedsRestart;
     /// Address and port at which the admin API is also served over TCP, such as `127.0.0.1:9464`. Needs
     /// `http_token_file`.
-    http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload Waits, kept elsewhere;
+    http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload NeedsRestart, no field;
     /// File with the token that requests over TCP must contain: 16 to 4096 visible ASCII characters. Only the
     /// file's owner and group can have read permission. Needs `http`.
-    http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload Waits, kept elsewhere;
+    http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload NeedsRestart, no field;
     /// Maximum time that a stop waits for jobs in flight; `"0s"` does not wait.
-    drain_timeout: Duration as at_least(ANY), default Duration::from_secs(30);
+    drain_timeout: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
     /// Maximum number of connected clients. A single user can use all of them. If another user finds none
     /// free, the longest-idle connection of the user with the most connections is closed. Only if none is
     /// idle, the new client is rejected as `overloaded`.
@@ -48,22 +48,22 @@ section! {
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the
     /// job.
-    crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload Waits;
+    crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of newest crash reports to keep. In addition, the same number of reports about workers that
     /// never started is kept.
-    crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload Waits;
+    crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
     /// True if crash reports hold the payloads of jobs. Without payloads a report holds only their sizes, and
     /// its jobs cannot be replayed.
-    crash_payloads: bool as Kind::Boolean, default true, reload Waits;
+    crash_payloads: bool as Kind::Boolean, default true, reload NeedsRestart;
     /// Maximum number of tenants with a separate label in the metrics. Tenants of the bulkheads come first,
     /// in the order of the file and then by name, followed by tenants of `[[access]]`. All others share the
     /// label `_other`.
-    tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload Waits;
+    tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
     /// First and last user id of the range for workers with `sandbox.user = "auto"`, which get one id each.
     /// From 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
     /// supervisors on this host are skipped. Without privileges, the ids must be in the range that
     /// `/etc/subuid` gives the supervisor's user.
-    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload Waits;
+    worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 
 /// `[supervisor]`: sockets, and limits that all bulkheads share.

@@ -14,8 +14,8 @@ use crate::defaults::*;
 use crate::diagnostics::{shown, shown_key};
 use crate::key::{Key, Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
 use crate::reader::{Field, TableReader};
-use crate::table::{Part, Table as _, as_table_option, section, table};
-use crate::values::{self, Complaint};
+use crate::table::{NestedTable, Table as _, as_table_option, section, table};
+use crate::values::{self, ValueError};
 
 table! {
     /// `tenants`: limits of one tenant on shared workers, or isolation of tenants.
@@ -35,7 +35,7 @@ table! {
     /// + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
     max_active: u32 as count(1, TENANTS_ACTIVE_CEILING), default 64;
     /// Time without a job after which the workers of an isolated tenant end. Needs `isolate`.
-    idle: Duration as at_least(SOME), default Duration::from_secs(60);
+    idle: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(60);
 }
 
 section! {
@@ -132,16 +132,16 @@ pub(crate) struct RawTenant {
 }
 
 /// Tables of tenants, in the order of the file. `[defaults]` has none.
-impl Part for Vec<RawTenant> {
-    fn keys_inside() -> Vec<Key> {
+impl NestedTable for Vec<RawTenant> {
+    fn nested_keys() -> Vec<Key> {
         TenantKeys::keys()
     }
 
-    fn read_inside(table: Option<&mut TableReader<'_, '_>>, _: &'static str) -> Self {
+    fn read_nested(table: Option<&mut TableReader<'_, '_>>, _: &'static str) -> Self {
         table.map(read).unwrap_or_default()
     }
 
-    fn over_part(self, _: &Self) -> Self {
+    fn merge_nested(self, _: &Self) -> Self {
         self
     }
 }
@@ -152,12 +152,12 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
     let mut entries: Vec<_> = named.iter().collect();
     entries.sort_by_key(|(name, _)| name.span().start);
     if let Some((name, _)) = entries.get(defaults::TENANT_TABLES_MAX) {
-        bulkhead.complain(name.span(), too_many());
+        bulkhead.report_error(name.span(), too_many());
         entries.truncate(defaults::TENANT_TABLES_MAX);
     }
     let mut tenants = Vec::new();
     for (name, value) in entries {
-        bulkhead.found(name.span(), check_name(name.get_ref()));
+        bulkhead.ok_or_report(name.span(), check_name(name.get_ref()));
         match value.get_ref() {
             DeValue::Table(table) => {
                 let keys = TenantKeys::read(Field::Absent, Some(bulkhead.tenant(name.get_ref(), table)));
@@ -165,30 +165,30 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
             }
             other => {
                 let is_for_all = bulkhead.is_key_of(TENANTS, name.get_ref());
-                bulkhead.complain(value.span(), not_a_tenant(name.get_ref(), is_for_all, other));
+                bulkhead.report_error(value.span(), not_a_tenant(name.get_ref(), is_for_all, other));
             }
         }
     }
     tenants
 }
 
-fn too_many() -> Complaint {
-    Complaint::new(
+fn too_many() -> ValueError {
+    ValueError::new(
         format!("more than {} tenants with separate limits in one bulkhead", defaults::TENANT_TABLES_MAX),
         "set common limits in [bulkhead.NAME] or [bulkhead.NAME.tenants]",
     )
 }
 
 /// Checks that a job can name this tenant. Rejects the empty name, which means no tenant.
-pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
+pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     if name.is_empty() {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             "the name of a tenant is empty",
             "write [bulkhead.NAME.tenant.TENANT]; jobs without a tenant have the bulkhead's own limits",
         ));
     }
     if name.len() > TENANT_BYTES_MAX {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{}` cannot name a tenant: the name has {} bytes", shown(name), name.len()),
             format!("shorten the name; in a job, a tenant's name has at most {TENANT_BYTES_MAX} bytes"),
         ));
@@ -197,7 +197,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
 }
 
 /// Reports a value directly below `tenant`. Such keys are most likely meant for all tenants.
-fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> Complaint {
+fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError {
     let help = match is_for_all {
         true => "set a key for all tenants in [bulkhead.NAME.tenants], or for a single tenant in \
              [bulkhead.NAME.tenant.TENANT]"
@@ -205,5 +205,5 @@ fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> Complaint 
         false => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),
     };
     let found = values::type_name(value);
-    Complaint::new(format!("`tenant.{}` must be a table, not {found}", shown_key(name)), help)
+    ValueError::new(format!("`tenant.{}` must be a table, not {found}", shown_key(name)), help)
 }

@@ -5,13 +5,13 @@ use toml::de::DeValue;
 use super::{Arguments, Environment, Field, Given, TableReader};
 use crate::diagnostics::shown;
 use crate::key::Kind;
-use crate::values::{self, Complaint, Named};
+use crate::values::{self, LabelledKey, ValueError};
 
 impl TableReader<'_, '_> {
     /// Reads an array of strings: a program and its arguments, or names, words or paths. An invalid string is
     /// reported and left out. Only an array with a program must not be empty.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
-        self.take_by(name, |reader, key, value| {
+        self.read_partly(name, |reader, key, value| {
             let array = match value.get_ref() {
                 DeValue::Array(array) => array,
                 DeValue::String(text) => return Err(not_an_array(key, text)),
@@ -25,12 +25,14 @@ impl TableReader<'_, '_> {
             };
             if let Some(beyond) = array.get(max) {
                 let message = format!("`{}` has more than {max} {what}", key.label);
-                let complaint = Complaint::new(message, format!("keep the first {max}, or fewer"));
-                reader.complain(beyond.span(), complaint);
+                let error = ValueError::new(message, format!("keep the first {max}, or fewer"));
+                reader.report_error(beyond.span(), error);
             }
             let (mut taken, mut has_first) = (Vec::new(), false);
             for (index, element) in array.iter().take(max).enumerate() {
-                if let Some(value) = reader.found(element.span(), element_of(key, index, element.get_ref())) {
+                if let Some(value) =
+                    reader.ok_or_report(element.span(), element_of(key, index, element.get_ref()))
+                {
                     has_first |= index == 0;
                     taken.push(Given { value, span: element.span(), origin: reader.origin });
                 }
@@ -40,7 +42,7 @@ impl TableReader<'_, '_> {
             }
             if array.is_empty() {
                 let help = format!("write the program and the arguments: `{} = {}`", key.name, key.example());
-                return Err(Complaint::new(format!("`{}` is empty", key.name), help));
+                return Err(ValueError::new(format!("`{}` is empty", key.name), help));
             }
             // An invalid argument is already reported. The program is still worth looking up.
             Ok(has_first.then_some(taken))
@@ -49,15 +51,15 @@ impl TableReader<'_, '_> {
 
     /// Reads a table of strings as an environment. An invalid variable is reported and left out.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
-        self.take_by(name, |reader, key, value| {
+        self.read_partly(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
                 return Err(values::wrong_type(key, "a table of strings", value.get_ref()));
             };
             let mut taken = Environment::new();
             for (variable, value) in table.iter() {
                 let name = variable.get_ref();
-                reader.found(variable.span(), variable_name(name));
-                if let Some(text) = reader.found(value.span(), variable_value(name, value.get_ref())) {
+                reader.ok_or_report(variable.span(), variable_name(name));
+                if let Some(text) = reader.ok_or_report(value.span(), variable_value(name, value.get_ref())) {
                     taken.insert(name.to_string(), text);
                 }
             }
@@ -66,12 +68,12 @@ impl TableReader<'_, '_> {
     }
 }
 
-fn not_an_array(key: &Named, text: &str) -> Complaint {
+fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     let help = match key.kind {
         Kind::Program => values::split_help(key.name, text),
         _ => format!("write `{} = [\"{}\"]`", key.name, shown(text)),
     };
-    Complaint::new(format!("`{}` must be an array of strings, not a string", key.label), help)
+    ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
 /// Returns the text of a value that only lacks quotes.
@@ -85,20 +87,20 @@ fn unquoted(value: &DeValue<'_>) -> Option<String> {
 }
 
 /// Reads a string of an array. An argument can be empty, a program cannot.
-fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
+fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<String, ValueError> {
     let label = format!("{}[{index}]", key.label);
     let example = || format!("write `{} = {}`", key.name, key.example());
     let DeValue::String(text) = value else {
         let help = unquoted(value).map_or_else(example, |text| format!("write \"{text}\""));
         let found = values::type_name(value);
-        return Err(Complaint::new(format!("`{label}` must be a string, not {found}"), help));
+        return Err(ValueError::new(format!("`{label}` must be a string, not {found}"), help));
     };
     match key.kind {
-        Kind::Words(of) => values::one_of(&label, text, of)?,
+        Kind::Words(of) => values::check_word(&label, text, of)?,
         Kind::Paths(_) => values::path_text(&label, text, key)?,
         Kind::Program if index == 0 && text.is_empty() => {
             let message = format!("`{label}` is empty, but must name the program");
-            return Err(Complaint::new(message, example()));
+            return Err(ValueError::new(message, example()));
         }
         Kind::Program => values::no_nul(&label, text)?,
         _ => {}
@@ -106,18 +108,18 @@ fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, 
     Ok(text.to_string())
 }
 
-fn variable_name(name: &str) -> Result<(), Complaint> {
+fn variable_name(name: &str) -> Result<(), ValueError> {
     if name.is_empty() {
-        return Err(Complaint::new("a name in `env` is empty", "write `env = { NAME = \"value\" }`"));
+        return Err(ValueError::new("a name in `env` is empty", "write `env = { NAME = \"value\" }`"));
     }
     if name.contains(['=', '\0']) {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`{}` cannot name a variable: the name contains `=` or a NUL byte", shown(name)),
             "write `env = { NAME = \"value\" }`",
         ));
     }
     if name.starts_with("BULKHEAD_") {
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!(
                 "`{}` is reserved: the supervisor sets the names that start with `BULKHEAD_`",
                 shown(name)
@@ -128,11 +130,11 @@ fn variable_name(name: &str) -> Result<(), Complaint> {
     Ok(())
 }
 
-fn variable_value(name: &str, value: &DeValue<'_>) -> Result<String, Complaint> {
+fn variable_value(name: &str, value: &DeValue<'_>) -> Result<String, ValueError> {
     let name = shown(name);
     let DeValue::String(text) = value else {
         let literal = unquoted(value).unwrap_or_else(|| "value".to_owned());
-        return Err(Complaint::new(
+        return Err(ValueError::new(
             format!("`env.{name}` must be a string, not {}", values::type_name(value)),
             format!("write `{name} = \"{literal}\"`"),
         ));

@@ -7,20 +7,20 @@ use crate::file::RawAccess;
 use crate::keys::tenants::check_name as check_tenant_name;
 use crate::reader::{Arguments, Field, Given};
 use crate::table::WithDefault;
-use crate::values::Complaint;
+use crate::values::ValueError;
 use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
 
 /// Mode bits that allow users other than the supervisor's user to connect.
-const OTHERS_MAY: u32 = 0o022;
+const OTHERS_CAN_CONNECT: u32 = 0o022;
 
 /// Returns the modes of the jobs socket and of its folder. If entries decide which users can connect, the
 /// file system need not restrict them.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
-    let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
-    let socket_mode = socket_mode.value_or(preset);
+    let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
+    let socket_mode = socket_mode.value_or(default_value);
     // With the default mode, the folder would exclude users that the entries and the socket's mode allow.
-    let open = has_access && socket_mode & OTHERS_MAY != 0;
+    let open = has_access && socket_mode & OTHERS_CAN_CONNECT != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
 
@@ -29,7 +29,7 @@ impl Checker<'_> {
     pub(super) fn access(&mut self, raw: &[RawAccess], names: &[String]) -> Vec<AccessConfig> {
         raw.iter()
             .map(|entry| AccessConfig {
-                who: self.who(entry),
+                who: self.user_or_group(entry),
                 bulkheads: self.access_bulkheads(&entry.bulkheads, names),
                 tenants: self.access_tenants(&entry.tenants),
             })
@@ -37,21 +37,21 @@ impl Checker<'_> {
     }
 
     /// Checks that exactly one of `uid`, `gid`, `user` and `group` is set.
-    fn who(&mut self, raw: &RawAccess) -> Who {
+    fn user_or_group(&mut self, raw: &RawAccess) -> Who {
         self.check_one_of(
             &raw.heading,
             [
-                raw.uid.written("uid"),
-                raw.gid.written("gid"),
-                raw.user.written("user"),
-                raw.group.written("group"),
+                raw.uid.present_key("uid"),
+                raw.gid.present_key("gid"),
+                raw.user.present_key("user"),
+                raw.group.present_key("group"),
             ],
-            Complaint::new(
+            ValueError::new(
                 "an entry of `access` names no user or group",
                 "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"` or `group = \"www-data\"`",
             ),
             |several| {
-                Complaint::new(
+                ValueError::new(
                     format!("an entry of `access` has {several}, but must name a single user or group"),
                     "keep a single key, and add an [[access]] entry for each other user or group",
                 )
@@ -72,20 +72,20 @@ impl Checker<'_> {
         &mut self,
         label: &str,
         name: &Given<String>,
-        look_up: impl FnOnce(&str, &str) -> Result<u32, Complaint>,
+        look_up: impl FnOnce(&str, &str) -> Result<u32, ValueError>,
     ) -> u32 {
-        self.found(&name.span, look_up(label, &name.value)).unwrap_or_default()
+        self.ok_or_report(&name.span, look_up(label, &name.value)).unwrap_or_default()
     }
 
     fn access_bulkheads(&mut self, field: &Field<Arguments>, names: &[String]) -> Option<Vec<String>> {
         let given = field.given()?;
-        self.check_something("bulkheads", "all", given);
-        self.check_once("access.bulkheads", &given.value);
+        self.check_not_empty("bulkheads", "all", given);
+        self.check_unique("access.bulkheads", &given.value);
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         for name in given.value.iter().filter(|name| !names.contains(&name.value.as_str())) {
             let message =
                 format!("`access.bulkheads` names `{}`, and there is no such bulkhead", shown(&name.value));
-            let help = Self::instead(&name.value, &names, "bulkheads");
+            let help = Self::suggest_name(&name.value, &names, "bulkheads");
             self.problems.report(name.span.clone(), message, help);
         }
         Some(strings(given))
@@ -93,24 +93,24 @@ impl Checker<'_> {
 
     fn access_tenants(&mut self, field: &Field<Arguments>) -> Option<Vec<String>> {
         let given = field.given()?;
-        self.check_something("tenants", "any", given);
-        self.check_once("access.tenants", &given.value);
+        self.check_not_empty("tenants", "any", given);
+        self.check_unique("access.tenants", &given.value);
         for name in &given.value {
-            let judged = match name.value.is_empty() {
-                true => Err(Complaint::new(
+            let result = match name.value.is_empty() {
+                true => Err(ValueError::new(
                     "`access.tenants` contains an empty name",
                     "remove `tenants` to allow jobs without a tenant",
                 )),
                 false => check_tenant_name(&name.value),
             };
-            self.found(&name.span, judged);
+            self.ok_or_report(&name.span, result);
         }
         Some(strings(given))
     }
 
     /// Reports an empty list, which would permit nothing. The list is not reported if an
     /// invalid element was left out, because that element could have permitted something.
-    fn check_something(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
+    fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(
                 given.span.clone(),

@@ -2,11 +2,11 @@
 
 use std::fmt::Display;
 
-use super::{Checker, Permits, leaf};
+use super::{Checker, Permits, key_name};
 use crate::key::Key;
 use crate::keys::admission::{AdaptiveKeys, BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
 use crate::reader::{Field, Origin};
-use crate::resolved::{Resolved, blame, blame_one_of};
+use crate::resolved::{Resolved, report_position, report_position_of};
 use crate::schema;
 use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
@@ -31,14 +31,14 @@ pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
 impl PressureKeys {
     /// Returns true if the bulkhead itself sets `pressure`.
     pub(super) fn is_own(&self) -> bool {
-        self.here.given().is_some_and(|here| here.origin == Origin::Own)
+        self.presence.given().is_some_and(|presence| presence.origin == Origin::Own)
     }
 }
 
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &PriorityKeys) -> Option<PriorityConfig> {
         let critical_reserve =
-            self.required(&raw.here, PriorityKeys::PATH, ("critical_reserve", &raw.critical_reserve))?;
+            self.required(&raw.presence, PriorityKeys::PATH, ("critical_reserve", &raw.critical_reserve))?;
         Some(PriorityConfig { critical_reserve })
     }
 
@@ -46,11 +46,11 @@ impl Checker<'_> {
         let overflow = raw.resolved();
         if overflow.value == Overflow::EvictOldest
             && queue.value == 0
-            && let Some(place) = blame(&overflow, queue)
+            && let Some(position) = report_position(&overflow, queue)
         {
-            let overflow = overflow.told(format_args!("\"{}\"", overflow.value.name()));
-            let (what, help) = overflow_needs_queue(overflow, queue.told(0));
-            self.problems.report(place, what, help);
+            let overflow = overflow.with_origin(format_args!("\"{}\"", overflow.value.name()));
+            let (what, help) = overflow_needs_queue(overflow, queue.with_origin(0));
+            self.problems.report(position, what, help);
         }
         overflow.value
     }
@@ -59,10 +59,10 @@ impl Checker<'_> {
     pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
         if raw.is_own()
             && queue.value == 0
-            && let Some(place) = blame(&raw.here.resolved(()), queue)
+            && let Some(position) = report_position(&raw.presence.resolved(()), queue)
         {
-            let (what, help) = pressure_needs_queue(queue.told(0));
-            self.problems.report(place, what, help);
+            let (what, help) = pressure_needs_queue(queue.with_origin(0));
+            self.problems.report(position, what, help);
         }
         let reject = raw.reject.resolved();
         // A file with an early rejection does not ask for a warning after it.
@@ -72,7 +72,8 @@ impl Checker<'_> {
     }
 
     pub(super) fn rate_limit(&mut self, raw: &RateLimitKeys) -> Option<RateLimitConfig> {
-        let per_second = self.required(&raw.here, RateLimitKeys::PATH, ("per_second", &raw.per_second))?;
+        let per_second =
+            self.required(&raw.presence, RateLimitKeys::PATH, ("per_second", &raw.per_second))?;
         let burst = burst(&raw.burst, per_second);
         Some(RateLimitConfig { per_second, burst, per: raw.per.value() })
     }
@@ -87,12 +88,12 @@ impl Checker<'_> {
                 "add `slow_call = \"1s\"`, or remove `slow_rate`",
             );
         }
-        raw.checked_if_here()
+        raw.checked_if_present()
     }
 
     pub(super) fn adaptive(&mut self, raw: &AdaptiveKeys) -> Option<AdaptiveConfig> {
-        let max = self.required(&raw.here, AdaptiveKeys::PATH, ("max", &raw.max));
-        let target = self.required(&raw.here, AdaptiveKeys::PATH, ("target", &raw.target));
+        let max = self.required(&raw.presence, AdaptiveKeys::PATH, ("max", &raw.max));
+        let target = self.required(&raw.presence, AdaptiveKeys::PATH, ("target", &raw.target));
         let (max, target) = (max?, target?);
         let min = raw.min.resolved();
         self.ordered(("adaptive.min", &min), ("adaptive.max", &raw.max.resolved(max)), |count| {
@@ -112,18 +113,18 @@ impl Checker<'_> {
             return;
         }
         let max = raw.max.resolved(max.value);
-        let Some(place) = blame_one_of(&[&max, processes, in_flight]) else { return };
+        let Some(position) = report_position_of(&[&max, processes, in_flight]) else { return };
         let help = match most {
             0 => "write `max_in_flight = 1` or more, or remove `adaptive`".to_owned(),
             most => format!("write `max = {most}` or less, or more `processes` or `max_in_flight`"),
         };
         self.problems.report(
-            place,
+            position,
             format!(
                 "`adaptive.max` ({}) is above `{processes_name}` ({}) × `{in_flight_name}` ({})",
-                max.told(max.value),
-                processes.told(processes.value),
-                in_flight.told(in_flight.value)
+                max.with_origin(max.value),
+                processes.with_origin(processes.value),
+                in_flight.with_origin(in_flight.value)
             ),
             help,
         );
@@ -132,16 +133,16 @@ impl Checker<'_> {
     /// Returns the value of a key that its table requires.
     pub(super) fn required<T: Clone>(
         &mut self,
-        here: &Field<()>,
+        presence: &Field<()>,
         table: &'static str,
         (name, field): (&'static str, &Field<T>),
     ) -> Option<T> {
-        let here = here.given()?;
+        let presence = presence.given()?;
         if field.is_absent() {
-            let table_name = leaf(table);
+            let table_name = key_name(table);
             let example = schema::find(table, name).as_ref().map(Key::example).unwrap_or_default();
             self.problems.report(
-                here.span.clone(),
+                presence.span.clone(),
                 format!("`{table_name}` needs `{name}`"),
                 format!("add `{name} = {example}`, or remove `{table_name}`"),
             );

@@ -29,7 +29,7 @@ impl Checker<'_> {
         };
         if profile.value == Profile::None {
             self.check_profile(raw, &profile);
-            return nothing_confined();
+            return no_confinement();
         }
         self.check_allowed_and_denied(raw);
         self.check_denied(raw);
@@ -46,7 +46,7 @@ impl Checker<'_> {
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
-        self.check_confined("syscalls", &raw.syscalls.here, raw, profile);
+        self.check_confined("syscalls", &raw.syscalls.presence, raw, profile);
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
@@ -59,8 +59,8 @@ impl Checker<'_> {
         profile: &Resolved<Profile>,
     ) {
         let Some(given) = field.given() else { return };
-        let silenced = raw.profile.given().is_some_and(|profile| profile.origin > given.origin);
-        if silenced || raw.profile.is_refused() {
+        let is_overridden = raw.profile.given().is_some_and(|profile| profile.origin > given.origin);
+        if is_overridden || raw.profile.is_invalid() {
             return;
         }
         let elsewhere = match given.origin {
@@ -72,7 +72,7 @@ impl Checker<'_> {
             given.span.clone(),
             format!(
                 "`sandbox.{name}` has no effect: `sandbox.profile` is {}",
-                profile.told(format_args!("\"{}\"", profile.value.name()))
+                profile.with_origin(format_args!("\"{}\"", profile.value.name()))
             ),
             format!(
                 "set `profile = \"{default}\"` or `profile = \"{strict}\"`, or remove `{name}`{elsewhere}"
@@ -82,11 +82,11 @@ impl Checker<'_> {
 
     fn paths(&mut self, label: &str, field: &Field<Arguments>) -> Vec<PathBuf> {
         let Some(given) = field.given() else { return Vec::new() };
-        self.check_once(label, &given.value);
+        self.check_unique(label, &given.value);
         let mut paths = Vec::new();
         for text in &given.value {
             let path = programs::resolve(self.folder, &text.value);
-            self.found(&text.span, programs::present(label, &path, self.folder));
+            self.ok_or_report(&text.span, programs::present(label, &path, self.folder));
             paths.push(path);
         }
         paths
@@ -100,21 +100,21 @@ impl Checker<'_> {
         if given.value == SandboxUser::SHARED {
             return Some(SandboxUser::Shared);
         }
-        if let Err(mut complaint) = identities::user("sandbox.user", &given.value) {
-            complaint.help = format!(
+        if let Err(mut error) = identities::user("sandbox.user", &given.value) {
+            error.help = format!(
                 "write `user = \"{}\"` or `user = \"{}\"`, or {}",
                 SandboxUser::AUTO,
                 SandboxUser::SHARED,
-                complaint.help
+                error.help
             );
-            self.complain(given.span.clone(), complaint);
+            self.report_error(given.span.clone(), error);
         }
         Some(SandboxUser::Named(given.value.clone()))
     }
 
     fn system_calls(&mut self, label: &str, field: &Field<Arguments>) -> Vec<String> {
         let Some(given) = field.given() else { return Vec::new() };
-        self.check_once(label, &given.value);
+        self.check_unique(label, &given.value);
         for name in given.value.iter().filter(|name| !is_system_call(&name.value)) {
             self.problems.report(
                 name.span.clone(),
@@ -127,7 +127,7 @@ impl Checker<'_> {
 
     fn layers(&mut self, field: &Field<Arguments>) -> Vec<Layer> {
         let Some(given) = field.given() else { return Vec::new() };
-        self.check_once("sandbox.best_effort", &given.value);
+        self.check_unique("sandbox.best_effort", &given.value);
         given.value.iter().filter_map(|word| Layer::of(&word.value)).collect()
     }
 
@@ -164,7 +164,7 @@ impl Checker<'_> {
     }
 }
 
-fn nothing_confined() -> SandboxConfig {
+fn no_confinement() -> SandboxConfig {
     SandboxConfig {
         profile: Profile::None,
         network: false,

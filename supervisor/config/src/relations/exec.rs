@@ -50,8 +50,8 @@ impl Checker<'_> {
     pub(super) fn check_exec(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         if !matches!(bulkhead.program, Program::Exec { .. }) {
             self.check_for_exec(raw, "output_grace", &raw.output_grace);
-            self.check_for_exec(raw, "exit_status", &raw.exit_status.here);
-            self.check_for_exec(raw, "files", &raw.files.here);
+            self.check_for_exec(raw, "exit_status", &raw.exit_status.presence);
+            self.check_for_exec(raw, "files", &raw.files.presence);
             return;
         }
         let files = [("input", &raw.files.input), ("output", &raw.files.output)];
@@ -72,7 +72,7 @@ impl Checker<'_> {
         }
         let Some(files) = files.iter().find_map(|(_, field)| field.given()) else {
             let are_absent = files.iter().all(|(_, field)| field.is_absent());
-            if let Some(given) = raw.files.here.given().filter(|_| are_absent) {
+            if let Some(given) = raw.files.presence.given().filter(|_| are_absent) {
                 let message = "`files` names neither `input` nor `output`";
                 self.problems.report(
                     given.span.clone(),
@@ -91,9 +91,9 @@ impl Checker<'_> {
         }
         let sandbox = &bulkhead.sandbox;
         if sandbox.profile != Profile::None && sandbox.tmp_bytes == 0 {
-            let place = raw.sandbox.tmp.given().map_or(&files.span, |tmp| &tmp.span);
+            let position = raw.sandbox.tmp.given().map_or(&files.span, |tmp| &tmp.span);
             self.problems.report(
-                place.clone(),
+                position.clone(),
                 "`files` needs a temporary folder, and `sandbox.tmp` is 0",
                 "write `tmp = \"64MiB\"` or more, so that a payload and a result fit",
             );

@@ -4,7 +4,7 @@ use super::Checker;
 use crate::diagnostics::shown;
 use crate::file::RawBulkhead;
 use crate::reader::{Given, Origin};
-use crate::values::Complaint;
+use crate::values::ValueError;
 
 impl Checker<'_> {
     /// Checks the fallbacks of a bulkhead. `names` contains all bulkhead names in the file.
@@ -12,8 +12,8 @@ impl Checker<'_> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
         for name in &given.value {
-            if let Some(complaint) = judge(name, &raw.name, names, &taken) {
-                self.complain(name.span.clone(), complaint);
+            if let Some(error) = name_error(name, &raw.name, names, &taken) {
+                self.report_error(name.span.clone(), error);
             }
             taken.push(name.value.clone());
         }
@@ -22,22 +22,22 @@ impl Checker<'_> {
 }
 
 /// Returns the problem with `name` in the `fallback` of bulkhead `own`, after the names in `before`.
-fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<Complaint> {
+fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
-        return Some(Complaint::new(
+        return Some(ValueError::new(
             format!("`fallback` names `{}` twice", shown(&name.value)),
             "remove an entry: a job tries each bulkhead at most once",
         ));
     }
     if name.value == own {
         return Some(match name.origin {
-            Origin::Defaults => Complaint::new(
+            Origin::Defaults => ValueError::new(
                 format!(
                     "bulkhead `{own}` would be a fallback of itself: `fallback` in [defaults] names this bulkhead"
                 ),
                 format!("set `fallback` in [bulkhead.{own}], as in `fallback = []` for no fallback"),
             ),
-            Origin::Own | Origin::Tenant => Complaint::new(
+            Origin::Own | Origin::Tenant => ValueError::new(
                 format!("bulkhead `{}` is a fallback of itself", shown(own)),
                 "name another bulkhead, or remove the name",
             ),
@@ -45,15 +45,15 @@ fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -
     }
     if !names.contains(&name.value) {
         let message = format!("`fallback` names `{}`, and there is no such bulkhead", shown(&name.value));
-        return Some(Complaint::new(message, instead(&name.value, own, names)));
+        return Some(ValueError::new(message, suggest_name(&name.value, own, names)));
     }
     None
 }
 
-fn instead(name: &str, own: &str, names: &[String]) -> String {
+fn suggest_name(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
         [] => "the file has no other bulkhead: add a section [bulkhead.NAME], or remove the name".to_owned(),
-        others => Checker::instead(name, others, "other bulkheads"),
+        others => Checker::suggest_name(name, others, "other bulkheads"),
     }
 }

@@ -11,7 +11,7 @@ use crate::file::RawBulkhead;
 use crate::key;
 use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
-use crate::resolved::{blame, blame_one_of};
+use crate::resolved::{report_position, report_position_of};
 use crate::table::WithDefault;
 use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
 
@@ -21,15 +21,15 @@ impl Checker<'_> {
         self.check_without_effect("idle", &raw.idle, &raw.isolate);
         self.check_common_share("max_in_flight", &raw.max_in_flight, &raw.isolate);
         self.check_common_share("max_queue", &raw.max_queue, &raw.isolate);
-        let here = raw.here.given()?;
-        let is_silent = raw.isolate.is_absent()
+        let presence = raw.presence.given()?;
+        let is_empty = raw.isolate.is_absent()
             && raw.max_in_flight.is_absent()
             && raw.max_queue.is_absent()
             && raw.max_active.is_absent()
             && raw.idle.is_absent();
-        if is_silent {
+        if is_empty {
             self.problems.report(
-                here.span.clone(),
+                presence.span.clone(),
                 "`tenants` sets neither `isolate` nor `max_in_flight` nor `max_queue`",
                 "add `isolate = true`, `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
             );
@@ -38,16 +38,17 @@ impl Checker<'_> {
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
         // `isolate = false` alone overrides an isolation in `[defaults]`.
-        let says_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
-        says_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
+        let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
+        sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
     /// Rejects a key without effect. `isolate = false` of a bulkhead can override an isolation of
     /// `[defaults]`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };
-        let silenced = isolate.given().is_some_and(|isolate| isolate.value || isolate.origin > given.origin);
-        if silenced || isolate.is_refused() {
+        let is_overridden =
+            isolate.given().is_some_and(|isolate| isolate.value || isolate.origin > given.origin);
+        if is_overridden || isolate.is_invalid() {
             return;
         }
         let elsewhere = match given.origin {
@@ -69,15 +70,15 @@ impl Checker<'_> {
         let Some(given) = field.given() else { return };
         let share = field.resolved(given.value);
         if isolate.value
-            && let Some(place) = blame(&share, &isolate)
+            && let Some(position) = report_position(&share, &isolate)
         {
             self.problems.report(
-                place,
+                position,
                 format!(
                     "`tenants.{name}` ({}) is a share of common workers, but with `tenants.isolate` ({}) no \
                      workers are common",
-                    share.told(share.value),
-                    isolate.told(true)
+                    share.with_origin(share.value),
+                    isolate.with_origin(true)
                 ),
                 format!(
                     "remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"
@@ -104,7 +105,7 @@ impl Checker<'_> {
         let raw = &raw.keys;
         let limit = &raw.rate_limit;
         let per_second =
-            self.required(&limit.here, key::TENANT_RATE_LIMIT, ("per_second", &limit.per_second));
+            self.required(&limit.presence, key::TENANT_RATE_LIMIT, ("per_second", &limit.per_second));
         TenantConfig {
             max_in_flight: raw.max_in_flight.value(),
             max_queue: raw.max_queue.value(),
@@ -129,17 +130,17 @@ impl Checker<'_> {
                 "add `tenants = { isolate = true }` to the bulkhead, or remove `processes`",
             );
         }
-        let (limit, per) = (&raw.keys.rate_limit.here, bulkhead.rate_limit.per.resolved());
+        let (limit, per) = (&raw.keys.rate_limit.presence, bulkhead.rate_limit.per.resolved());
         if limit.given().is_some()
-            && bulkhead.rate_limit.here.given().is_some()
+            && bulkhead.rate_limit.presence.given().is_some()
             && per.value == RatePer::Bulkhead
-            && let Some(place) = blame(&limit.resolved(()), &per)
+            && let Some(position) = report_position(&limit.resolved(()), &per)
         {
             self.problems.report(
-                place,
+                position,
                 format!(
                     "`tenant.{label}.rate_limit` needs `rate_limit.per = \"tenant\"` (it is {})",
-                    per.told(format_args!("\"{}\"", per.value.name()))
+                    per.with_origin(format_args!("\"{}\"", per.value.name()))
                 ),
                 "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove the tenant's `rate_limit`",
             );
@@ -174,33 +175,34 @@ impl Checker<'_> {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
         let (processes, spares) = (raw.processes.resolved(), raw.start.spares.resolved());
         let max_active = raw.tenants.max_active.resolved();
-        let in_all = bulkhead.workers_max() + bulkhead.spares_max();
-        if bulkhead.isolation().is_none() || in_all <= ceiling {
+        let total = bulkhead.workers_max() + bulkhead.spares_max();
+        if bulkhead.isolation().is_none() || total <= ceiling {
             return;
         }
         let each = u64::from(processes.value) + u64::from(spares.value);
         if each * u64::from(max_active.value) <= ceiling {
-            return self.report_largest_tenant(raw, in_all);
+            return self.report_largest_tenant(raw, total);
         }
-        let Some(place) = blame_one_of(&[&max_active, &processes, &spares]) else { return };
-        let of_one = format!("`processes` ({})", processes.told(processes.value));
-        let (of_one, with) = match spares.value {
-            0 => (of_one, "these processes"),
-            some => {
-                (format!("({of_one} + `start.spares` ({}))", spares.told(some)), "these processes and spares")
-            }
+        let Some(position) = report_position_of(&[&max_active, &processes, &spares]) else { return };
+        let per_tenant = format!("`processes` ({})", processes.with_origin(processes.value));
+        let (per_tenant, with) = match spares.value {
+            0 => (per_tenant, "these processes"),
+            some => (
+                format!("({per_tenant} + `start.spares` ({}))", spares.with_origin(some)),
+                "these processes and spares",
+            ),
         };
-        let max_active = max_active.told(max_active.value);
+        let max_active = max_active.with_origin(max_active.value);
         self.problems.report(
-            place,
-            format!("{of_one} × `tenants.max_active` ({max_active}) is above {ceiling}"),
+            position,
+            format!("{per_tenant} × `tenants.max_active` ({max_active}) is above {ceiling}"),
             format!("with {with} write `max_active = {}` or less", ceiling / each),
         );
     }
 
     /// Reports the tenant with the most processes. The bulkhead's own numbers are within the limit.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
-        if raw.processes.is_refused() || raw.tenants.max_active.is_refused() {
+        if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;
         }
         let own = raw.tenant.iter().filter_map(|tenant| Some((tenant, tenant.keys.processes.given()?)));
@@ -221,9 +223,9 @@ impl Checker<'_> {
 
 /// Returns true if tenants have separate workers; `None` if the key was refused.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
-    match (&*raw.isolate, &raw.here) {
+    match (&*raw.isolate, &raw.presence) {
         (Field::Given(isolate), _) => Some(isolate.value),
         (Field::Absent, Field::Absent | Field::Given(_)) => Some(raw.isolate.default),
-        (Field::Absent, Field::Refused) | (Field::Refused, _) => None,
+        (Field::Absent, Field::Invalid) | (Field::Invalid, _) => None,
     }
 }

@@ -10,7 +10,7 @@ use crate::resolved::Resolved;
 use crate::units;
 
 /// Longest possible time of a job, and the key that sets it.
-pub(super) struct Longest<'r>(&'static str, &'r Resolved<Duration>);
+pub(super) struct LongestTime<'r>(&'static str, &'r Resolved<Duration>);
 
 impl Checker<'_> {
     pub(super) fn check_deadlines<'r>(
@@ -18,19 +18,19 @@ impl Checker<'_> {
         raw: &RawBulkhead,
         deadline: &'r Resolved<Duration>,
         max: &'r Resolved<Duration>,
-    ) -> Longest<'r> {
+    ) -> LongestTime<'r> {
         if raw.deadline_max.is_absent() {
-            return Longest("deadline", deadline);
+            return LongestTime("deadline", deadline);
         }
         self.ordered(("deadline", deadline), ("deadline_max", max), units::duration_literal);
-        Longest("deadline_max", max)
+        LongestTime("deadline_max", max)
     }
 
     /// In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
     pub(super) fn run_limit(
         &mut self,
         raw: &RawBulkhead,
-        &Longest(name, longest): &Longest<'_>,
+        &LongestTime(name, longest): &LongestTime<'_>,
     ) -> Option<Duration> {
         let given = raw.run_limit.given()?;
         if given.value <= longest.value {
@@ -45,7 +45,7 @@ impl Checker<'_> {
 
     /// Rejects a target above the longest possible run time, because such a target would never lower the
     /// limit.
-    pub(super) fn check_target(&mut self, raw: &RawBulkhead, &Longest(name, longest): &Longest<'_>) {
+    pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);

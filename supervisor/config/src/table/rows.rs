@@ -10,7 +10,7 @@
 //! ```
 //!
 //! `reload` gives the effect of a changed value at a reload if it does not apply immediately.
-//! `kept elsewhere` means that the checked value is not in a field named like the key.
+//! `no field` means that the checked value is not in a field named like the key.
 
 /// Declares a table; see the module documentation. Tables inside the table follow after the rows.
 macro_rules! table {
@@ -19,16 +19,16 @@ macro_rules! table {
         $raw:ident, $path:expr;
         $(
             $(#[doc = $sentence:literal])+
-            $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
-            $(, such as $example:expr)? $(, reload $reload:ident)? $(, kept $elsewhere:ident)?;
+            $key:ident: $type:ty as $kind:expr, $mode:ident $arg:expr
+            $(, such as $example:expr)? $(, reload $reload:ident)? $(, no $no_field:ident)?;
         )*
         $(tables { $($inner:ident: $part:ty,)+ })?
     ) => {
         $(#[$about])*
         pub(crate) struct $raw {
             /// Position of the table's name, if the table is present.
-            pub(crate) here: $crate::reader::Field<()>,
-            $($(#[doc = $sentence])+ pub(crate) $key: $crate::table::slot!($how $type),)*
+            pub(crate) presence: $crate::reader::Field<()>,
+            $($(#[doc = $sentence])+ pub(crate) $key: $crate::table::field_type!($mode $type),)*
             $($(pub(crate) $inner: $part,)+)?
         }
 
@@ -40,34 +40,34 @@ macro_rules! table {
                     table: $path,
                     name: stringify!($key),
                     kind: $kind,
-                    default: $crate::table::preset!($how $what; $type; $kind),
-                    example: $crate::table::first!($($example,)? ""),
+                    default: $crate::table::default_value!($mode $arg; $type; $kind),
+                    example: $crate::table::first_of!($($example,)? ""),
                     about: concat!($($sentence),+).trim_ascii_start(),
                     on_reload: $crate::table::on_reload!($($reload)?),
                 },)*];
                 let tables: Vec<$crate::key::Key> =
                     vec![$($($crate::key::Key::of_table($path, stringify!($inner)),)+)?];
                 let inside: Vec<Vec<$crate::key::Key>> =
-                    vec![$($(<$part as $crate::table::Part>::keys_inside(),)+)?];
+                    vec![$($(<$part as $crate::table::NestedTable>::nested_keys(),)+)?];
                 rows.into_iter().chain(tables).chain(inside.into_iter().flatten()).collect()
             }
 
             fn read(
-                here: $crate::reader::Field<()>,
+                presence: $crate::reader::Field<()>,
                 mut table: Option<$crate::reader::TableReader<'_, '_>>,
             ) -> Self {
                 Self {
-                    here,
-                    $($key: $crate::table::slot_of!($how $what; $crate::table::take(&mut table, stringify!($key))),)*
-                    $($($inner: $crate::table::Part::read_inside(table.as_mut(), stringify!($inner)),)+)?
+                    presence,
+                    $($key: $crate::table::field_value!($mode $arg; $crate::table::read_optional(&mut table, stringify!($key))),)*
+                    $($($inner: $crate::table::NestedTable::read_nested(table.as_mut(), stringify!($inner)),)+)?
                 }
             }
 
-            fn over(self, defaults: &Self) -> Self {
+            fn merge(self, defaults: &Self) -> Self {
                 Self {
-                    here: self.here.or(&defaults.here),
-                    $($key: self.$key.over(&defaults.$key),)*
-                    $($($inner: $crate::table::Part::over_part(self.$inner, &defaults.$inner),)+)?
+                    presence: self.presence.or(&defaults.presence),
+                    $($key: self.$key.merge(&defaults.$key),)*
+                    $($($inner: $crate::table::NestedTable::merge_nested(self.$inner, &defaults.$inner),)+)?
                 }
             }
         }
@@ -83,8 +83,8 @@ macro_rules! section {
         $raw:ident => $checked:ty, $path:expr $(, by $rows:ident)?;
         $(
             $(#[doc = $sentence:literal])+
-            $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
-            $(, such as $example:expr)? $(, reload $reload:ident)? $(, kept $elsewhere:ident)?;
+            $key:ident: $type:ty as $kind:expr, $mode:ident $arg:expr
+            $(, such as $example:expr)? $(, reload $reload:ident)? $(, no $no_field:ident)?;
         )*
         $(tables { $($inner:ident: $part:ty,)+ })?
     ) => {
@@ -93,7 +93,7 @@ macro_rules! section {
             $raw, $path;
             $(
                 $(#[doc = $sentence])+
-                $key: $type as $kind, $how $what $(, such as $example)? $(, reload $reload)?;
+                $key: $type as $kind, $mode $arg $(, such as $example)? $(, reload $reload)?;
             )*
             $(tables { $($inner: $part,)+ })?
         }
@@ -101,9 +101,9 @@ macro_rules! section {
         $crate::table::checked!($($rows)?; $raw => $checked; $($key)*);
 
         impl $crate::table::Section for $checked {
-            fn entries(&self) -> Vec<$crate::table::Entry> {
-                let rows = [$($crate::table::entry!($($elsewhere)?; $how $what; self.$key; stringify!($key); $kind),)*];
-                let tables: Vec<$crate::table::Entry> = vec![$($($crate::table::Entry {
+            fn key_values(&self) -> Vec<$crate::table::KeyValue> {
+                let rows = [$($crate::table::key_value!($($no_field)?; $mode $arg; self.$key; stringify!($key); $kind),)*];
+                let tables: Vec<$crate::table::KeyValue> = vec![$($($crate::table::KeyValue {
                     key: stringify!($inner),
                     value: $crate::table::Write::written(&self.$inner, $crate::key::Kind::Table),
                     without: "off",
@@ -114,8 +114,8 @@ macro_rules! section {
 
         impl $crate::table::Write for $checked {
             fn written(&self, _: $crate::key::Kind) -> Option<$crate::table::Written> {
-                let entries = $crate::table::Section::entries(self);
-                Some($crate::table::Written::Toml($crate::table::inline(entries)))
+                let entries = $crate::table::Section::key_values(self);
+                Some($crate::table::Written::Toml($crate::table::inline_table(entries)))
             }
         }
     };
@@ -124,13 +124,13 @@ pub(crate) use section;
 
 // Helpers that expand `default` and `without`.
 
-macro_rules! slot {
+macro_rules! field_type {
     (default $type:ty) => { $crate::table::WithDefault<$type> };
     (without $type:ty) => { $crate::reader::Field<$type> };
 }
-pub(crate) use slot;
+pub(crate) use field_type;
 
-macro_rules! slot_of {
+macro_rules! field_value {
     (default $default:expr; $field:expr) => {
         $crate::table::WithDefault { field: $field, default: $default }
     };
@@ -138,33 +138,33 @@ macro_rules! slot_of {
         $field
     };
 }
-pub(crate) use slot_of;
+pub(crate) use field_value;
 
-macro_rules! preset {
+macro_rules! default_value {
     (default $default:expr; $type:ty; $kind:expr) => {{
         let default: $type = $default;
-        $crate::table::Scalar::preset(&default, $kind)
+        $crate::table::Scalar::default_value(&default, $kind)
     }};
     (without $words:expr; $type:ty; $kind:expr) => {
-        $crate::key::Preset::Described($words)
+        $crate::key::DefaultValue::Described($words)
     };
 }
-pub(crate) use preset;
+pub(crate) use default_value;
 
-macro_rules! entry {
-    (elsewhere; $how:ident $what:expr; $value:expr; $name:expr; $kind:expr) => { None };
+macro_rules! key_value {
+    (field; $mode:ident $arg:expr; $value:expr; $name:expr; $kind:expr) => { None };
     (; default $default:expr; $value:expr; $name:expr; $kind:expr) => {
-        $crate::table::entry!(; without ""; $value; $name; $kind)
+        $crate::table::key_value!(; without ""; $value; $name; $kind)
     };
     (; without $words:expr; $value:expr; $name:expr; $kind:expr) => {
-        Some($crate::table::Entry {
+        Some($crate::table::KeyValue {
             key: $name,
             value: $crate::table::Write::written(&$value, $kind),
             without: $words,
         })
     };
 }
-pub(crate) use entry;
+pub(crate) use key_value;
 
 macro_rules! checked {
     (; $raw:ident => $checked:ty; $($key:ident)*) => {};
@@ -172,8 +172,8 @@ macro_rules! checked {
         impl $crate::table::ByRows for $raw {
             type Checked = $checked;
 
-            fn here(&self) -> &$crate::reader::Field<()> {
-                &self.here
+            fn presence(&self) -> &$crate::reader::Field<()> {
+                &self.presence
             }
 
             fn checked(&self) -> $checked {
@@ -185,16 +185,16 @@ macro_rules! checked {
 }
 pub(crate) use checked;
 
-macro_rules! first {
+macro_rules! first_of {
     ($first:expr $(, $rest:expr)*) => {
         $first
     };
 }
-pub(crate) use first;
+pub(crate) use first_of;
 
 macro_rules! on_reload {
     () => {
-        $crate::key::OnReload::Holds
+        $crate::key::OnReload::Applies
     };
     ($other:ident) => {
         $crate::key::OnReload::$other

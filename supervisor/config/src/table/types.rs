@@ -7,58 +7,58 @@ use bulkhead_policy::{AdaptiveMode, Overflow, RatePer, RestartPolicy, StartMode}
 
 use super::{Scalar, Value};
 use crate::ids::UidRange;
-use crate::key::{Kind, Preset};
+use crate::key::{DefaultValue, Kind};
 use crate::reader::{Arguments, Environment, Field, TableReader};
 use crate::{Layer, Profile, values};
 
 /// Implements the traits for word types.
-macro_rules! words {
+macro_rules! word_types {
     ($($type:ty),+) => {$(
         impl Value for $type {
-            fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-                table.take(name, values::word)
+            fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+                table.read_value(name, values::word)
             }
         }
 
         impl Scalar for $type {
-            fn preset(&self, _: Kind) -> Preset {
-                Preset::Word(self.name())
+            fn default_value(&self, _: Kind) -> DefaultValue {
+                DefaultValue::Word(self.name())
             }
         }
     )+};
 }
 
-words!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
+word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
 
 /// Implements the traits for types with one reading function and one written form.
-macro_rules! scalars {
-    ($($type:ty: $read:path, |$value:ident| $preset:expr;)+) => {
+macro_rules! scalar_types {
+    ($($type:ty: $read:path, |$value:ident| $default_value:expr;)+) => {
         $(
             impl Value for $type {
-                fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-                    table.take(name, $read)
+                fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+                    table.read_value(name, $read)
                 }
             }
 
             impl Scalar for $type {
-                fn preset(&self, _: Kind) -> Preset {
+                fn default_value(&self, _: Kind) -> DefaultValue {
                     let $value = *self;
-                    $preset
+                    $default_value
                 }
             }
         )+
     };
 }
 
-scalars! {
-    Duration: values::duration, |duration| Preset::Duration(duration);
-    usize: values::count, |count| Preset::Count(count as u64);
-    bool: values::boolean, |is_on| Preset::Boolean(is_on);
+scalar_types! {
+    Duration: values::duration, |duration| DefaultValue::Duration(duration);
+    usize: values::count, |count| DefaultValue::Count(count as u64);
+    bool: values::boolean, |is_on| DefaultValue::Boolean(is_on);
 }
 
 impl Value for u64 {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, |key, value| match key.kind {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, |key, value| match key.kind {
             Kind::Size { .. } => values::size(key, value),
             _ => values::count(key, value),
         })
@@ -66,14 +66,14 @@ impl Value for u64 {
 }
 
 impl Scalar for u64 {
-    fn preset(&self, kind: Kind) -> Preset {
-        if matches!(kind, Kind::Size { .. }) { Preset::Size(*self) } else { Preset::Count(*self) }
+    fn default_value(&self, kind: Kind) -> DefaultValue {
+        if matches!(kind, Kind::Size { .. }) { DefaultValue::Size(*self) } else { DefaultValue::Count(*self) }
     }
 }
 
 impl Value for u32 {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, |key, value| match key.kind {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, |key, value| match key.kind {
             Kind::Mode => values::mode(key, value),
             _ => values::count(key, value),
         })
@@ -81,14 +81,14 @@ impl Value for u32 {
 }
 
 impl Scalar for u32 {
-    fn preset(&self, kind: Kind) -> Preset {
-        if kind == Kind::Mode { Preset::Mode(*self) } else { Preset::Count(u64::from(*self)) }
+    fn default_value(&self, kind: Kind) -> DefaultValue {
+        if kind == Kind::Mode { DefaultValue::Mode(*self) } else { DefaultValue::Count(u64::from(*self)) }
     }
 }
 
 impl Value for f64 {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, |key, value| match key.kind {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, |key, value| match key.kind {
             Kind::Number(_) => values::number(key, value),
             _ => values::share(key, value),
         })
@@ -96,58 +96,58 @@ impl Value for f64 {
 }
 
 impl Scalar for f64 {
-    fn preset(&self, kind: Kind) -> Preset {
-        if matches!(kind, Kind::Number(_)) { Preset::Number(*self) } else { Preset::Share(*self) }
+    fn default_value(&self, kind: Kind) -> DefaultValue {
+        if matches!(kind, Kind::Number(_)) { DefaultValue::Number(*self) } else { DefaultValue::Share(*self) }
     }
 }
 
 impl Value for String {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, values::text)
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, values::text)
     }
 }
 
 /// A text with a default.
 impl Value for Cow<'static, str> {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, |key, value| values::text(key, value).map(Cow::Owned))
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))
     }
 }
 
 impl Scalar for Cow<'static, str> {
-    fn preset(&self, _: Kind) -> Preset {
+    fn default_value(&self, _: Kind) -> DefaultValue {
         match self {
-            Cow::Borrowed(text) => Preset::Word(text),
-            Cow::Owned(_) => Preset::Described("as written"),
+            Cow::Borrowed(text) => DefaultValue::Word(text),
+            Cow::Owned(_) => DefaultValue::Described("as written"),
         }
     }
 }
 
 impl Value for Vec<u8> {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, values::statuses)
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, values::statuses)
     }
 }
 
 impl Value for UidRange {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
-        table.take(name, values::ids)
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.read_value(name, values::ids)
     }
 }
 
 impl Value for Arguments {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.strings(name)
     }
 }
 
 impl Value for Environment {
-    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+    fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.environment(name)
     }
 
     /// Merges variable by variable.
-    fn over(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
+    fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {
             for (name, value) in &defaults.value {

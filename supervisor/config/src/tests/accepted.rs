@@ -9,7 +9,7 @@ fn ms(ms: u64) -> Duration {
 }
 
 #[test]
-fn what_is_left_out_has_the_documented_default() {
+fn absent_keys_have_documented_defaults() {
     let folder = Folder::new();
     let config = folder.accept(&bulkhead(""));
     assert_eq!(
@@ -92,7 +92,7 @@ fn what_is_left_out_has_the_documented_default() {
 }
 
 #[test]
-fn every_key_is_taken() {
+fn reads_all_keys() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     assert_eq!(config.path, folder.path("workers.toml"));
@@ -140,7 +140,7 @@ fn every_key_is_taken() {
 }
 
 #[test]
-fn defaults_are_overridden_key_by_key() {
+fn bulkhead_overrides_defaults_by_key() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let last = &config.bulkheads[0];
@@ -164,7 +164,7 @@ fn defaults_are_overridden_key_by_key() {
 }
 
 #[test]
-fn limits_are_counted_in_the_units_of_setrlimit() {
+fn rlimits_have_units_of_setrlimit() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let limits: Vec<_> =
@@ -194,13 +194,13 @@ fn limits_are_counted_in_the_units_of_setrlimit() {
 }
 
 #[test]
-fn a_bulkhead_without_permits_rejects_everything_and_may_say_so() {
+fn accepts_bulkhead_without_permits() {
     let config = Folder::new().accept(&bulkhead("max_in_flight = 0"));
     assert_eq!(config.bulkheads[0].max_in_flight, 0);
 }
 
 #[test]
-fn zero_is_allowed_where_it_means_something() {
+fn accepts_meaningful_zeros() {
     let config = Folder::new()
         .accept(&bulkhead("grace = \"0s\"\nrestart = { backoff = \"0s\", backoff_max = \"0ms\" }"));
     assert_eq!(config.bulkheads[0].grace, Duration::ZERO);
@@ -208,13 +208,13 @@ fn zero_is_allowed_where_it_means_something() {
 }
 
 #[test]
-fn deadline_max_follows_the_deadline() {
+fn deadline_max_defaults_to_deadline() {
     let config = Folder::new().accept(&bulkhead("deadline = \"2m\""));
     assert_eq!(config.bulkheads[0].deadline_max, ms(120_000));
 }
 
 #[test]
-fn the_summary_is_the_same_configuration() {
+fn summary_parses_to_same_configuration() {
     let folder = Folder::new();
     for text in [FULL.to_owned(), bulkhead("")] {
         let config = folder.accept(&text);
@@ -223,7 +223,7 @@ fn the_summary_is_the_same_configuration() {
 }
 
 #[test]
-fn the_summary_writes_every_key() {
+fn summary_contains_all_keys() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
     // The summary contains the ids in place of the names.
@@ -234,7 +234,7 @@ fn the_summary_writes_every_key() {
 }
 
 #[test]
-fn the_summary_says_what_there_is_not() {
+fn summary_mentions_unset_keys() {
     let summary = Folder::new().accept(&bulkhead("")).summary();
     for line in [
         "# crash_dir: none, reports are kept in memory",
@@ -246,7 +246,7 @@ fn the_summary_says_what_there_is_not() {
 }
 
 #[test]
-fn json_shows_durations_as_the_file_writes_them() {
+fn json_durations_have_file_syntax() {
     let config =
         Folder::new().accept(&bulkhead("queue_timeout = \"1500ms\"\nrlimits = { stack = \"unlimited\" }"));
     let json = serde_json::to_value(&config.bulkheads[0]).unwrap();
@@ -258,15 +258,15 @@ fn json_shows_durations_as_the_file_writes_them() {
 }
 
 #[test]
-fn a_byte_order_mark_is_not_part_of_the_first_line() {
+fn ignores_byte_order_mark() {
     let folder = Folder::new();
     folder.accept(&format!("\u{feff}{}", bulkhead("")));
-    folder.refuse_one(&format!("\u{feff}x = 1\n{}", bulkhead("")), (1, 1), "unknown key `x`", "");
+    folder.reject_one(&format!("\u{feff}x = 1\n{}", bulkhead("")), (1, 1), "unknown key `x`", "");
 }
 
 #[test]
-fn lines_may_end_as_on_windows() {
+fn accepts_windows_line_ends() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 2").replace('\n', "\r\n"));
-    folder.refuse_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");
+    folder.reject_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");
 }

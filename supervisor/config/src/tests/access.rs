@@ -8,7 +8,7 @@ fn entry(lines: &str) -> String {
 }
 
 #[test]
-fn every_key_is_taken() {
+fn reads_all_keys() {
     let config = Folder::new().accept(FULL);
     let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
     let expected = [
@@ -22,7 +22,7 @@ fn every_key_is_taken() {
 }
 
 #[test]
-fn entries_may_be_written_in_one_line_and_there_may_be_none() {
+fn accepts_inline_and_empty_access() {
     let folder = Folder::new();
     let config =
         folder.accept(&format!("access = [{{ uid = 4294967294 }}, {{ gid = 0 }}]\n{}", bulkhead("")));
@@ -34,7 +34,7 @@ fn entries_may_be_written_in_one_line_and_there_may_be_none() {
 }
 
 #[test]
-fn entries_open_the_socket_unless_its_mode_is_given() {
+fn access_opens_socket_unless_mode_is_set() {
     let modes = |text: &str| {
         let supervisor = Folder::new().accept(text).supervisor;
         (supervisor.socket_mode, supervisor.folder_mode)
@@ -55,35 +55,35 @@ fn entries_open_the_socket_unless_its_mode_is_given() {
 }
 
 #[test]
-fn an_entry_is_for_one_user_or_group() {
+fn access_entry_names_one_user_or_group() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
         "an entry of `access` names no user or group",
         "add `uid = 1001`",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &entry("group = \"root\"\ntenants = [\"t\"]\nuid = 3"),
         (6, 7),
         "an entry of `access` has `uid` and `group`, but must name a single user or group",
         "keep a single key",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &entry("usr = \"root\""),
         (4, 1),
         "unknown key `usr` in [[access]]",
         "did you mean `user`?",
     );
-    folder.refuse_one(&entry("uid = -1"), (4, 7), "`access.uid` must be from 0 to 4294967294, not -1", "");
-    folder.refuse_one(&entry("gid = 4294967295"), (4, 7), "`access.gid` must be from 0 to 4294967294", "");
-    folder.refuse_one(
+    folder.reject_one(&entry("uid = -1"), (4, 7), "`access.uid` must be from 0 to 4294967294, not -1", "");
+    folder.reject_one(&entry("gid = 4294967295"), (4, 7), "`access.gid` must be from 0 to 4294967294", "");
+    folder.reject_one(
         &entry("uid = \"1001\""),
         (4, 7),
         "`access.uid` must be a whole number",
         "`uid = 1001`",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &entry("user = 1001"),
         (4, 8),
         "`access.user` must be a string",
@@ -92,16 +92,16 @@ fn an_entry_is_for_one_user_or_group() {
 }
 
 #[test]
-fn names_of_users_and_groups_are_looked_up() {
+fn looks_up_users_and_groups() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&entry("user = \"root\"")).access[0].who, Who::Uid(0));
-    folder.refuse_one(
+    folder.reject_one(
         &entry("user = \"no-such-user\""),
         (4, 8),
         "`access.user`: there is no user `no-such-user`",
         "write a name from `getent passwd`, or add the missing name to the system",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &entry("group = \"no such group\""),
         (4, 9),
         "`access.group`: there is no group `no such group`",
@@ -110,28 +110,28 @@ fn names_of_users_and_groups_are_looked_up() {
 }
 
 #[test]
-fn bulkheads_of_an_entry_are_in_the_file() {
+fn access_names_existing_bulkheads() {
     let folder = Folder::new();
     let text = |names: &str| {
         format!("[[access]]\nuid = 1\nbulkheads = {names}\n[bulkhead.thumbs]\nexec = [\"tool\"]\n")
     };
     folder.accept(&text("[\"thumbs\"]"));
-    folder.refuse_one(
+    folder.reject_one(
         &text("[\"thumbs\", \"thumb\"]"),
         (3, 24),
         "`access.bulkheads` names `thumb`, and there is no such bulkhead",
         "did you mean `thumbs`?",
     );
-    folder.refuse_one(&text("[\"pdf\"]"), (3, 14), "names `pdf`", "the bulkheads are thumbs");
-    folder.refuse_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "names `thumbs` twice", "remove one");
-    folder.refuse_one(
+    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "names `pdf`", "the bulkheads are thumbs");
+    folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "names `thumbs` twice", "remove one");
+    folder.reject_one(
         &text("\"thumbs\""),
         (3, 13),
         "must be an array of strings",
         "`bulkheads = [\"thumbs\"]`",
     );
-    folder.refuse_one(&text("[3]"), (3, 14), "`access.bulkheads[0]` must be a string, not a number", "");
-    folder.refuse_one(
+    folder.reject_one(&text("[3]"), (3, 14), "`access.bulkheads[0]` must be a string, not a number", "");
+    folder.reject_one(
         &text("[]"),
         (3, 13),
         "`access.bulkheads` is empty: the entry would allow nothing",
@@ -139,37 +139,37 @@ fn bulkheads_of_an_entry_are_in_the_file() {
     );
     // A bulkhead that could not be read still counts as existing.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
-    folder.refuse_one(text, (1, 14), "bulkhead `b` must be a table", "");
+    folder.reject_one(text, (1, 14), "bulkhead `b` must be a table", "");
 }
 
 #[test]
-fn tenants_of_an_entry_are_those_that_a_job_can_have() {
+fn access_names_valid_tenants() {
     let folder = Folder::new();
     let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
     folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
-    folder.refuse_one(&text("[\"\"]"), (5, 12), "contains an empty name", "jobs without a tenant");
-    folder.refuse_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
-    folder.refuse_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
-    folder.refuse_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");
-    folder.refuse_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
+    folder.reject_one(&text("[\"\"]"), (5, 12), "contains an empty name", "jobs without a tenant");
+    folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
+    folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
+    folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");
+    folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
 }
 
 #[test]
-fn entries_are_tables_and_bounded() {
+fn access_entries_are_tables_and_bounded() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("[access]\nuid = 1"),
         (3, 1),
         "`access` must be an array of tables, not a table",
         "write [[access]], with two brackets, for each entry",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &format!("access = 3\n{}", bulkhead("")),
         (1, 10),
         "`access` must be an array of tables, not a number",
         "write a section [[access]] for each entry",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &format!("access = [{{ uid = 1 }}, 3]\n{}", bulkhead("")),
         (1, 24),
         "`access[1]` must be a table, not a number",
@@ -177,14 +177,14 @@ fn entries_are_tables_and_bounded() {
     );
     let entries = "[[access]]\nuid = 1\n".repeat(1024);
     folder.accept(&bulkhead(&entries));
-    folder.refuse_one(&bulkhead(&format!("{entries}[[access]]\n")), (2051, 1), "more than 1024 entries", "");
+    folder.reject_one(&bulkhead(&format!("{entries}[[access]]\n")), (2051, 1), "more than 1024 entries", "");
 }
 
 #[test]
-fn a_misplaced_key_is_shown_where_it_belongs() {
+fn suggests_table_of_misplaced_access_key() {
     let folder = Folder::new();
-    folder.refuse_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
+    folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
     // A table cannot be meant for a key that holds a single value.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
-    folder.refuse_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
+    folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

@@ -14,7 +14,7 @@ fn accept_one(lines: &str) -> BulkheadConfig {
 }
 
 #[test]
-fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
+fn reads_all_keys_and_merges_defaults() {
     let config = Folder::new().accept(FULL);
     let [last, aa, _] = config.bulkheads.as_slice() else { panic!() };
     assert_eq!(last.overflow, Overflow::EvictOldest);
@@ -47,7 +47,7 @@ fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
 }
 
 #[test]
-fn an_empty_table_switches_on_what_has_defaults() {
+fn empty_table_enables_defaults() {
     let config = accept_one("breaker = {}\nmax_queue = 1\npressure = {}");
     let breaker = BreakerConfig {
         window: ms(10_000),
@@ -68,7 +68,7 @@ fn an_empty_table_switches_on_what_has_defaults() {
 }
 
 #[test]
-fn a_burst_follows_the_rate() {
+fn burst_defaults_to_rate() {
     for (per_second, number, burst) in [
         ("166", 166.0, 166),
         ("0.1", 0.1, 1),
@@ -83,7 +83,7 @@ fn a_burst_follows_the_rate() {
 }
 
 #[test]
-fn shares_may_be_whole_numbers_and_reach_their_ends() {
+fn accepts_whole_shares_and_limits() {
     let config = accept_one(
         "max_queue = 1\npressure = { warn = 1, reject = 1.0 }\npriority = { critical_reserve = -0.0 }\n\
          breaker = { failure_rate = 1 }",
@@ -131,7 +131,7 @@ fn shares_have_bounds() {
     ];
     for (table, key, value, range, told, help) in cases {
         let text = bulkhead(&format!("{table}.{key} = {value}"));
-        folder.refuse_one(&text, (3, table.len() + key.len() + 5), &format!("{range}{told}"), help);
+        folder.reject_one(&text, (3, table.len() + key.len() + 5), &format!("{range}{told}"), help);
     }
     for (line, label) in [
         ("pressure.warn = 0", "`pressure.warn` must be above 0"),
@@ -139,15 +139,15 @@ fn shares_have_bounds() {
         ("breaker.slow_rate = 2", "`breaker.slow_rate` must be above 0"),
     ] {
         let text = bulkhead(&format!("max_queue = 1\n{line}"));
-        folder.refuse_one(&text, (4, line.rfind("= ").unwrap() + 3), label, "");
+        folder.reject_one(&text, (4, line.rfind("= ").unwrap() + 3), label, "");
     }
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("breaker = { slow_rate = \"0.2\" }"),
         (3, 25),
         "`breaker.slow_rate` must be a share such as 0.2, not a string",
         "write `slow_rate = 0.2` without the quotes",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("breaker = { slow_rate = \"20%\" }"),
         (3, 25),
         "`breaker.slow_rate` must be a share such as 0.2, not a string",
@@ -176,7 +176,7 @@ fn rates_have_bounds() {
     ];
     for (entries, message, help) in cases {
         let line = format!("rate_limit = {{ {entries} }}");
-        folder.refuse_one(&bulkhead(&line), (3, line.rfind("= ").unwrap() + 3), message, help);
+        folder.reject_one(&bulkhead(&line), (3, line.rfind("= ").unwrap() + 3), message, help);
     }
 }
 
@@ -210,12 +210,12 @@ fn counts_and_durations_have_bounds() {
         ("breaker = true", "`breaker` must be a table, not a boolean", "[bulkhead.a.breaker]"),
     ];
     for (line, message, help) in cases {
-        folder.refuse_one(&bulkhead(line), (3, line.rfind("= ").unwrap() + 3), message, help);
+        folder.reject_one(&bulkhead(line), (3, line.rfind("= ").unwrap() + 3), message, help);
     }
 }
 
 #[test]
-fn a_table_says_what_it_is_for() {
+fn tables_require_their_main_key() {
     let folder = Folder::new();
     let cases = [
         (
@@ -232,18 +232,18 @@ fn a_table_says_what_it_is_for() {
         ("rate_limit.burst = 5", "`rate_limit` needs `per_second`", ""),
     ];
     for (line, message, help) in cases {
-        folder.refuse_one(&bulkhead(line), (3, 1), message, help);
+        folder.reject_one(&bulkhead(line), (3, 1), message, help);
     }
-    folder.refuse_one(&bulkhead("[bulkhead.a.rate_limit]\nburst = 5"), (3, 13), "needs `per_second`", "");
+    folder.reject_one(&bulkhead("[bulkhead.a.rate_limit]\nburst = 5"), (3, 13), "needs `per_second`", "");
     let text = format!(
         "[defaults]\nrate_limit = {{ burst = 5 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\n",
         bulkhead("")
     );
-    folder.refuse_one(&text, (2, 1), "`rate_limit` needs `per_second`", "");
+    folder.reject_one(&text, (2, 1), "`rate_limit` needs `per_second`", "");
 }
 
 #[test]
-fn half_of_a_table_may_stand_in_the_defaults() {
+fn table_can_be_split_with_defaults() {
     let folder = Folder::new();
     let text = "[defaults]\nrate_limit = { burst = 5 }\ntenants = {}\n[bulkhead.a]\nexec = [\"tool\"]\n\
                 rate_limit = { per_second = 1 }\ntenants = { max_queue = 0 }\n";
@@ -257,7 +257,7 @@ fn half_of_a_table_may_stand_in_the_defaults() {
 }
 
 #[test]
-fn what_was_refused_in_a_table_is_not_also_missing_from_it() {
+fn invalid_key_is_not_also_missing() {
     let folder = Folder::new();
     let cases = [
         ("rate_limit = { per_second = 0 }", 29, "must be above 0"),
@@ -272,21 +272,21 @@ fn what_was_refused_in_a_table_is_not_also_missing_from_it() {
         ("max_queue = \"x\"\noverflow = \"evict-oldest\"\npressure = {}", 13, "`max_queue`"),
     ];
     for (lines, column, message) in cases {
-        folder.refuse_one(&bulkhead(lines), (3, column), message, "");
+        folder.reject_one(&bulkhead(lines), (3, column), message, "");
     }
 }
 
 #[test]
-fn evicting_needs_a_queue() {
+fn eviction_needs_queue() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("overflow = \"evict-oldest\""),
         (3, 12),
         "`overflow` (\"evict-oldest\") needs a queue (`max_queue` is 0, the default)",
         "write `max_queue = 1` or more, or `overflow = \"reject\"`",
     );
     let text = format!("[defaults]\noverflow = \"evict-oldest\"\n{}", bulkhead("max_queue = 0"));
-    folder.refuse_one(
+    folder.reject_one(
         &text,
         (5, 13),
         "(\"evict-oldest\", from [defaults]) needs a queue (`max_queue` is 0)",
@@ -297,25 +297,25 @@ fn evicting_needs_a_queue() {
 }
 
 #[test]
-fn pressure_needs_a_queue_where_it_is_set() {
+fn own_pressure_needs_queue() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("pressure = { warn = 0.5 }"),
         (3, 1),
         "`pressure` needs a queue (`max_queue` is 0, the default)",
         "write `max_queue = 1` or more, or remove `pressure`",
     );
     let text = format!("[defaults]\nmax_queue = 0\n{}", bulkhead("pressure = {}"));
-    folder.refuse_one(&text, (5, 1), "(`max_queue` is 0, from [defaults])", "");
+    folder.reject_one(&text, (5, 1), "(`max_queue` is 0, from [defaults])", "");
     folder.accept(&text.replace("max_queue = 0", "max_queue = 1"));
     let config = folder.accept(&format!("[defaults]\npressure = {{ warn = 0.5 }}\n{}", bulkhead("")));
     assert_eq!(config.bulkheads[0].pressure, PressureConfig { warn: 0.5, reject: 1.0 });
 }
 
 #[test]
-fn a_warning_comes_before_the_rejection() {
+fn pressure_warn_is_at_most_reject() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("max_queue = 5\npressure = { warn = 0.9, reject = 0.5 }"),
         (4, 21),
         "`pressure.warn` (0.9) is above `pressure.reject` (0.5)",
@@ -326,9 +326,9 @@ fn a_warning_comes_before_the_rejection() {
 }
 
 #[test]
-fn a_rate_of_slow_jobs_needs_to_know_them() {
+fn slow_rate_needs_slow_call() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("breaker = { slow_rate = 0.5 }"),
         (3, 25),
         "`breaker.slow_rate` needs `breaker.slow_call`, which defines slow jobs",
@@ -342,20 +342,20 @@ fn a_rate_of_slow_jobs_needs_to_know_them() {
 }
 
 #[test]
-fn an_unknown_key_hides_no_other_mistake() {
+fn unknown_key_hides_no_other_error() {
     let folder = Folder::new();
     for line in [
         "breaker = { foo = 1, slow_rate = 0.5 }",
         "rate_limit = { foo = 1, per_second = 0 }",
         "max_queue = 1\npressure = { foo = 1, warn = 1, reject = 0.5 }",
     ] {
-        assert_eq!(folder.refuse(&bulkhead(line)).len(), 2, "{line}");
+        assert_eq!(folder.reject(&bulkhead(line)).len(), 2, "{line}");
     }
 }
 
 #[test]
-fn everything_wrong_is_told_at_once() {
-    let problems = Folder::new().refuse(&bulkhead(
+fn reports_all_problems() {
+    let problems = Folder::new().reject(&bulkhead(
         "overflow = \"evict-oldest\"\npriority = { critical_reserve = 1 }\npressure = { warn = 2 }\n\
          rate_limit = { burst = 0 }\ntenants = {}\nbreaker = { slow_rate = 1, probes = 0 }",
     ));
@@ -364,7 +364,7 @@ fn everything_wrong_is_told_at_once() {
 }
 
 #[test]
-fn the_summary_says_what_is_on_and_what_is_off() {
+fn summary_shows_enabled_and_disabled_tables() {
     let folder = Folder::new();
     let summary = folder.accept(&bulkhead("")).summary();
     for line in [
@@ -396,7 +396,7 @@ fn the_summary_says_what_is_on_and_what_is_off() {
 }
 
 #[test]
-fn the_summary_keeps_the_pressure_of_a_queue_to_come() {
+fn summary_keeps_pressure_without_queue() {
     let folder = Folder::new();
     let text = format!(
         "[defaults]\npressure = {{ warn = 0.5, reject = 0.6 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\nmax_queue = 3\n",
@@ -407,7 +407,7 @@ fn the_summary_keeps_the_pressure_of_a_queue_to_come() {
 }
 
 #[test]
-fn json_shows_it_as_the_file_does() {
+fn json_has_file_syntax() {
     let lines = "max_queue = 1\noverflow = \"evict-oldest\"\nrate_limit = { per_second = 5, per = \"tenant\" }\n\
                  breaker = { slow_call = \"1s\" }\npoison = {}";
     let json = serde_json::to_value(accept_one(lines)).unwrap();
@@ -422,32 +422,32 @@ fn json_shows_it_as_the_file_does() {
 const ADAPTIVE: &str = "adaptive = { max = 6, target = \"50ms\" }";
 
 #[test]
-fn an_adaptive_limit_wants_its_most_and_its_target() {
+fn adaptive_requires_max_and_target() {
     let folder = Folder::new();
     let file = folder.accept(&bulkhead(&format!("processes = 2\nmax_in_flight = 3\n{ADAPTIVE}")));
     let adaptive = file.bulkheads[0].adaptive.clone().unwrap();
     let target = Duration::from_millis(50);
     assert_eq!(adaptive, AdaptiveConfig { min: 1, max: 6, target, mode: AdaptiveMode::Enforce });
     let missing = "adaptive = { target = \"50ms\" }";
-    folder.refuse_one(&bulkhead(missing), (3, 1), "`adaptive` needs `max`", "add `max = 1`");
+    folder.reject_one(&bulkhead(missing), (3, 1), "`adaptive` needs `max`", "add `max = 1`");
     let missing = "adaptive = { max = 1 }";
-    folder.refuse_one(&bulkhead(missing), (3, 1), "`adaptive` needs `target`", "add `target = \"50ms\"`");
+    folder.reject_one(&bulkhead(missing), (3, 1), "`adaptive` needs `target`", "add `target = \"50ms\"`");
     let crossed = "max_in_flight = 9\nadaptive = { min = 4, max = 3, target = \"1s\" }";
-    folder.refuse_one(&bulkhead(crossed), (4, 20), "`adaptive.min` (4) is above `adaptive.max` (3)", "");
+    folder.reject_one(&bulkhead(crossed), (4, 20), "`adaptive.min` (4) is above `adaptive.max` (3)", "");
 }
 
 #[test]
-fn an_adaptive_limit_is_not_above_what_can_run() {
+fn adaptive_max_is_at_most_permits() {
     let folder = Folder::new();
     let message = "`adaptive.max` (6) is above `processes` (2) × `max_in_flight` (1, the default)";
     let text = bulkhead(&format!("processes = 2\n{ADAPTIVE}"));
-    folder.refuse_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
+    folder.reject_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
-    folder.refuse_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
+    folder.reject_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
     // Values of `[defaults]` can be valid for other bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
     let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
-    folder.refuse_one(&text, (6, 13), message, "");
+    folder.reject_one(&text, (6, 13), message, "");
 }
 
 #[test]
@@ -458,7 +458,7 @@ fn adaptive_max_is_bounded_by_isolated_tenant_permits() {
     folder.accept(&tenant("max_queue = 3"));
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
     let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
-    folder.refuse_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
+    folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
     // A limit on shared workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
     folder.accept(&bulkhead(&common));

@@ -17,7 +17,7 @@ fn strings(strings: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
+fn reads_all_keys_and_merges_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     assert_eq!(config.supervisor.worker_uids, Some(UidRange { first: 200_000, last: 200_999 }));
@@ -59,15 +59,15 @@ fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
 }
 
 #[test]
-fn a_bulkhead_that_says_nothing_has_the_documented_profile() {
+fn default_profile_is_documented_one() {
     let sandbox = &Folder::new().accept(&bulkhead("")).bulkheads[0].sandbox;
     assert_eq!(sandbox.profile.name(), defaults::SANDBOX_PROFILE);
     let key = reference().into_iter().find(|key| key.path() == "bulkhead.NAME.sandbox.profile").unwrap();
-    assert_eq!(key.default, Preset::Word(defaults::SANDBOX_PROFILE));
+    assert_eq!(key.default, DefaultValue::Word(defaults::SANDBOX_PROFILE));
 }
 
 #[test]
-fn what_needs_a_sandbox_is_refused_without_one() {
+fn rejects_sandbox_keys_without_profile() {
     let folder = Folder::new();
     for (name, value) in [
         ("network", "true"),
@@ -83,25 +83,25 @@ fn what_needs_a_sandbox_is_refused_without_one() {
         let help = format!("set `profile = \"default\"` or `profile = \"strict\"`, or remove `{name}`");
         let line = format!("sandbox = {{ profile = \"none\", {name} = {value} }}");
         let column = line.find(value).unwrap() + 1;
-        folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
+        folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
-        folder.refuse_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
+        folder.reject_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
         // A bulkhead's own profile does not override its own keys.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
-        folder.refuse_one(&text, (5, column), &message, &help);
+        folder.reject_one(&text, (5, column), &message, &help);
     }
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("sandbox = { profile = \"none\", syscalls = {} }"),
         (3, 31),
         "`sandbox.syscalls` has no effect",
         "",
     );
     let text = bulkhead("sandbox = { profile = \"nine\", network = true }");
-    folder.refuse_one(&text, (3, 23), "`sandbox.profile` cannot be \"nine\"", "did you mean `\"none\"`?");
+    folder.reject_one(&text, (3, 23), "`sandbox.profile` cannot be \"nine\"", "did you mean `\"none\"`?");
 }
 
 #[test]
-fn a_bulkhead_without_a_sandbox_silences_the_defaults() {
+fn profile_none_overrides_defaults() {
     let folder = Folder::new();
     let defaults =
         "[defaults.sandbox]\nprofile = \"default\"\nnetwork = true\nsyscalls = { deny = [\"mlock\"] }\n";
@@ -117,73 +117,73 @@ fn a_bulkhead_without_a_sandbox_silences_the_defaults() {
 }
 
 #[test]
-fn paths_are_there() {
+fn paths_must_exist() {
     let folder = Folder::new();
     for name in ["read", "write"] {
         let at = (3, column(&format!("{name} = [")));
-        folder.refuse_one(
+        folder.reject_one(
             &sandbox(&format!("{name} = [\"none\"]")),
             at,
             &format!("`sandbox.{name}`: there is no file or folder {}", folder.path("none").display()),
             "relative paths start at the file's folder",
         );
-        folder.refuse_one(
+        folder.reject_one(
             &sandbox(&format!("{name} = [\"\"]")),
             at,
             &format!("`sandbox.{name}[0]` is empty"),
             &format!("write `{name} = [\"/usr/share/fonts\"]`"),
         );
-        folder.refuse_one(&sandbox(&format!("{name} = [\"a\\u0000\"]")), at, "contains a NUL byte", "");
-        folder.refuse_one(
+        folder.reject_one(&sandbox(&format!("{name} = [\"a\\u0000\"]")), at, "contains a NUL byte", "");
+        folder.reject_one(
             &sandbox(&format!("{name} = [3]")),
             at,
             "must be a string, not a number",
             "write \"3\"",
         );
-        folder.refuse_one(
+        folder.reject_one(
             &sandbox(&format!("{name} = \"/usr\"")),
             (3, column(&format!("{name} = "))),
             "must be an array of strings, not a string",
             &format!("write `{name} = [\"/usr\"]`"),
         );
         let twice = sandbox(&format!("{name} = [\"work\", \"work\"]"));
-        folder.refuse_one(&twice, (3, at.1 + 8), "names `work` twice", "remove one");
+        folder.reject_one(&twice, (3, at.1 + 8), "names `work` twice", "remove one");
         let many = ["\"/\""; 257].join(", ");
-        let problems = folder.refuse(&sandbox(&format!("{name} = [{many}]")));
+        let problems = folder.reject(&sandbox(&format!("{name} = [{many}]")));
         assert!(problems.iter().any(|problem| problem.message.contains("has more than 256 paths")));
     }
 }
 
 #[test]
-fn a_private_tmp_may_be_none() {
+fn accepts_no_private_tmp() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&sandbox("tmp = 0")).bulkheads[0].sandbox.tmp_bytes, 0);
     let message = "`sandbox.tmp` must be at least 0, not -1";
-    folder.refuse_one(&sandbox("tmp = -1"), (3, column("tmp = ")), message, "write `tmp = \"64MiB\"`");
+    folder.reject_one(&sandbox("tmp = -1"), (3, column("tmp = ")), message, "write `tmp = \"64MiB\"`");
 }
 
 #[test]
-fn a_user_is_there() {
+fn user_must_exist() {
     let folder = Folder::new();
     let at = (3, column("user = "));
-    folder.refuse_one(
+    folder.reject_one(
         &sandbox("user = \"no-such-user\""),
         at,
         "`sandbox.user`: there is no user `no-such-user`",
         "write `user = \"auto\"` or `user = \"shared\"`, or write a name from",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &sandbox("user = 1001"),
         at,
         "`sandbox.user` must be a string",
         "write `user = \"auto\"`",
     );
-    folder.refuse_one(&sandbox("user = \"\""), at, "`sandbox.user` is empty", "");
+    folder.reject_one(&sandbox("user = \"\""), at, "`sandbox.user` is empty", "");
     assert_eq!(folder.accept(&sandbox("")).bulkheads[0].sandbox.user, None);
 }
 
 #[test]
-fn whose_the_workers_are_can_be_said_or_left_open() {
+fn accepts_explicit_or_automatic_user() {
     let folder = Folder::new();
     let user = |entries: &str| {
         let text = bulkhead(&format!("sandbox = {{ {entries} }}"));
@@ -201,14 +201,14 @@ fn whose_the_workers_are_can_be_said_or_left_open() {
     assert!(!user("profile = \"none\", user = \"shared\"").wants_own_ids());
     let strict = |entries: &str| bulkhead(&format!("sandbox = {{ profile = \"strict\"{entries} }}"));
     let text = format!("{}[supervisor]\nworker_uids = 5\n", strict(""));
-    folder.refuse_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
+    folder.reject_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
     let text = strict(", user = \"auto\", best_effort = [\"identiy\"]");
-    folder.refuse_one(&text, (3, 63), "cannot be \"identiy\"", "");
-    folder.refuse_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
+    folder.reject_one(&text, (3, 63), "cannot be \"identiy\"", "");
+    folder.reject_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
 }
 
 #[test]
-fn ids_are_a_range() {
+fn worker_uids_are_a_range() {
     let folder = Folder::new();
     let text = |value: &str| format!("[supervisor]\nworker_uids = {value}\n{}", bulkhead(""));
     for (value, first, last) in [
@@ -238,12 +238,12 @@ fn ids_are_a_range() {
         ),
         ("[200000, 200999]", "must be the first and the last id as a string, not an array", example),
     ] {
-        folder.refuse_one(&text(value), (2, 15), &format!("`worker_uids` {message}"), help);
+        folder.reject_one(&text(value), (2, 15), &format!("`worker_uids` {message}"), help);
     }
 }
 
 #[test]
-fn system_calls_have_names() {
+fn rejects_unknown_system_calls() {
     let folder = Folder::new();
     for name in ["allow", "deny"] {
         let list = |names: &str| sandbox(&format!("syscalls = {{ {name} = [{names}] }}"));
@@ -252,13 +252,13 @@ fn system_calls_have_names() {
         for wrong in ["", "Mlock", "mlock(2)", "SYS-mlock", "größe"] {
             let message =
                 format!("`sandbox.syscalls.{name}` names `{wrong}`, and there is no such system call");
-            folder.refuse_one(&list(&format!("\"{wrong}\"")), at, &message, "as in \"mlock\"");
+            folder.reject_one(&list(&format!("\"{wrong}\"")), at, &message, "as in \"mlock\"");
         }
         let message = format!("`sandbox.syscalls.{name}[0]` must be a string, not a number");
-        folder.refuse_one(&list("5"), at, &message, "write \"5\"");
-        folder.refuse_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "names `mlock` twice", "");
+        folder.reject_one(&list("5"), at, &message, "write \"5\"");
+        folder.reject_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "names `mlock` twice", "");
     }
-    folder.refuse_one(
+    folder.reject_one(
         &sandbox("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", \"mlock\"] }"),
         (3, column("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", ")),
         "`sandbox.syscalls` both allows and denies `mlock`",
@@ -268,23 +268,23 @@ fn system_calls_have_names() {
         "[defaults.sandbox]\nsyscalls = {{ deny = [\"mlock\"] }}\n{}",
         sandbox("syscalls = { allow = [\"mlock\"] }")
     );
-    folder.refuse_one(&text, (5, column("syscalls = { allow = [")), "both allows and denies `mlock`", "");
+    folder.reject_one(&text, (5, column("syscalls = { allow = [")), "both allows and denies `mlock`", "");
 }
 
 #[test]
-fn layers_are_words() {
+fn rejects_unknown_layers() {
     let folder = Folder::new();
     let all: Vec<_> = Layer::ALL.iter().map(|layer| format!("\"{}\"", layer.name())).collect();
     let config = folder.accept(&sandbox(&format!("best_effort = [{}]", all.join(", "))));
     assert_eq!(config.bulkheads[0].sandbox.best_effort, Layer::ALL);
     let at = (3, column("best_effort = ["));
-    folder.refuse_one(
+    folder.reject_one(
         &sandbox("best_effort = [\"pid-namespaces\"]"),
         at,
         "`sandbox.best_effort[0]` cannot be \"pid-namespaces\"",
         "did you mean `\"pid_namespace\"`?",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &sandbox("best_effort = [\"all\"]"),
         at,
         "cannot be \"all\"",
@@ -293,7 +293,7 @@ fn layers_are_words() {
 }
 
 #[test]
-fn a_control_group_has_bounds() {
+fn cgroup_limits_have_bounds() {
     let folder = Folder::new();
     let text = |entry: &str| bulkhead(&format!("[bulkhead.a.cgroup]\n{entry}"));
     for (entry, column, message, help) in [
@@ -307,7 +307,7 @@ fn a_control_group_has_bounds() {
         ("cpu = \"150%\"", 7, "`cgroup.cpu` must be a number, not a string", "write `cpu = 1.5`"),
         ("memry = 5", 1, "unknown key `memry` in [bulkhead.a.cgroup]", "did you mean `memory`?"),
     ] {
-        folder.refuse_one(&text(entry), (4, column), message, help);
+        folder.reject_one(&text(entry), (4, column), message, help);
     }
     let cgroup = |entry: &str| folder.accept(&text(entry)).bulkheads.remove(0).cgroup;
     let nothing = CgroupConfig { memory: None, pids: None, cpu: None };
@@ -334,7 +334,7 @@ fn summary_shows_sandbox_rlimits_unless_overridden() {
 }
 
 #[test]
-fn the_summary_has_the_whole_sandbox() {
+fn summary_shows_whole_sandbox() {
     let folder = Folder::new();
     let summary = folder.accept(&sandbox("tmp = 0, user = \"auto\", best_effort = [\"identity\"]")).summary();
     let line = "sandbox = { profile = \"default\", network = false, read = [], write = [], tmp = \"0B\", \

@@ -7,19 +7,19 @@ fn supervisor(lines: &str) -> String {
 }
 
 #[test]
-fn the_folder_may_be_there_or_still_be_made() {
+fn accepts_existing_and_missing_crash_dir() {
     let folder = Folder::new();
     let config = folder.accept(&supervisor("crash_dir = \"./a/b\"\ncrash_keep = 10000"));
     assert_eq!(config.supervisor.crash_dir, Some(folder.path("a/b")));
     assert_eq!(config.supervisor.crash_keep, 10_000);
     folder.accept(&supervisor("crash_dir = \"work\""));
-    folder.refuse_one(
+    folder.reject_one(
         &supervisor("crash_dir = \"libthumb.so\""),
         (2, 13),
         "`crash_dir`: ",
         "name a folder, or a path that does not exist yet",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &supervisor("crash_dir = \"\""),
         (2, 13),
         "`crash_dir` is empty",
@@ -28,11 +28,11 @@ fn the_folder_may_be_there_or_still_be_made() {
 }
 
 #[test]
-fn reports_are_bounded() {
+fn crash_keep_has_bounds() {
     let folder = Folder::new();
     for (value, help) in [("0", "`crash_keep = 1`"), ("10001", "`crash_keep = 10000`")] {
         let message = format!("`crash_keep` must be from 1 to 10000, not {value}");
-        folder.refuse_one(&supervisor(&format!("crash_keep = {value}")), (2, 14), &message, help);
+        folder.reject_one(&supervisor(&format!("crash_keep = {value}")), (2, 14), &message, help);
     }
     let config = folder.accept(&supervisor("crash_keep = 3"));
     assert_eq!((config.supervisor.crash_dir, config.supervisor.crash_keep), (None, 3));

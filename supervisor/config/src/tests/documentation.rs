@@ -35,7 +35,7 @@ fn current(docs: &str) -> String {
 }
 
 #[test]
-fn the_reference_names_every_key_with_its_default() {
+fn documentation_lists_all_keys() {
     let docs = docs();
     let current = current(&docs);
     if std::env::var_os("UPDATE_DOCS").is_some() {
@@ -49,7 +49,7 @@ fn the_reference_names_every_key_with_its_default() {
 }
 
 #[test]
-fn the_examples_are_accepted() {
+fn accepts_documented_examples() {
     let docs = docs();
     let examples: Vec<&str> =
         docs.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default()).collect();
@@ -66,7 +66,7 @@ fn the_examples_are_accepted() {
 }
 
 #[test]
-fn every_key_says_what_it_does_in_a_sentence() {
+fn descriptions_are_sentences() {
     for key in reference() {
         assert!(key.about.ends_with('.') && !key.about.contains('|'), "{}: {}", key.path(), key.about);
         assert!(!key.example().is_empty(), "{} has no example", key.path());

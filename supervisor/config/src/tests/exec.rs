@@ -5,13 +5,13 @@ use std::time::Duration;
 use super::*;
 
 #[test]
-fn an_output_grace_of_zero_is_allowed() {
+fn accepts_output_grace_of_zero() {
     let config = Folder::new().accept(&bulkhead("output_grace = \"0s\""));
     assert_eq!(config.bulkheads[0].output_grace, Some(Duration::ZERO));
 }
 
 #[test]
-fn statuses_are_numbers_from_0_to_255_in_one_list() {
+fn statuses_are_in_range_and_in_one_list() {
     let folder = Folder::new();
     let cases = [
         (
@@ -39,7 +39,7 @@ fn statuses_are_numbers_from_0_to_255_in_one_list() {
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
-        folder.refuse_one(&bulkhead(&format!("exit_status = {{ {keys} }}")), (3, column), message, help);
+        folder.reject_one(&bulkhead(&format!("exit_status = {{ {keys} }}")), (3, column), message, help);
     }
     let config = folder.accept(&bulkhead("exit_status = { ok = [64] , caller = [75] }"));
     let expected = ExitStatus { ok: vec![64], caller: vec![75], retryable: vec![] };
@@ -52,15 +52,15 @@ fn files_have_plain_names() {
     for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
         let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
         let message = format!("the name of a file in the job's own folder, not `{name}`");
-        folder.refuse_one(&text, (3, 19), &message, "input = \"input.txt\"");
+        folder.reject_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
     let long = bulkhead(&format!("files = {{ input = \"{}\" }}", "n".repeat(256)));
-    folder.refuse_one(&long, (3, 19), "the name of a file", "write at most 255 bytes without `/`");
-    folder.refuse_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
+    folder.reject_one(&long, (3, 19), "the name of a file", "write at most 255 bytes without `/`");
+    folder.reject_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
     for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
         folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
     }
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("files = {}"),
         (3, 1),
         "`files` names neither `input` nor `output`",
@@ -73,15 +73,15 @@ fn files_exclude_cwd_and_require_a_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));
-    folder.refuse_one(&text, (3, 7), "`cwd` and `files` exclude each other", "remove `cwd`");
+    folder.reject_one(&text, (3, 7), "`cwd` and `files` exclude each other", "remove `cwd`");
     folder.accept(&format!("[defaults]\ncwd = \"work\"\n{}", bulkhead(files)));
     let text = bulkhead(&format!("{files}\nsandbox = {{ tmp = 0 }}"));
-    folder.refuse_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");
+    folder.reject_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");
     folder.accept(&bulkhead(&format!("{files}\nsandbox = {{ profile = \"none\" }}")));
 }
 
 #[test]
-fn without_exec_the_keys_have_no_effect() {
+fn exec_keys_need_exec() {
     let folder = Folder::new();
     let command = "[bulkhead.a]\ncommand = [\"tool\"]\n";
     for (key, column) in
@@ -89,7 +89,7 @@ fn without_exec_the_keys_have_no_effect() {
     {
         let name = key.split(' ').next().unwrap();
         let message = format!("`{name}` has no effect: bulkhead `a` has no `exec`");
-        folder.refuse_one(&format!("{command}{key}\n"), (3, column), &message, &format!("remove `{name}`"));
+        folder.reject_one(&format!("{command}{key}\n"), (3, column), &message, &format!("remove `{name}`"));
         folder.accept(&format!("[defaults]\n{key}\n{command}"));
     }
 }

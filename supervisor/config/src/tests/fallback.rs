@@ -29,39 +29,39 @@ fn fallback_keeps_order_and_overrides_defaults() {
 }
 
 #[test]
-fn each_name_is_a_bulkhead_of_the_file() {
+fn fallback_names_existing_bulkheads() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &file("[\"b\", \"thumbnial-safe\"]", &["b", "thumbnail-safe"]),
         (3, 18),
         "`fallback` names `thumbnial-safe`, and there is no such bulkhead",
         "did you mean `thumbnail-safe`?",
     );
-    folder.refuse_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
-    folder.refuse_one(
+    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
+    folder.reject_one(
         &file("[\"b\"]", &[]),
         (3, 13),
         "names `b`",
         "the file has no other bulkhead: add a section",
     );
-    folder.refuse_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
+    folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
     let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    folder.refuse_one(&file("[\"x\"]", &many), (3, 13), "names `x`", "name a bulkhead of this file");
-    let problems = folder.refuse(&file("[\"x\", \"y\", 3]", &["b"]));
+    folder.reject_one(&file("[\"x\"]", &many), (3, 13), "names `x`", "name a bulkhead of this file");
+    let problems = folder.reject(&file("[\"x\", \"y\", 3]", &["b"]));
     assert_eq!(problems.len(), 3, "{problems:#?}");
 }
 
 #[test]
-fn a_bulkhead_whose_section_is_wrong_is_still_there() {
+fn invalid_bulkhead_can_be_named_as_fallback() {
     let text = format!("{}[bulkhead]\nb = 3\n", bulkhead("fallback = [\"b\"]"));
-    Folder::new().refuse_one(&text, (5, 5), "bulkhead `b` must be a table", "");
+    Folder::new().reject_one(&text, (5, 5), "bulkhead `b` must be a table", "");
 }
 
 #[test]
-fn no_bulkhead_is_its_own_fallback() {
+fn rejects_own_name_as_fallback() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &file("[\"b\", \"a\"]", &["b"]),
         (3, 18),
         "bulkhead `a` is a fallback of itself",
@@ -69,7 +69,7 @@ fn no_bulkhead_is_its_own_fallback() {
     );
     let defaults = "[defaults]\nfallback = [\"b\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     let text = format!("{defaults}[bulkhead.a]\nexec = [\"tool\"]\n");
-    folder.refuse_one(
+    folder.reject_one(
         &text,
         (2, 13),
         "bulkhead `b` would be a fallback of itself: `fallback` in [defaults] names this bulkhead",
@@ -82,9 +82,9 @@ fn no_bulkhead_is_its_own_fallback() {
 }
 
 #[test]
-fn no_name_stands_twice() {
+fn rejects_duplicate_fallbacks() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
         (3, 23),
         "`fallback` names `b` twice",
@@ -92,30 +92,30 @@ fn no_name_stands_twice() {
     );
     let text = "[defaults]\nfallback = [\"c\", \"c\"]\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\n\
                 exec = [\"tool\"]\n[bulkhead.c]\nexec = [\"tool\"]\nfallback = []\n";
-    folder.refuse_one(text, (2, 18), "`fallback` names `c` twice", "");
+    folder.reject_one(text, (2, 18), "`fallback` names `c` twice", "");
 }
 
 #[test]
-fn it_is_an_array_of_at_most_eight_strings() {
+fn fallback_is_array_of_at_most_eight() {
     let folder = Folder::new();
     let names = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8", "b9"];
     let array = |count: usize| format!("[\"{}\"]", names[..count].join("\", \""));
     assert_eq!(folder.accept(&file(&array(8), &names)).bulkheads[0].fallback, names[..8]);
-    folder.refuse_one(&file(&array(9), &names), (3, 61), "`fallback` has more than 8 names", "the first 8");
-    folder.refuse_one(
+    folder.reject_one(&file(&array(9), &names), (3, 61), "`fallback` has more than 8 names", "the first 8");
+    folder.reject_one(
         &file("\"b\"", &["b"]),
         (3, 12),
         "`fallback` must be an array of strings, not a string",
         "write `fallback = [\"b\"]`",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &file("{ b = 1 }", &["b"]),
         (3, 12),
         "`fallback` must be an array of strings, not a table",
         "write `fallback = [\"other\"]`",
     );
-    folder.refuse_one(&file("[1]", &["b"]), (3, 13), "`fallback[0]` must be a string", "write \"1\"");
-    folder.refuse_one(
+    folder.reject_one(&file("[1]", &["b"]), (3, 13), "`fallback[0]` must be a string", "write \"1\"");
+    folder.reject_one(
         &bulkhead("falback = [\"b\"]"),
         (3, 1),
         "unknown key `falback`",

@@ -7,17 +7,17 @@ fn supervisor(lines: &str) -> String {
 }
 
 #[test]
-fn neither_key_is_of_use_without_the_other() {
+fn http_needs_address_and_token() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&supervisor("")).supervisor.http, None);
     let alone = supervisor("http = \"127.0.0.1:9464\"");
-    folder.refuse_one(&alone, (2, 8), "`http` needs `http_token_file`", "add `http_token_file = ");
+    folder.reject_one(&alone, (2, 8), "`http` needs `http_token_file`", "add `http_token_file = ");
     let alone = supervisor("http_token_file = \"token\"");
-    folder.refuse_one(&alone, (2, 19), "has no effect without `http`", "add `http = ");
+    folder.reject_one(&alone, (2, 19), "has no effect without `http`", "add `http = ");
 }
 
 #[test]
-fn an_address_is_numbers() {
+fn http_address_is_numeric() {
     let folder = Folder::new();
     let with = |address: &str| supervisor(&format!("http = \"{address}\"\nhttp_token_file = \"token\""));
     for good in ["127.0.0.1:9464", "0.0.0.0:80", "[::1]:1", "127.0.0.1:0"] {
@@ -25,12 +25,12 @@ fn an_address_is_numbers() {
         assert_eq!((http.address.to_string(), http.token_file), (good.to_owned(), folder.path("token")));
     }
     for bad in ["9464", "127.0.0.1", "localhost:9464", "::1:9464", "127.0.0.1:99999", "http://127.0.0.1:1"] {
-        folder.refuse_one(&with(bad), (2, 8), "must be an address and a port", "127.0.0.1:9464");
+        folder.reject_one(&with(bad), (2, 8), "must be an address and a port", "127.0.0.1:9464");
     }
 }
 
 #[test]
-fn a_token_is_a_secret_of_some_length() {
+fn token_has_minimum_length() {
     let folder = Folder::new();
     let with = |file: &str| supervisor(&format!("http = \"127.0.0.1:9464\"\nhttp_token_file = \"{file}\""));
     for (mode, text) in
@@ -41,7 +41,7 @@ fn a_token_is_a_secret_of_some_length() {
     }
     for mode in [0o644, 0o604, 0o602, 0o620, 0o601] {
         folder.token("open", "0123456789abcdef", mode);
-        folder.refuse_one(&with("open"), (3, 19), &format!("has the mode {mode:04o}"), "chmod 600");
+        folder.reject_one(&with("open"), (3, 19), &format!("has the mode {mode:04o}"), "chmod 600");
     }
     for text in [
         "",
@@ -54,10 +54,10 @@ fn a_token_is_a_secret_of_some_length() {
         "sésame-sésame-sésame",
     ] {
         folder.token("bad", text, 0o600);
-        folder.refuse_one(&with("bad"), (3, 19), "does not hold a token", "create a token");
+        folder.reject_one(&with("bad"), (3, 19), "does not hold a token", "create a token");
     }
-    folder.refuse_one(&with("missing"), (3, 19), "cannot be read", "create a token");
-    folder.refuse_one(&with("work"), (3, 19), "", "create a token");
+    folder.reject_one(&with("missing"), (3, 19), "cannot be read", "create a token");
+    folder.reject_one(&with("work"), (3, 19), "", "create a token");
     assert!(
         !format!("{:?}", folder.accept(&with("token"))).contains("0123456789abcdef"),
         "only its place is kept"

@@ -85,7 +85,7 @@ pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
 }
 
 #[test]
-fn the_file_for_editors_is_what_the_reader_reads() {
+fn schema_file_is_up_to_date() {
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(FILE, format!("{:#}\n", json_schema())).unwrap();
     }
@@ -103,7 +103,7 @@ fn properties(table: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_keys_of_the_reader_are_those_of_the_schema() {
+fn reader_and_schema_have_same_keys() {
     let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
     tables.sort_unstable();
     tables.dedup();
@@ -127,9 +127,9 @@ fn the_keys_of_the_reader_are_those_of_the_schema() {
         let text = format!("[defaults]\n{} = {}\n{}", key.name, key.example_of_table(), bulkhead(""));
         let refused = folder.parse(&text).err();
         let told = refused.iter().flat_map(|errors| errors.problems());
-        let is_refused =
+        let is_invalid =
             told.into_iter().any(|problem| problem.message.contains("is not allowed in [defaults]"));
-        assert_eq!(shared.iter().any(|name| name == key.name), !is_refused, "{}", key.name);
+        assert_eq!(shared.iter().any(|name| name == key.name), !is_invalid, "{}", key.name);
     }
 }
 
@@ -141,19 +141,19 @@ impl Key {
 }
 
 #[test]
-fn every_key_has_a_description_and_its_default() {
+fn all_keys_have_description_and_default() {
     let schema = json_schema();
     for key in reference() {
         let property = &schema["definitions"][key.table]["properties"][key.name];
         let description = property["description"].as_str().unwrap_or_else(|| panic!("{}", key.path()));
         assert!(description.starts_with(key.about), "{description}");
-        let is_value = !matches!(key.default, Preset::Described(_));
+        let is_value = !matches!(key.default, DefaultValue::Described(_));
         assert_eq!(property.get("default").is_some(), is_value, "{}", key.path());
     }
 }
 
 #[test]
-fn values_out_of_their_bounds_are_refused() {
+fn schema_rejects_values_out_of_range() {
     for (line, is_fine) in [
         ("processes = 1024", true),
         ("processes = 1025", false),
@@ -198,7 +198,7 @@ proptest! {
 
     /// The patterns accept exactly the texts that the reader accepts.
     #[test]
-    fn patterns_are_what_is_read(
+    fn patterns_match_accepted_values(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
     ) {
         let text = pieces.concat();
@@ -236,7 +236,7 @@ fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn every_example_of_the_repository_fits() {
+fn schema_accepts_all_examples() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let mut files = vec![root.join("README.md")];
     files_below(&root.join("docs"), &mut files);

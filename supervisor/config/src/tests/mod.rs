@@ -96,7 +96,7 @@ impl Folder {
     }
 
     #[track_caller]
-    fn refuse(&self, text: &str) -> Vec<Problem> {
+    fn reject(&self, text: &str) -> Vec<Problem> {
         match self.parse(text) {
             Ok(config) => panic!("accepted:\n{text}\nas\n{}", config.summary()),
             Err(errors) => errors.problems().to_vec(),
@@ -105,8 +105,8 @@ impl Folder {
 
     /// Expects exactly one problem at this position, with these words.
     #[track_caller]
-    fn refuse_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
-        let problems = self.refuse(text);
+    fn reject_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
+        let problems = self.reject(text);
         assert_eq!(problems.len(), 1, "{problems:#?}");
         assert_problem(&problems[0], at, message, help);
     }

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use super::*;
 
 #[test]
-fn a_path_starts_at_the_folder_of_the_file() {
+fn relative_paths_start_at_folder_of_file() {
     let folder = Folder::new();
     let config =
         folder.accept("[bulkhead.a]\ncommand = [\"work/../thumbnail-worker\"]\ncwd = \"./work/.\"\n");
@@ -19,15 +19,15 @@ fn a_path_starts_at_the_folder_of_the_file() {
 fn missing_program_error_shows_the_searched_path() {
     let folder = Folder::new();
     let there = folder.path("thumb").display().to_string();
-    folder.refuse_one(
+    folder.reject_one(
         "[bulkhead.a]\ncommand = [\"./thumb\", \"--fast\"]\n",
         (2, 12),
         &format!("`command[0]`: there is no program {there}"),
         &format!("relative paths start at the file's folder, {}", folder.dir.path().display()),
     );
-    folder.refuse_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
-    folder.refuse_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
-    folder.refuse_one(
+    folder.reject_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
+    folder.reject_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
+    folder.reject_one(
         "[bulkhead.a]\nexec = [\"/dev/null\"]\n",
         (2, 9),
         "is not a regular file, not a program",
@@ -36,16 +36,16 @@ fn missing_program_error_shows_the_searched_path() {
 }
 
 #[test]
-fn a_bare_name_is_looked_up_in_path_alone() {
+fn bare_name_is_searched_in_path_only() {
     let folder = Folder::new();
     let bin = folder.path("bin").display().to_string();
-    folder.refuse_one(
+    folder.reject_one(
         "[bulkhead.a]\nexec = [\"nosuch\"]\n",
         (2, 9),
         "there is no program `nosuch` in PATH",
         &format!("install the program in PATH ({bin})"),
     );
-    folder.refuse_one(
+    folder.reject_one(
         "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
         (2, 9),
         "there is no program `thumbnail-worker` in PATH",
@@ -54,7 +54,7 @@ fn a_bare_name_is_looked_up_in_path_alone() {
 }
 
 #[test]
-fn what_in_path_cannot_run_is_passed_over() {
+fn skips_non_executables_in_path() {
     let mut folder = Folder::new();
     fs::create_dir_all(folder.path("first/pdftotext")).unwrap();
     folder.write("first/tool", 0o644);
@@ -75,53 +75,53 @@ fn what_in_path_cannot_run_is_passed_over() {
 }
 
 #[test]
-fn without_path_the_usual_folders_are_searched() {
+fn searches_usual_folders_without_path() {
     let mut folder = Folder::new();
     folder.process_env.search_path = None;
     folder.accept("[bulkhead.a]\nexec = [\"sh\"]\n");
     folder.process_env.search_path = Some(OsString::new());
-    folder.refuse_one("[bulkhead.a]\nexec = [\"sh\"]\n", (2, 9), "there is no program `sh` in PATH", "");
+    folder.reject_one("[bulkhead.a]\nexec = [\"sh\"]\n", (2, 9), "there is no program `sh` in PATH", "");
 }
 
 #[test]
-fn libraries_and_folders_are_looked_at() {
+fn checks_libraries_and_folders() {
     let folder = Folder::new();
     let library = |name: &str| format!("[bulkhead.a]\nlibrary = \"{name}\"\n");
-    folder.refuse_one(
+    folder.reject_one(
         &library("libno.so"),
         (2, 11),
         "`library`: there is no library",
         "relative paths start",
     );
-    folder.refuse_one(&library("work"), (2, 11), "is a folder, not a library", "");
-    folder.refuse_one(&library(""), (2, 11), "`library` is empty", "write `library = \"./libworker.so\"`");
-    folder.refuse_one(&bulkhead("cwd = \"none\""), (3, 7), "`cwd`: there is no folder", "");
-    folder.refuse_one(&bulkhead("cwd = \"libthumb.so\""), (3, 7), "is not a folder", "");
-    folder.refuse_one(&bulkhead("cwd = \"libthumb.so/x\""), (3, 7), "`cwd`: ", "");
+    folder.reject_one(&library("work"), (2, 11), "is a folder, not a library", "");
+    folder.reject_one(&library(""), (2, 11), "`library` is empty", "write `library = \"./libworker.so\"`");
+    folder.reject_one(&bulkhead("cwd = \"none\""), (3, 7), "`cwd`: there is no folder", "");
+    folder.reject_one(&bulkhead("cwd = \"libthumb.so\""), (3, 7), "is not a folder", "");
+    folder.reject_one(&bulkhead("cwd = \"libthumb.so/x\""), (3, 7), "`cwd`: ", "");
 }
 
 #[test]
-fn a_socket_path_fits_into_an_address() {
+fn socket_path_fits_address() {
     let folder = Folder::new();
     let at = |bytes: usize| {
         let path = format!("/{}", "x".repeat(bytes - 1));
         format!("[supervisor]\nsocket = \"{path}\"\nadmin = \"/tmp/a\"\n{}", bulkhead(""))
     };
     folder.accept(&at(107));
-    folder.refuse_one(
+    folder.reject_one(
         &at(108),
         (2, 10),
         "has at most 107 bytes, but this path has 108",
         "choose a shorter path",
     );
     let text = format!("[supervisor]\nadmin = \"{}\"\n{}", "y".repeat(100), bulkhead(""));
-    folder.refuse_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
+    folder.reject_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
     let text = format!("[supervisor]\nsocket = \"work\"\n{}", bulkhead(""));
-    folder.refuse_one(&text, (2, 10), "is a folder, not a socket", "jobs.sock");
+    folder.reject_one(&text, (2, 10), "is a folder, not a socket", "jobs.sock");
 }
 
 #[test]
-fn the_socket_has_a_place_of_its_own_for_each_user() {
+fn default_socket_depends_on_user() {
     let mut folder = Folder::new();
     folder.process_env.root = false;
     folder.process_env.runtime_dir = Some("/run/user/1000".into());
@@ -131,20 +131,20 @@ fn the_socket_has_a_place_of_its_own_for_each_user() {
 
     folder.process_env.runtime_dir = None;
     let text = format!("[supervisor]\nmax_clients = 1\n{}", bulkhead(""));
-    folder.refuse_one(&text, (1, 2), "XDG_RUNTIME_DIR is not set", "set `socket` in [supervisor]");
-    folder.refuse_one(&bulkhead(""), (1, 1), "XDG_RUNTIME_DIR is not set", "set `socket`");
+    folder.reject_one(&text, (1, 2), "XDG_RUNTIME_DIR is not set", "set `socket` in [supervisor]");
+    folder.reject_one(&bulkhead(""), (1, 1), "XDG_RUNTIME_DIR is not set", "set `socket`");
     folder.accept(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{}", bulkhead("")));
 }
 
 #[test]
-fn the_admin_socket_lies_beside_the_jobs_socket() {
+fn admin_socket_is_next_to_jobs_socket() {
     let folder = Folder::new();
     let config = folder.accept(&format!("[supervisor]\nsocket = \"s/j\"\n{}", bulkhead("")));
     assert_eq!(config.supervisor.admin, folder.path("s/admin.sock"));
 }
 
 #[test]
-fn a_file_is_loaded_from_where_it_lies() {
+fn loads_file_relative_to_its_folder() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::write(&path, "[bulkhead.a]\ncommand = [\"./thumbnail-worker\"]\n[supervisor]\nsocket = \"s\"\n")
@@ -155,7 +155,7 @@ fn a_file_is_loaded_from_where_it_lies() {
 }
 
 #[test]
-fn a_file_that_cannot_be_read_is_named_with_the_cause() {
+fn names_unreadable_file_and_cause() {
     let folder = Folder::new();
     for (name, cause) in
         [("none.toml", "No such file"), ("work", "directory"), ("libthumb.so/x", "Not a directory")]
@@ -168,7 +168,7 @@ fn a_file_that_cannot_be_read_is_named_with_the_cause() {
 }
 
 #[test]
-fn a_file_that_is_too_large_or_never_ends_is_refused() {
+fn rejects_large_and_endless_files() {
     let errors = load(Path::new("/dev/zero")).unwrap_err();
     assert!(errors.to_string().contains("not a regular file; a pipe, as of `<(...)`"), "{errors}");
     let folder = Folder::new();
@@ -179,7 +179,7 @@ fn a_file_that_is_too_large_or_never_ends_is_refused() {
 }
 
 #[test]
-fn a_folder_whose_name_is_not_utf8_is_refused() {
+fn rejects_folder_that_is_not_utf8() {
     use std::os::unix::ffi::OsStrExt;
     let folder = Folder::new();
     let odd = folder.path("").join(std::ffi::OsStr::from_bytes(b"d\xff"));
@@ -191,7 +191,7 @@ fn a_folder_whose_name_is_not_utf8_is_refused() {
 }
 
 #[test]
-fn a_file_that_is_not_utf8_is_shown_at_the_byte() {
+fn reports_byte_that_is_not_utf8() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::write(&path, b"# gr\xc3\xbc\xc3\x9fe\nx = \"\xc3\xa4\xff\"\n").unwrap();

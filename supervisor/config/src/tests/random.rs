@@ -37,24 +37,24 @@ proptest! {
     #![proptest_config(cases(400))]
 
     #[test]
-    fn arbitrary_text(text in "(?s).{0,200}") {
+    fn survives_arbitrary_text(text in "(?s).{0,200}") {
         answer(&text);
     }
 
     #[test]
-    fn arbitrary_tokens(tokens in prop::collection::vec(token(), 0..40)) {
+    fn survives_arbitrary_tokens(tokens in prop::collection::vec(token(), 0..40)) {
         answer(&tokens.concat());
     }
 
     #[test]
-    fn mutated_files(cut in 0..FULL.len(), length in 0usize..30, insert in token()) {
+    fn survives_mutated_files(cut in 0..FULL.len(), length in 0usize..30, insert in token()) {
         let start = (0..=cut).rev().find(|at| FULL.is_char_boundary(*at)).unwrap_or(0);
         let end = (start + length..=FULL.len()).find(|at| FULL.is_char_boundary(*at)).unwrap_or(FULL.len());
         answer(&format!("{}{insert}{}", &FULL[..start], &FULL[end..]));
     }
 
     #[test]
-    fn arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+    fn survives_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
         let path = FOLDER.path("random.toml");
         fs::write(&path, bytes).unwrap();
         if let Err(errors) = load(&path) {
@@ -63,25 +63,25 @@ proptest! {
     }
 
     #[test]
-    fn a_written_duration_is_read_as_the_same(nanos in 0u64..u64::MAX) {
+    fn durations_survive_formatting(nanos in 0u64..u64::MAX) {
         let duration = std::time::Duration::from_nanos(nanos);
         prop_assert_eq!(units::parse_duration(&units::format_duration(duration)), Ok(duration));
     }
 
     #[test]
-    fn a_written_size_is_read_as_the_same(bytes: u64, shift in 0u32..64) {
+    fn sizes_survive_formatting(bytes: u64, shift in 0u32..64) {
         for bytes in [bytes >> shift, (bytes >> shift) << shift] {
             prop_assert_eq!(units::parse_size(&units::format_size(bytes)), Ok(bytes));
         }
     }
 
     #[test]
-    fn a_number_with_any_unit_is_a_size_or_an_error(text in "[0-9.]{0,30} ?[a-zA-Z]{0,4}") {
+    fn any_unit_is_size_or_error(text in "[0-9.]{0,30} ?[a-zA-Z]{0,4}") {
         let _ = (units::parse_size(&text), units::parse_duration(&text));
     }
 
     #[test]
-    fn what_an_environment_holds_survives_the_summary(
+    fn environment_survives_summary(
         env in prop::collection::btree_map("[^=\0]{1,8}", "[^\0]{0,12}", 0..5)
     ) {
         let mut config = FOLDER.accept(&bulkhead(""));

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn everything_wrong_is_told_at_once_in_the_order_of_the_file() {
+fn reports_all_problems_in_file_order() {
     let folder = Folder::new();
     let text = r#"[supervisor]
 socket_mode = 600
@@ -25,7 +25,7 @@ command = "./thumbnail-worker"
 max_result = "1GiB"
 nonsense = true
 "#;
-    let problems = folder.refuse(text);
+    let problems = folder.reject(text);
     let told: Vec<_> =
         problems.iter().map(|problem| (problem.at.unwrap().line, problem.message.as_str())).collect();
     let expected = [
@@ -49,7 +49,7 @@ nonsense = true
 }
 
 #[test]
-fn a_report_shows_file_line_column_the_line_and_what_to_write() {
+fn report_shows_position_line_and_help() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     let errors = folder.parse(&bulkhead("deadlin = \"5s\"")).unwrap_err();
@@ -80,7 +80,7 @@ error: unknown key `deadlin` in [bulkhead.a]
 }
 
 #[test]
-fn words_of_other_systems_get_the_line_to_write() {
+fn suggests_keys_for_terms_of_other_systems() {
     let folder = Folder::new();
     let rows = [
         (
@@ -113,27 +113,27 @@ fn words_of_other_systems_get_the_line_to_write() {
         ("retry = 3", 9, "must be a table", "write `retry = { attempts = 3 }`"),
     ];
     for (line, column, message, help) in rows {
-        folder.refuse_one(&bulkhead(line), (3, column), message, help);
+        folder.reject_one(&bulkhead(line), (3, column), message, help);
         let report = folder.parse(&bulkhead(line)).unwrap_err().to_string();
         assert!(report.contains(&format!("3 | {line}\n")), "{report}");
     }
     let shell = "write `exec = [\"sh\", \"-c\", \"sort -n | uniq\"]`";
-    folder.refuse_one("[bulkhead.a]\nexec = \"sort -n | uniq\"\n", (2, 8), "not a string", shell);
-    folder.refuse_one("[bulkhead.a]\nexec = [\"sort -n | uniq\"]\n", (2, 9), "there is no program", shell);
+    folder.reject_one("[bulkhead.a]\nexec = \"sort -n | uniq\"\n", (2, 8), "not a string", shell);
+    folder.reject_one("[bulkhead.a]\nexec = [\"sort -n | uniq\"]\n", (2, 9), "there is no program", shell);
     let split = "write `exec = [\"sort\", \"-n\"]`";
-    folder.refuse_one("[bulkhead.a]\nexec = [\"sort -n\"]\n", (2, 9), "there is no program", split);
+    folder.reject_one("[bulkhead.a]\nexec = [\"sort -n\"]\n", (2, 9), "there is no program", split);
 }
 
 #[test]
-fn columns_are_counted_in_characters() {
+fn counts_columns_in_characters() {
     let folder = Folder::new();
     let text = bulkhead("env = { \"größe\" = 1 }");
-    folder.refuse_one(&text, (3, 19), "`env.größe` must be a string", "");
+    folder.reject_one(&text, (3, 19), "`env.größe` must be a string", "");
     assert!(folder.parse(&text).unwrap_err().to_string().contains("workers.toml:3:19"));
 }
 
 #[test]
-fn the_terminal_is_safe_from_what_a_file_says() {
+fn escapes_control_characters_of_file() {
     let folder = Folder::new();
     let text = bulkhead("\"\\u001b[31m\" = 1\ndeadline = \"\\u001b]0;x\\u0007\"\nenv = { \"\\u009b\" = 1 }");
     let report = folder.parse(&text).unwrap_err().to_string();
@@ -141,7 +141,7 @@ fn the_terminal_is_safe_from_what_a_file_says() {
 }
 
 #[test]
-fn many_errors_are_counted_and_the_first_are_shown() {
+fn shows_first_errors_and_counts_rest() {
     let lines: String = (0..150).map(|number| format!("x{number} = 1\n")).collect();
     let errors = Folder::new().parse(&bulkhead(&lines)).unwrap_err();
     assert_eq!(errors.problems().len(), 150);
@@ -151,40 +151,40 @@ fn many_errors_are_counted_and_the_first_are_shown() {
 }
 
 #[test]
-fn syntax_errors_have_their_place_and_advice() {
+fn syntax_errors_have_position_and_help() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         "[bulkhead.a]\ndeadline = 5s\n",
         (2, 12),
         "string values must be quoted",
         "write \"5s\"",
     );
-    folder.refuse_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
-    folder.refuse_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove either line");
-    folder.refuse_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove either line");
-    folder.refuse_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
-    folder.refuse_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
-    folder.refuse_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a separate line");
-    folder.refuse_one("a = \"x\n", (1, 7), "invalid basic string", "on the same line");
-    folder.refuse_one("[bulkhead.ä]\n", (1, 11), "invalid unquoted key", "quote any other");
-    let problems = folder.refuse("a = 1s\nb = 2s\n[c\n");
+    folder.reject_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
+    folder.reject_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove either line");
+    folder.reject_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove either line");
+    folder.reject_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
+    folder.reject_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
+    folder.reject_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a separate line");
+    folder.reject_one("a = \"x\n", (1, 7), "invalid basic string", "on the same line");
+    folder.reject_one("[bulkhead.ä]\n", (1, 11), "invalid unquoted key", "quote any other");
+    let problems = folder.reject("a = 1s\nb = 2s\n[c\n");
     let lines: Vec<_> = problems.iter().map(|problem| problem.at.unwrap().line).collect();
     assert_eq!(lines, [1, 2, 3], "{problems:#?}");
 }
 
 #[test]
-fn a_file_without_a_bulkhead_is_refused() {
+fn rejects_file_without_bulkhead() {
     let folder = Folder::new();
-    folder.refuse_one("", (1, 1), "the file has no bulkhead", "[bulkhead.NAME]");
-    folder.refuse_one("# nothing\n", (1, 1), "the file has no bulkhead", "");
-    folder.refuse_one("[defaults]\n[bulkhead]\n", (2, 2), "the file has no bulkhead", "");
-    folder.refuse_one(
+    folder.reject_one("", (1, 1), "the file has no bulkhead", "[bulkhead.NAME]");
+    folder.reject_one("# nothing\n", (1, 1), "the file has no bulkhead", "");
+    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the file has no bulkhead", "");
+    folder.reject_one(
         "bulkhead = 3\n",
         (1, 12),
         "`bulkhead` must be a table, not a number",
         "[bulkhead.NAME]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         "[[bulkhead]]\nexec = [\"tool\"]\n",
         (1, 1),
         "must be a table, not an array",
@@ -193,73 +193,73 @@ fn a_file_without_a_bulkhead_is_refused() {
 }
 
 #[test]
-fn names_of_bulkheads_are_plain() {
+fn rejects_invalid_bulkhead_names() {
     let folder = Folder::new();
     let named = |name: &str| format!("[bulkhead.\"{name}\"]\nexec = [\"tool\"]\n");
     folder.accept(&named("a-b_c.9"));
     folder.accept(&named(&"x".repeat(64)));
-    folder.refuse_one(
+    folder.reject_one(
         &named("PDF to Text"),
         (1, 11),
         "`PDF to Text` cannot name a bulkhead",
         "as in `pdf-to-text`",
     );
-    folder.refuse_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of a-z");
-    folder.refuse_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
+    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of a-z");
+    folder.reject_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
 }
 
 #[test]
-fn a_key_in_the_wrong_table_is_shown_the_right_one() {
+fn suggests_right_table_for_misplaced_key() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("max_clients = 3"),
         (3, 1),
         "unknown key",
         "`max_clients` belongs in [supervisor]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("backoff = \"1s\""),
         (3, 1),
         "",
         "`backoff` belongs in [bulkhead.NAME.restart]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("within = \"1s\""),
         (3, 1),
         "",
         "`within` belongs in [bulkhead.NAME.poison] or [bulkhead.NAME.restart]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &format!("grace = \"1s\"\n{}", bulkhead("")),
         (1, 1),
         "",
         "`grace` belongs in [bulkhead.NAME]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("[workers]"),
         (3, 2),
         "unknown key `workers`",
         "write the bulkhead as [bulkhead.workers]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("[suprvisor]"),
         (3, 2),
         "unknown key `suprvisor`",
         "did you mean `supervisor`?",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("colour = 1"),
         (3, 1),
         "unknown key `colour`",
         "the keys here are command, library",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("ratelimit = 1"),
         (3, 1),
         "unknown key `ratelimit`",
         "did you mean `rate_limit`?",
     );
-    let problems = folder.refuse("[bulkhead]\ndeadline = \"5s\"\n");
+    let problems = folder.reject("[bulkhead]\ndeadline = \"5s\"\n");
     assert_problem(
         &problems[0],
         (2, 12),
@@ -269,19 +269,19 @@ fn a_key_in_the_wrong_table_is_shown_the_right_one() {
 }
 
 #[test]
-fn what_runs_cannot_be_a_default() {
+fn rejects_program_in_defaults() {
     let folder = Folder::new();
     for key in ["command = [\"tool\"]", "exec = [\"tool\"]", "library = \"libthumb.so\"", "entry = \"e\""] {
         let name = key.split(' ').next().unwrap();
         let text = format!("[defaults]\n{key}\n{}", bulkhead(""));
-        folder.refuse_one(
+        folder.reject_one(
             &text,
             (2, 1),
             &format!("`{name}` is not allowed in [defaults]"),
             "set the program in each",
         );
     }
-    folder.refuse_one(
+    folder.reject_one(
         &format!("[defaults.tenant.acme]\nmax_queue = 3\n{}", bulkhead("")),
         (1, 11),
         "`tenant` is not allowed in [defaults]",
@@ -290,13 +290,13 @@ fn what_runs_cannot_be_a_default() {
 }
 
 #[test]
-fn a_wrong_default_is_told_once_even_if_no_bulkhead_uses_it() {
+fn reports_wrong_default_once() {
     let folder = Folder::new();
     let text = format!(
         "{}grace = \"1s\"\n[bulkhead.b]\nexec = [\"tool\"]\n[defaults]\ngrace = 1\ncwd = \"none\"\n",
         bulkhead("")
     );
-    let problems = folder.refuse(&text);
+    let problems = folder.reject(&text);
     assert_eq!(problems.len(), 2, "{problems:#?}");
     assert_problem(&problems[0], (8, 9), "`grace` must be a duration", "write `grace = \"1s\"`");
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
@@ -330,11 +330,11 @@ fn label(table: &str, name: &str) -> String {
 }
 
 #[test]
-fn every_key_of_the_reference_is_read_and_refuses_another_type() {
+fn all_keys_reject_wrong_types() {
     let folder = Folder::new();
     for key in reference() {
         let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));
-        let problems = folder.refuse(&text);
+        let problems = folder.reject(&text);
         let about_it =
             |problem: &&Problem| problem.message.contains(&format!("`{}`", label(key.table, key.name)));
         let problem =
@@ -344,13 +344,13 @@ fn every_key_of_the_reference_is_read_and_refuses_another_type() {
 }
 
 #[test]
-fn what_cannot_be_forked_is_said() {
+fn rejects_fork_mode_where_impossible() {
     let folder = Folder::new();
     let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");
     let (command, none) = ("command = [\"/bin/true\"]", "sandbox.profile = \"none\"");
     let isolated = text(command, &format!("{none}\ntenants = {{ isolate = true, max_active = 2 }}"));
-    folder.refuse_one(&isolated, (3, 14), "isolated tenants would share a template", "");
+    folder.reject_one(&isolated, (3, 14), "isolated tenants would share a template", "");
     let exec = text("exec = [\"/bin/true\"]", none);
-    folder.refuse_one(&exec, (3, 14), "each job runs a new program", "");
-    folder.refuse_one(&text("library = \"/bin/true\"", none), (3, 14), "a library", "");
+    folder.reject_one(&exec, (3, 14), "each job runs a new program", "");
+    folder.reject_one(&text("library = \"/bin/true\"", none), (3, 14), "a library", "");
 }

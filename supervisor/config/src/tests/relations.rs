@@ -5,15 +5,15 @@ use std::time::Duration;
 use super::*;
 
 #[test]
-fn a_deadline_fits_below_its_maximum() {
+fn deadline_is_at_most_its_maximum() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
         (3, 12),
         "`deadline` (5s) is above `deadline_max` (2s)",
         "write `deadline_max = \"5s\"` or more, or `deadline = \"2s\"` or less",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("deadline_max = \"2s\""),
         (3, 16),
         "`deadline` (30s, the default) is above `deadline_max` (2s)",
@@ -22,36 +22,36 @@ fn a_deadline_fits_below_its_maximum() {
 }
 
 #[test]
-fn a_relation_is_shown_where_the_bulkhead_broke_it() {
+fn reports_violation_at_the_bulkhead() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
-    folder.refuse_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
+    folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
 }
 
 #[test]
-fn a_relation_broken_by_the_defaults_is_told_once() {
+fn reports_violation_of_defaults_once() {
     let folder = Folder::new();
     let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
-    folder.refuse_one(text, (2, 16), "`deadline` (30s, the default)", "");
+    folder.reject_one(text, (2, 16), "`deadline` (30s, the default)", "");
 }
 
 #[test]
-fn a_run_is_no_longer_than_the_longest_deadline() {
+fn run_limit_is_at_most_longest_deadline() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("run_limit = \"40s\""),
         (3, 13),
         "`run_limit` (40s) is above `deadline` (30s, the default)",
         "write `deadline = \"40s\"` or more, or `run_limit = \"30s\"` or less",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("run_limit = \"3s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""),
         (3, 13),
         "`run_limit` (3s) is above `deadline_max` (2s)",
         "write `deadline_max = \"3s\"` or more, or `run_limit = \"2s\"` or less",
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
-    folder.refuse_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
+    folder.reject_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
     // A client can request a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
@@ -63,9 +63,9 @@ fn a_run_is_no_longer_than_the_longest_deadline() {
 }
 
 #[test]
-fn a_latency_to_aim_at_is_one_that_jobs_can_have() {
+fn adaptive_target_is_at_most_longest_deadline() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
         (3, 32),
         "`adaptive.target` (40s) is above `deadline` (30s, the default)",
@@ -75,9 +75,9 @@ fn a_latency_to_aim_at_is_one_that_jobs_can_have() {
 }
 
 #[test]
-fn nothing_travels_ahead_of_a_program_for_each_job() {
+fn rejects_lookahead_with_exec() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("lookahead = \"5ms\""),
         (3, 13),
         "`lookahead` has no effect with `exec`",
@@ -91,25 +91,25 @@ fn nothing_travels_ahead_of_a_program_for_each_job() {
 }
 
 #[test]
-fn a_queue_needs_permits() {
+fn queue_needs_permits() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("max_queue = 10\nmax_in_flight = 0"),
         (4, 17),
         "`max_in_flight` (0) with a queue (`max_queue` is 10)",
         "write `max_in_flight = 1` or more",
     );
     let text = format!("[defaults]\nmax_queue = 3\n{}", bulkhead("max_in_flight = 0"));
-    folder.refuse_one(&text, (5, 17), "(`max_queue` is 3, from [defaults])", "");
+    folder.reject_one(&text, (5, 17), "(`max_queue` is 3, from [defaults])", "");
     let text = format!("[defaults]\nmax_in_flight = 0\n{}", bulkhead("max_queue = 3"));
-    folder.refuse_one(&text, (5, 13), "`max_in_flight` (0, from [defaults])", "");
+    folder.reject_one(&text, (5, 13), "`max_in_flight` (0, from [defaults])", "");
 }
 
 #[test]
 fn permits_are_bounded() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 1000\nmax_in_flight = 1000"));
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("processes = 1000\nmax_in_flight = 1001"),
         (3, 13),
         "`processes` (1000) × `max_in_flight` (1001) is above 1000000",
@@ -118,56 +118,56 @@ fn permits_are_bounded() {
 }
 
 #[test]
-fn payloads_fit_the_supervisor() {
+fn payload_is_at_most_supervisors_maximum() {
     let folder = Folder::new();
     for name in ["max_payload", "max_result"] {
         let message =
             format!("`{name}` (65MiB) is above the supervisor's `max_payload` (64MiB, the default)");
         let help = format!("write `{name} = \"64MiB\"` or less");
-        folder.refuse_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
+        folder.reject_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
         folder.accept(&format!(
             "[supervisor]\nmax_payload = \"65MiB\"\n{}",
             bulkhead(&format!("{name} = \"65MiB\""))
         ));
     }
     let text = format!("[supervisor]\nmax_payload = \"1MiB\"\n{}", bulkhead("max_result = \"2MiB\""));
-    folder.refuse_one(&text, (5, 14), "(2MiB) is above the supervisor's `max_payload` (1MiB)", "");
+    folder.reject_one(&text, (5, 14), "(2MiB) is above the supervisor's `max_payload` (1MiB)", "");
 }
 
 #[test]
-fn the_largest_payload_can_wait() {
+fn buffer_holds_largest_payload() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nmax_payload = \"1GiB\"\n{}", bulkhead(""));
-    folder.refuse_one(
+    folder.reject_one(
         &text,
         (2, 15),
         "`max_buffered` (512MiB, the default)",
         "write `max_buffered = \"1GiB\"`",
     );
     let text = format!("[supervisor]\nmax_buffered = 1\n{}", bulkhead(""));
-    folder.refuse_one(&text, (2, 16), "(1B) is below `max_payload` (64MiB, the default)", "");
+    folder.reject_one(&text, (2, 16), "(1B) is below `max_payload` (64MiB, the default)", "");
 }
 
 #[test]
-fn memory_files_have_room_for_two() {
+fn max_pooled_holds_two_memory_files() {
     let folder = Folder::new();
     let text = |size: &str| format!("[supervisor]\nmax_pooled = {size}\n{}", bulkhead(""));
-    folder.refuse_one(
+    folder.reject_one(
         &text("1"),
         (2, 14),
         "too small for the memory files of a payload",
         "write `max_pooled = \"512KiB\"`",
     );
-    folder.refuse_one(&text("524287"), (2, 14), "too small", "or `0` for none");
+    folder.reject_one(&text("524287"), (2, 14), "too small", "or `0` for none");
     for good in ["0", "524288"] {
         folder.accept(&text(good));
     }
 }
 
 #[test]
-fn backoff_grows() {
+fn backoff_is_at_most_its_maximum() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("restart = { backoff_max = \"10ms\" }"),
         (3, 27),
         "`restart.backoff` (100ms, the default) is above `restart.backoff_max` (10ms)",
@@ -176,49 +176,49 @@ fn backoff_grows() {
 }
 
 #[test]
-fn exactly_one_thing_runs() {
+fn requires_exactly_one_program() {
     let folder = Folder::new();
-    folder.refuse_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` has no program to run", "`command = [");
-    folder.refuse_one(
+    folder.reject_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` has no program to run", "`command = [");
+    folder.reject_one(
         &bulkhead("library = \"libthumb.so\"\ncommand = [\"./thumbnail-worker\"]"),
         (4, 11),
         "bulkhead `a` has `command` and `library` and `exec`",
         "keep a single key",
     );
-    folder.refuse_one(&bulkhead("entry = \"handle\""), (3, 9), "`entry` needs `library`", "");
+    folder.reject_one(&bulkhead("entry = \"handle\""), (3, 9), "`entry` needs `library`", "");
 }
 
 #[test]
-fn a_value_that_was_refused_breaks_no_relation() {
+fn invalid_value_violates_no_relation() {
     let folder = Folder::new();
-    folder.refuse_one(&bulkhead("deadline = 5\ndeadline_max = \"10s\""), (3, 12), "not a bare number", "");
-    folder.refuse_one(&bulkhead("max_in_flight = 0\nmax_queue = \"x\""), (4, 13), "`max_queue`", "");
-    folder.refuse_one("[bulkhead.a]\nexec = 3\n", (2, 8), "`exec` must be an array of strings", "");
+    folder.reject_one(&bulkhead("deadline = 5\ndeadline_max = \"10s\""), (3, 12), "not a bare number", "");
+    folder.reject_one(&bulkhead("max_in_flight = 0\nmax_queue = \"x\""), (4, 13), "`max_queue`", "");
+    folder.reject_one("[bulkhead.a]\nexec = 3\n", (2, 8), "`exec` must be an array of strings", "");
     let text = format!("[defaults]\ndeadline = 5\n{}", bulkhead("deadline_max = \"10s\""));
-    folder.refuse_one(&text, (2, 12), "not a bare number", "");
+    folder.reject_one(&text, (2, 12), "not a bare number", "");
 }
 
 #[test]
 fn sockets_differ() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
-    folder.refuse_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
     let text = format!("[supervisor]\nsocket = \"x/admin.sock\"\n{}", bulkhead(""));
-    folder.refuse_one(&text, (2, 10), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (2, 10), "`socket` and `admin` are the same path", "");
     std::os::unix::fs::symlink(folder.path("work"), folder.path("link")).unwrap();
     let text = format!("[supervisor]\nsocket = \"work/a.sock\"\nadmin = \"link/a.sock\"\n{}", bulkhead(""));
-    folder.refuse_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
 }
 
 #[test]
-fn a_misspelt_key_is_not_also_a_missing_one() {
+fn misspelt_key_is_not_also_missing() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         "[bulkhead.a]\nexce = [\"tool\"]\n",
         (2, 1),
         "unknown key `exce`",
         "did you mean `exec`?",
     );
     let text = bulkhead("dedline = \"5s\"\ndeadline_max = \"10s\"");
-    folder.refuse_one(&text, (3, 1), "unknown key `dedline`", "did you mean `deadline`?");
+    folder.reject_one(&text, (3, 1), "unknown key `dedline`", "did you mean `deadline`?");
 }

@@ -18,7 +18,7 @@ const NOTHING: TenantConfig =
     TenantConfig { max_in_flight: None, max_queue: None, processes: None, rate_limit: None };
 
 #[test]
-fn every_key_is_taken() {
+fn reads_all_keys() {
     let config = Folder::new().accept(FULL);
     let [last, _, mm] = config.bulkheads.as_slice() else { panic!() };
     let isolation = IsolationConfig { max_active: 8, idle: Duration::from_secs(300) };
@@ -63,7 +63,7 @@ fn isolation_has_defaults_and_can_be_switched_off() {
 }
 
 #[test]
-fn a_boolean_is_true_or_false() {
+fn rejects_non_booleans() {
     let folder = Folder::new();
     for (value, found, help) in [
         ("\"true\"", "a string", "write `isolate = true` without quotes"),
@@ -75,25 +75,25 @@ fn a_boolean_is_true_or_false() {
         ("{}", "a table", "write `isolate = true` or `isolate = false`"),
     ] {
         let message = format!("`tenants.isolate` must be `true` or `false`, not {found}");
-        folder.refuse_one(&bulkhead(&format!("tenants = {{ isolate = {value} }}")), (3, 23), &message, help);
+        folder.reject_one(&bulkhead(&format!("tenants = {{ isolate = {value} }}")), (3, 23), &message, help);
     }
 }
 
 #[test]
-fn what_is_for_isolated_tenants_needs_them() {
+fn isolation_keys_need_isolation() {
     let folder = Folder::new();
     for (entry, name) in [("max_active = 5", "max_active"), ("idle = \"5s\"", "idle")] {
         let message = format!("`tenants.{name}` has no effect without `tenants.isolate = true`");
         let help = format!("add `isolate = true`, or remove `{name}`");
         let column = 13 + name.len() + 3;
-        folder.refuse_one(&bulkhead(&format!("tenants = {{ {entry} }}")), (3, column), &message, &help);
+        folder.reject_one(&bulkhead(&format!("tenants = {{ {entry} }}")), (3, column), &message, &help);
         let line = format!("tenants = {{ {entry}, isolate = false }}");
-        folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
+        folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let line = format!("tenants = {{ {entry}, max_queue = 5 }}");
-        folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
+        folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
     }
     let text = format!("[defaults]\ntenants = {{ max_active = 5 }}\n{}", bulkhead(""));
-    folder.refuse_one(
+    folder.reject_one(
         &text,
         (2, 26),
         "`tenants.max_active` has no effect",
@@ -102,14 +102,14 @@ fn what_is_for_isolated_tenants_needs_them() {
     folder.accept(&format!("{text}tenants = {{ isolate = false }}\n"));
     folder.accept(&format!("{text}tenants = {{ isolate = true }}\n"));
     let text = format!("[defaults]\ntenants = {{ isolate = false }}\n{}", bulkhead("tenants.idle = \"1s\""));
-    folder.refuse_one(&text, (5, 16), "`tenants.idle` has no effect", "");
-    folder.refuse_one(
+    folder.reject_one(&text, (5, 16), "`tenants.idle` has no effect", "");
+    folder.reject_one(
         &bulkhead("tenants = { isolate = true, max_active = 0 }"),
         (3, 42),
         "from 1 to 1024",
         "",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("tenants = { isolate = true, idle = \"0s\" }"),
         (3, 36),
         "from 1ms",
@@ -118,10 +118,10 @@ fn what_is_for_isolated_tenants_needs_them() {
 }
 
 #[test]
-fn isolated_tenants_share_no_workers() {
+fn isolation_excludes_shares() {
     let folder = Folder::new();
     for name in ["max_in_flight", "max_queue"] {
-        folder.refuse_one(
+        folder.reject_one(
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
@@ -131,12 +131,12 @@ fn isolated_tenants_share_no_workers() {
         );
     }
     let text = format!("[defaults]\ntenants = {{ max_queue = 2 }}\n{}", bulkhead("tenants.isolate = true"));
-    folder.refuse_one(&text, (5, 19), "`tenants.max_queue` (2, from [defaults])", "");
+    folder.reject_one(&text, (5, 19), "`tenants.max_queue` (2, from [defaults])", "");
     folder.accept(&text.replace("isolate = true", "isolate = false"));
 }
 
 #[test]
-fn workers_of_isolated_tenants_are_bounded() {
+fn bounds_workers_of_isolated_tenants() {
     let folder = Folder::new();
     let text = |processes: u32, max_active: u32| {
         bulkhead(&format!(
@@ -144,7 +144,7 @@ fn workers_of_isolated_tenants_are_bounded() {
         ))
     };
     assert_eq!(folder.accept(&text(16, 1024)).bulkheads[0].workers_max(), 16_384);
-    folder.refuse_one(
+    folder.reject_one(
         &text(17, 1024),
         (4, 42),
         "`processes` (17) × `tenants.max_active` (1024) is above 16384",
@@ -152,13 +152,13 @@ fn workers_of_isolated_tenants_are_bounded() {
     );
     let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
     folder.accept(&spares(1));
-    folder.refuse_one(
+    folder.reject_one(
         &spares(2),
         (4, 42),
         "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
         "with these processes and spares write `max_active = 963` or less",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("processes = 257\ntenants = { isolate = true }"),
         (3, 13),
         "`tenants.max_active` (64, the default)",
@@ -166,7 +166,7 @@ fn workers_of_isolated_tenants_are_bounded() {
     );
     let tenants = "[bulkhead.a.tenant.x]\nprocesses = 20\n[bulkhead.a.tenant.y]\nprocesses = 15\n\
                    [bulkhead.a.tenant.z]\nprocesses = 18\n";
-    folder.refuse_one(
+    folder.reject_one(
         &format!("{}{tenants}", text(16, 1024)),
         (6, 13),
         "with `tenant.x.processes` (20) there can be 16390 workers at once, above 16384",
@@ -179,7 +179,7 @@ fn workers_of_isolated_tenants_are_bounded() {
 }
 
 #[test]
-fn a_tenant_may_have_a_share_of_its_own() {
+fn reads_settings_of_single_tenants() {
     let config =
         accept_one("max_queue = 9\ntenant = { acme = { max_in_flight = 1000000, max_queue = 0 }, b = {} }");
     let acme = TenantConfig { max_in_flight: Some(1_000_000), max_queue: Some(0), ..NOTHING };
@@ -190,7 +190,7 @@ fn a_tenant_may_have_a_share_of_its_own() {
 }
 
 #[test]
-fn values_of_a_tenant_have_bounds_and_its_name() {
+fn tenant_errors_name_the_tenant() {
     let folder = Folder::new();
     let cases = [
         ("max_in_flight = 0", 17, "`tenant.acme.max_in_flight` must be from 1 to 1000000, not 0", "= 1`"),
@@ -219,20 +219,20 @@ fn values_of_a_tenant_have_bounds_and_its_name() {
         ),
     ];
     for (line, column, message, help) in cases {
-        folder.refuse_one(
+        folder.reject_one(
             &bulkhead(&format!("[bulkhead.a.tenant.acme]\n{line}")),
             (4, column),
             message,
             help,
         );
-        folder.refuse_one(
+        folder.reject_one(
             &isolated(&format!("[bulkhead.a.tenant.acme]\n{line}")),
             (5, column),
             message,
             help,
         );
     }
-    folder.refuse_one(
+    folder.reject_one(
         &isolated("[bulkhead.a.tenant.\"a b\"]\nprocesses = 0"),
         (5, 13),
         "`tenant.\"a b\".processes` must be from 1 to 1024, not 0",
@@ -241,36 +241,36 @@ fn values_of_a_tenant_have_bounds_and_its_name() {
 }
 
 #[test]
-fn names_of_tenants_are_those_that_a_job_can_have() {
+fn rejects_invalid_tenant_names() {
     let folder = Folder::new();
     let named = |name: &str| bulkhead(&format!("[bulkhead.a.tenant.\"{name}\"]"));
     folder.accept(&named(&"x".repeat(256)));
     folder.accept(&named("Acme, Größe 3/π"));
-    folder.refuse_one(&named(""), (3, 20), "the name of a tenant is empty", "jobs without a tenant have");
-    folder.refuse_one(&named(&"ä".repeat(129)), (3, 20), "the name has 258 bytes", "at most 256 bytes");
-    folder.refuse_one(&named("a\\u0000b"), (3, 20), "contains a NUL byte", "");
+    folder.reject_one(&named(""), (3, 20), "the name of a tenant is empty", "jobs without a tenant have");
+    folder.reject_one(&named(&"ä".repeat(129)), (3, 20), "the name has 258 bytes", "at most 256 bytes");
+    folder.reject_one(&named("a\\u0000b"), (3, 20), "contains a NUL byte", "");
     let tables: String = (0..1025).map(|number| format!("tenant.t{number} = {{}}\n")).collect();
-    folder.refuse_one(&bulkhead(&tables), (3 + 1024, 8), "more than 1024 tenants", "");
+    folder.reject_one(&bulkhead(&tables), (3 + 1024, 8), "more than 1024 tenants", "");
     folder.accept(&bulkhead(&tables.replace("tenant.t1024 = {}\n", "")));
 }
 
 #[test]
-fn a_key_for_every_tenant_has_its_place() {
+fn suggests_tenants_table_for_common_keys() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("[bulkhead.a.tenant]\nmax_queue = 3"),
         (4, 13),
         "`tenant.max_queue` must be a table, not a number",
         "set a key for all tenants in [bulkhead.NAME.tenants]",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead("[bulkhead.a.tenant]\nacme = 3"),
         (4, 8),
         "`tenant.acme` must be a table, not a number",
         "write a section [bulkhead.NAME.tenant.acme]",
     );
-    folder.refuse_one(&bulkhead("tenant = 3"), (3, 10), "`tenant` must be a table, not a number", "");
-    folder.refuse_one(
+    folder.reject_one(&bulkhead("tenant = 3"), (3, 10), "`tenant` must be a table, not a number", "");
+    folder.reject_one(
         &bulkhead("[bulkhead.a.tenants.acme]\nmax_queue = 3"),
         (3, 21),
         "unknown key `acme` in [bulkhead.a.tenants]",
@@ -279,10 +279,10 @@ fn a_key_for_every_tenant_has_its_place() {
 }
 
 #[test]
-fn processes_of_a_tenant_need_isolation() {
+fn tenant_processes_need_isolation() {
     let folder = Folder::new();
     let lines = "[bulkhead.a.tenant.acme]\nprocesses = 2";
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead(lines),
         (4, 13),
         "`tenant.acme.processes` needs `tenants.isolate = true`",
@@ -291,24 +291,24 @@ fn processes_of_a_tenant_need_isolation() {
     folder.accept(&isolated(lines));
     folder.accept(&format!("[defaults]\ntenants = {{ isolate = true }}\n{}", bulkhead(lines)));
     for tenants in ["tenants = 3", "tenants = { isolate = 3 }", "tenants = { isolat = true }"] {
-        let problems = folder.refuse(&bulkhead(&format!("{tenants}\n{lines}")));
+        let problems = folder.reject(&bulkhead(&format!("{tenants}\n{lines}")));
         assert_eq!(problems.len(), 1, "{problems:#?}");
     }
 }
 
 #[test]
-fn a_rate_of_one_tenant_needs_rates_of_tenants() {
+fn tenant_rate_needs_rate_per_tenant() {
     let folder = Folder::new();
     let lines = |limit: &str| {
         format!("rate_limit = {{ {limit} }}\n[bulkhead.a.tenant.acme]\nrate_limit = {{ per_second = 5 }}")
     };
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead(&lines("per_second = 3")),
         (5, 1),
         "`tenant.acme.rate_limit` needs `rate_limit.per = \"tenant\"` (it is \"bulkhead\", the default)",
         "add `per = \"tenant\"` to the bulkhead's `rate_limit`",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead(&lines("per_second = 3, per = \"bulkhead\"")),
         (5, 1),
         "(it is \"bulkhead\")",
@@ -316,38 +316,38 @@ fn a_rate_of_one_tenant_needs_rates_of_tenants() {
     );
     folder.accept(&bulkhead(&lines("per_second = 3, per = \"tenant\"")));
     folder.accept(&isolated(&lines("per_second = 3")));
-    folder.refuse_one(&bulkhead(&lines("per_second = 3, per = 3")), (3, 38), "must be a string", "");
+    folder.reject_one(&bulkhead(&lines("per_second = 3, per = 3")), (3, 38), "must be a string", "");
 }
 
 #[test]
-fn an_isolated_tenant_is_judged_as_a_bulkhead_is() {
+fn isolated_tenants_obey_rules_of_bulkheads() {
     let folder = Folder::new();
-    folder.refuse_one(
+    folder.reject_one(
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
         (6, 13),
         "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
         "write `max_in_flight = 1` or more",
     );
     folder.accept(&isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5\nmax_in_flight = 1"));
-    folder.refuse_one(
+    folder.reject_one(
         &isolated("[bulkhead.a.tenant.acme]\nmax_in_flight = 4097"),
         (5, 17),
         "`tenant.acme.max_in_flight` (4097) is above 4096: with `tenants.isolate` the limit is per worker process",
         "write `max_in_flight = 4096` or less",
     );
-    folder.refuse_one(
+    folder.reject_one(
         &isolated("processes = 2\nmax_in_flight = 1001\n[bulkhead.a.tenant.acme]\nprocesses = 1000"),
         (7, 13),
         "`tenant.acme.processes` (1000) × `max_in_flight` (1001) is above 1000000",
         "write `max_in_flight = 1000` or less",
     );
     let both = "max_in_flight = 0\nmax_queue = 3\n[bulkhead.a.tenant.x]\n[bulkhead.a.tenant.y]";
-    folder.refuse_one(&isolated(both), (4, 17), "`max_in_flight` (0) with a queue (`max_queue` is 3)", "");
+    folder.reject_one(&isolated(both), (4, 17), "`max_in_flight` (0) with a queue (`max_queue` is 3)", "");
 }
 
 #[test]
-fn everything_wrong_is_told_at_once() {
-    let problems = Folder::new().refuse(&bulkhead(
+fn reports_all_problems() {
+    let problems = Folder::new().reject(&bulkhead(
         "rate_limit = { per_second = 1 }\ntenants = { max_active = 0, idle = \"1s\" }\n[bulkhead.a.tenant.x]\n\
          processes = 2\nmax_in_flight = 0\nrate_limit = { per_second = 2, burst = 0 }\n\
          [bulkhead.a.tenant.\"\"]\nnonsense = 1",
@@ -357,7 +357,7 @@ fn everything_wrong_is_told_at_once() {
 }
 
 #[test]
-fn the_summary_has_a_section_for_each_tenant() {
+fn summary_has_section_per_tenant() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let summary = config.summary();
@@ -378,7 +378,7 @@ fn the_summary_has_a_section_for_each_tenant() {
 
 /// The keys of the contract, as written there.
 #[test]
-fn the_example_of_the_contract_is_accepted() {
+fn accepts_documented_example() {
     let text = r#"
         [supervisor]
         socket = "/run/bulkhead/jobs.sock"
@@ -467,7 +467,7 @@ fn the_example_of_the_contract_is_accepted() {
 }
 
 #[test]
-fn the_first_tenants_of_the_file_are_labelled() {
+fn labels_first_tenants_of_file() {
     let folder = Folder::new();
     let bulkheads = "[bulkhead.z]\nexec = [\"tool\"]\n[bulkhead.z.tenant]\nd = {}\nb = {}\n_other = {}\n\
                      [bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.a.tenant]\na = {}\nb = {}\n\
@@ -480,7 +480,7 @@ fn the_first_tenants_of_the_file_are_labelled() {
     assert_eq!(labelled("tenant_labels = 3"), "abd");
     assert_eq!(labelled("tenant_labels = 2"), "bd");
     assert_eq!(labelled("tenant_labels = 0"), "");
-    folder.refuse_one(
+    folder.reject_one(
         &format!("[supervisor]\ntenant_labels = 1001\n{}", bulkhead("")),
         (2, 17),
         "`tenant_labels` must be from 0 to 1000, not 1001",

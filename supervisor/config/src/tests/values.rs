@@ -36,7 +36,7 @@ fn durations_have_units_and_bounds() {
         ("recycle = { age = \"0s\" }", "`recycle.age`", ""),
     ];
     for (line, message, help) in cases {
-        let problem = &folder.refuse(&bulkhead(line))[0];
+        let problem = &folder.reject(&bulkhead(line))[0];
         let column = line.rfind("= ").unwrap() + 3;
         assert_problem(problem, (3, column), message, help);
     }
@@ -66,11 +66,11 @@ fn sizes_are_unambiguous_and_bounded() {
         ("99999999999999999999999999999999999999999999999999TiB", "is not a size", "64 bits"),
     ];
     for (size, message, help) in cases {
-        folder.refuse_one(&bulkhead(&format!("max_result = \"{size}\"")), (3, 14), message, help);
+        folder.reject_one(&bulkhead(&format!("max_result = \"{size}\"")), (3, 14), message, help);
     }
-    folder.refuse_one(&bulkhead("max_result = -1"), (3, 14), "not -1", "");
-    folder.refuse_one(&bulkhead("max_result = true"), (3, 14), "must be a size such as \"64MiB\"", "");
-    folder.refuse_one(
+    folder.reject_one(&bulkhead("max_result = -1"), (3, 14), "not -1", "");
+    folder.reject_one(&bulkhead("max_result = true"), (3, 14), "must be a size such as \"64MiB\"", "");
+    folder.reject_one(
         &bulkhead("max_result = 99999999999999999999999999999999999999999"),
         (3, 14),
         "a number that large",
@@ -109,11 +109,11 @@ fn numbers_have_bounds() {
     ];
     for (line, message, help) in cases {
         let column = line.rfind("= ").unwrap() + 3;
-        folder.refuse_one(&bulkhead(line), (3, column), message, help);
+        folder.reject_one(&bulkhead(line), (3, column), message, help);
     }
     for (line, message) in [("max_clients = 0", "from 1 to"), ("max_payload = 0", "from 1 to")] {
         let text = format!("[supervisor]\n{line}\n{}", bulkhead(""));
-        folder.refuse_one(&text, (2, 15), message, "");
+        folder.reject_one(&text, (2, 15), message, "");
     }
 }
 
@@ -121,39 +121,39 @@ fn numbers_have_bounds() {
 fn modes_are_octal_strings() {
     let folder = Folder::new();
     let mode = |value: &str| format!("[supervisor]\nsocket_mode = {value}\n{}", bulkhead(""));
-    folder.refuse_one(
+    folder.reject_one(
         &mode("600"),
         (2, 15),
         "must be a string, not a number",
         "write `socket_mode = \"0600\"`",
     );
-    folder.refuse_one(&mode("0o660"), (2, 15), "must be a string, not a number", "\"0660\"");
+    folder.reject_one(&mode("0o660"), (2, 15), "must be a string, not a number", "\"0660\"");
     for wrong in ["\"0800\"", "\"rw\"", "\"\"", "\"4755\"", "\"00600\"", "\"+60\""] {
-        folder.refuse_one(&mode(wrong), (2, 15), "is not a mode of three octal digits", "\"0600\"");
+        folder.reject_one(&mode(wrong), (2, 15), "is not a mode of three octal digits", "\"0600\"");
     }
     assert_eq!(folder.accept(&mode("\"666\"")).supervisor.socket_mode, 0o666);
 }
 
 #[test]
-fn words_are_checked() {
+fn rejects_unknown_words() {
     let folder = Folder::new();
     let line = "restart = { policy = \"on_failure\" }";
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead(line),
         (3, 22),
         "`restart.policy` cannot be",
         "did you mean `\"on-failure\"`?",
     );
     let line = "restart = { policy = \"sometimes\" }";
-    folder.refuse_one(
+    folder.reject_one(
         &bulkhead(line),
         (3, 22),
         "cannot be \"sometimes\"",
         "one of `\"always\"`, `\"on-failure\"`",
     );
-    folder.refuse_one(&bulkhead("overflow = 1"), (3, 12), "`overflow` must be a string", "\"reject\"");
-    folder.refuse_one(&bulkhead("start = { spares = -1 }"), (3, 20), "from 0 to 64", "");
-    folder.refuse_one(
+    folder.reject_one(&bulkhead("overflow = 1"), (3, 12), "`overflow` must be a string", "\"reject\"");
+    folder.reject_one(&bulkhead("start = { spares = -1 }"), (3, 20), "from 0 to 64", "");
+    folder.reject_one(
         &bulkhead("start = 5"),
         (3, 9),
         "`start` must be a table, not a number",
@@ -165,31 +165,31 @@ fn words_are_checked() {
 fn arguments_are_strings_without_nul() {
     let folder = Folder::new();
     let exec = |value: &str| format!("[bulkhead.a]\nexec = {value}\n");
-    folder.refuse_one(&exec("[]"), (2, 8), "`exec` is empty", "write the program");
-    folder.refuse_one(&exec("[\"\"]"), (2, 9), "`exec[0]` is empty", "");
-    folder.refuse_one(&exec("[\"tool\", \"a\\u0000b\"]"), (2, 17), "`exec[1]` contains a NUL byte", "");
-    folder.refuse_one(&exec("[\"tool\", true]"), (2, 17), "`exec[1]` must be a string", "write \"true\"");
-    folder.refuse_one(
+    folder.reject_one(&exec("[]"), (2, 8), "`exec` is empty", "write the program");
+    folder.reject_one(&exec("[\"\"]"), (2, 9), "`exec[0]` is empty", "");
+    folder.reject_one(&exec("[\"tool\", \"a\\u0000b\"]"), (2, 17), "`exec[1]` contains a NUL byte", "");
+    folder.reject_one(&exec("[\"tool\", true]"), (2, 17), "`exec[1]` must be a string", "write \"true\"");
+    folder.reject_one(
         &exec("\"tool -x\""),
         (2, 8),
         "must be an array of strings",
         "`exec = [\"tool\", \"-x\"]`",
     );
-    let problems = folder.refuse(&exec("[\"./none\", 1, 2.5]"));
+    let problems = folder.reject(&exec("[\"./none\", 1, 2.5]"));
     assert_eq!(problems.len(), 3, "{problems:#?}");
     let argument = "x".repeat(96 * 1024);
-    folder.refuse_one(
+    folder.reject_one(
         &exec(&format!("[\"tool\", \"{argument}\"]")),
         (1, 11),
         "of arguments and environment",
         "file",
     );
     let text = bulkhead(&format!("env = {{ A = \"{argument}\" }}"));
-    folder.refuse_one(&text, (1, 11), "more than 96KiB", "");
+    folder.reject_one(&text, (1, 11), "more than 96KiB", "");
 }
 
 #[test]
-fn the_environment_is_names_and_strings() {
+fn environment_has_names_and_strings() {
     let folder = Folder::new();
     let cases = [
         ("A = 1", 13, "`env.A` must be a string, not a number", "write `A = \"1\"`"),
@@ -201,13 +201,13 @@ fn the_environment_is_names_and_strings() {
         ("BULKHEAD_JOB = \"x\"", 9, "`BULKHEAD_JOB` is reserved", ""),
     ];
     for (entry, column, message, help) in cases {
-        folder.refuse_one(&bulkhead(&format!("env = {{ {entry} }}")), (3, column), message, help);
+        folder.reject_one(&bulkhead(&format!("env = {{ {entry} }}")), (3, column), message, help);
     }
-    folder.refuse_one(&bulkhead("env = [\"A=1\"]"), (3, 7), "`env` must be a table of strings", "RUST_LOG");
+    folder.reject_one(&bulkhead("env = [\"A=1\"]"), (3, 7), "`env` must be a table of strings", "RUST_LOG");
 }
 
 #[test]
-fn limits_take_what_their_resource_counts() {
+fn rlimits_use_units_of_resource() {
     let folder = Folder::new();
     let cases = [
         ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),
@@ -225,7 +225,7 @@ fn limits_take_what_their_resource_counts() {
         ("As = 1", "unknown key `As`", "did you mean `as`?"),
     ];
     for (entry, message, help) in cases {
-        let problems = folder.refuse(&bulkhead(&format!("rlimits = {{ {entry} }}")));
+        let problems = folder.reject(&bulkhead(&format!("rlimits = {{ {entry} }}")));
         let column = if message.starts_with("unknown") { 13 } else { entry.find("= ").unwrap() + 15 };
         assert_problem(&problems[0], (3, column), message, help);
         assert_eq!(problems.len(), 1);

@@ -4,30 +4,30 @@ use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
 /// Returns the reason why more permits would not help if the adaptive limit is the actual bottleneck.
-pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
+pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
         format!(
             "the adaptive limit, {} of at most {}, holds jobs back: more jobs can run only if jobs take less time",
             adaptive.limit,
-            in_all(adaptive, adaptive.max)
+            total(adaptive, adaptive.max)
         )
     })
 }
 
 /// Returns the sum over all limits. With isolated tenants, each tenant has a separate adaptive limit.
-fn in_all(adaptive: &Adaptive, each: u32) -> u64 {
+fn total(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }
 
 fn is_below_max(adaptive: &Adaptive) -> bool {
-    adaptive.limit < in_all(adaptive, adaptive.max)
+    adaptive.limit < total(adaptive, adaptive.max)
 }
 
 /// Describes the current adaptive limit and the latency behind it.
-pub(super) fn in_words(adaptive: &Adaptive) -> String {
+pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
-    let [min, max] = [adaptive.min, adaptive.max].map(|each| in_all(adaptive, each));
+    let [min, max] = [adaptive.min, adaptive.max].map(|each| total(adaptive, each));
     let Some(latency) = adaptive.latency_ms else {
         return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
     };

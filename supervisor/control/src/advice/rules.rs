@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use super::adaptive;
-use super::seen::{lost, may_shrink, missing, turned_away, turned_away_by, waited_in_vain};
-use super::{Kept, Machine, Proposal, Seen, Setting, Setup};
+use super::observations::{can_lower, expired, missing, not_served, rejections, rejections_by_reason};
+use super::{Kept, Machine, Observations, Proposal, Setting, Settings};
 use bulkhead_config::defaults::{
     CGROUP_MEMORY_MIN, DURATION_MAX, IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING,
     PROCESSES_CEILING, QUEUE_CEILING,
@@ -16,10 +16,10 @@ use bulkhead_config::{format_duration, format_size};
 const AT_LIMIT_MAX: f64 = 0.01;
 
 /// Share of time with missing workers above which no number of workers can be recommended.
-const SHORT_MAX: f64 = 0.05;
+const MISSING_WORKERS_MAX: f64 = 0.05;
 
 /// Share of jobs above which rejected or late jobs count as significant.
-const MISSED_MAX: f64 = 0.01;
+const MANY_JOBS_SHARE: f64 = 0.01;
 
 /// Share of time with jobs in flight below which a bulkhead counts as idle.
 const IDLE_MAX: f64 = 0.01;
@@ -38,7 +38,7 @@ const DEADLINE_NEAR: f64 = 0.8;
 /// instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
-const DEADLINE_LEAST: Duration = Duration::from_secs(1);
+const DEADLINE_MIN: Duration = Duration::from_secs(1);
 
 /// Granularity of proposed sizes, in bytes.
 const SIZE_STEP: u64 = 4 << 20;
@@ -46,9 +46,9 @@ const SIZE_STEP: u64 = 4 << 20;
 type Verdicts = (Vec<Proposal>, Vec<Kept>);
 
 /// Judges all keys of a bulkhead.
-pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
+pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
-    if setup.permits() == 0 {
+    if settings.permits() == 0 {
         let reason = "a value of 0 rejects every job: set at least 1".to_owned();
         verdicts.keep("max_in_flight", Setting::Count(0), reason);
         return verdicts;
@@ -56,41 +56,41 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
     if seen.concurrency.max == 0 {
         let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let reason = format!("no job has run, so there are no measurements; rejected were: {rejected}");
-        verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
+        verdicts.keep("processes", Setting::Count(settings.processes.into()), reason);
         return verdicts;
     }
     let busy = seen.busy_ms as f64 / millis(seen.watched).max(1.0);
-    if busy < IDLE_MAX && lost(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
+    if busy < IDLE_MAX && not_served(seen).next().is_none() && seen.deadline_exceeded.running == 0 {
         let reason = format!(
             "jobs were in flight for {} of the time, which is too little to size this bulkhead",
             percent(busy)
         );
-        verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
+        verdicts.keep("processes", Setting::Count(settings.processes.into()), reason);
         return verdicts;
     }
-    let permits = match setup.adaptive.as_ref().and_then(adaptive::holds_back) {
+    let permits = match settings.adaptive.as_ref().and_then(adaptive::bottleneck) {
         Some(reason) => {
-            verdicts.keep(Lever::of(setup).key, Setting::Count(Lever::of(setup).now), reason);
-            setup.permits()
+            verdicts.keep(SizingKey::of(settings).key, Setting::Count(SizingKey::of(settings).now), reason);
+            settings.permits()
         }
-        None => judge_permits(seen, setup, machine, &mut verdicts),
+        None => advise_permits(seen, settings, machine, &mut verdicts),
     };
-    if let Some(adaptive) = &setup.adaptive {
-        verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::in_words(adaptive));
+    if let Some(adaptive) = &settings.adaptive {
+        verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::describe(adaptive));
     }
-    judge_queue(seen, setup, permits, &mut verdicts);
-    judge_queue_timeout(seen, setup, &mut verdicts);
-    judge_deadline(seen, setup, &mut verdicts);
-    judge_memory(seen, setup, &mut verdicts);
+    advise_queue(seen, settings, permits, &mut verdicts);
+    advise_queue_timeout(seen, settings, &mut verdicts);
+    advise_deadline(seen, settings, &mut verdicts);
+    advise_memory(seen, settings, &mut verdicts);
     verdicts
 }
 
-trait Say {
+trait RecordVerdict {
     fn propose(&mut self, key: &'static str, now: Setting, proposed: Setting, reason: String);
     fn keep(&mut self, key: &'static str, now: Setting, reason: String);
 }
 
-impl Say for Verdicts {
+impl RecordVerdict for Verdicts {
     fn propose(&mut self, key: &'static str, now: Setting, proposed: Setting, reason: String) {
         self.0.push(Proposal { key: key.into(), now, proposed, reason });
     }
@@ -103,7 +103,7 @@ impl Say for Verdicts {
 // Permits (processes × max_in_flight).
 
 /// The key that determines the number of permits.
-struct Lever {
+struct SizingKey {
     key: &'static str,
     now: u64,
     /// Number of permits that each unit of the key adds.
@@ -111,60 +111,65 @@ struct Lever {
     most: u64,
 }
 
-impl Lever {
+impl SizingKey {
     /// Selects `processes`, except for a single process that runs several jobs at once: then `max_in_flight`.
-    fn of(setup: &Setup) -> Self {
-        let (processes, in_flight) = (u64::from(setup.processes), u64::from(setup.max_in_flight));
+    fn of(settings: &Settings) -> Self {
+        let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
             return Self { key: "max_in_flight", now: in_flight, permits_each: 1, most: IN_FLIGHT_CEILING };
         }
-        let of_tenants = ISOLATED_WORKERS_CEILING / u64::from(setup.sets_of_workers.max(1));
-        let of_tenants = of_tenants.saturating_sub(u64::from(setup.spares));
+        let of_tenants = ISOLATED_WORKERS_CEILING / u64::from(settings.worker_sets.max(1));
+        let of_tenants = of_tenants.saturating_sub(u64::from(settings.spares));
         let most = PROCESSES_CEILING.min(of_tenants).min(PERMITS_CEILING / in_flight);
         Self { key: "processes", now: processes, permits_each: in_flight, most: most.max(1) }
     }
 }
 
 /// Judges the number of permits. Returns the number of permits after the proposed change.
-fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
-    let (lever, limit) = (Lever::of(setup), setup.permits());
-    let now = Setting::Count(lever.now);
-    if seen.time_short_of_workers > SHORT_MAX {
+fn advise_permits(
+    seen: &Observations,
+    settings: &Settings,
+    machine: &Machine,
+    verdicts: &mut Verdicts,
+) -> u64 {
+    let (sizing, limit) = (SizingKey::of(settings), settings.permits());
+    let now = Setting::Count(sizing.now);
+    if seen.time_short_of_workers > MISSING_WORKERS_MAX {
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
             "workers were missing for {missing} of the time with jobs, so the required number is unknown: first find \
              out why workers end or do not start"
         );
-        verdicts.keep(lever.key, now, reason);
+        verdicts.keep(sizing.key, now, reason);
         return limit;
     }
     let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
     let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
     let proposed = if wanted > limit {
-        more(&lever, wanted, seen, setup, machine)
+        raised_value(&sizing, wanted, seen, settings, machine)
     } else {
-        fewer(&lever, wanted, seen, setup, is_capped)
+        lowered_value(&sizing, wanted, seen, settings, is_capped)
     };
-    let permits = proposed.map_or(limit, |proposed| proposed * lever.permits_each);
-    let held = if permits < wanted { held(seen, setup, machine) } else { String::new() };
+    let permits = proposed.map_or(limit, |proposed| proposed * sizing.permits_each);
+    let held = if permits < wanted { bound_by(seen, settings, machine) } else { String::new() };
     match proposed {
         Some(proposed) => {
             let total =
-                if lever.key == "processes" { total_memory(seen, proposed, machine) } else { String::new() };
-            verdicts.propose(lever.key, now, Setting::Count(proposed), format!("{why}{held}{total}"));
+                if sizing.key == "processes" { total_memory(seen, proposed, machine) } else { String::new() };
+            verdicts.propose(sizing.key, now, Setting::Count(proposed), format!("{why}{held}{total}"));
         }
-        None => verdicts.keep(lever.key, now, format!("{why}{held}")),
+        None => verdicts.keep(sizing.key, now, format!("{why}{held}")),
     }
     permits
 }
 
 /// Computes the permits that are needed when the limit was not reached.
-fn wanted_below_limit(seen: &Seen) -> (u64, String) {
+fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
     let why = format!(
         "for 99 % of the time with jobs at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
-        were(p99),
+        jobs_were(p99),
         seen.concurrency.max
     );
     (wanted, why)
@@ -172,8 +177,8 @@ fn wanted_below_limit(seen: &Seen) -> (u64, String) {
 
 /// Computes the permits that are needed when the limit was reached. Uses waiting and rejected jobs, because
 /// the concurrency only reflects the limit.
-fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
-    let in_all: u64 = lost(seen).map(|(_, count)| count).sum();
+fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
+    let in_all: u64 = not_served(seen).map(|(_, count)| count).sum();
     let served = seen.jobs.saturating_sub(in_all).max(1);
     // By Little's law, the number of jobs in flight is proportional to the number of jobs per second.
     let offered = (u128::from(seen.concurrency.p99) * u128::from(seen.jobs) / u128::from(served)) as u64;
@@ -185,7 +190,8 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
          waiting jobs there were {demand}"
     );
     if in_all > 0 {
-        why += &format!(", and {in_all} of {} jobs were not served ({})", seen.jobs, reasons(lost(seen)));
+        why +=
+            &format!(", and {in_all} of {} jobs were not served ({})", seen.jobs, reasons(not_served(seen)));
     }
     why += &match needed > wanted {
         true => format!("; the need would be {needed}, but one step at most doubles the value"),
@@ -195,24 +201,25 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
 }
 
 /// Returns the number of permits that keeps all processors busy; `None` if jobs are not CPU-bound.
-fn processors_permit(seen: &Seen, machine: &Machine) -> Option<u64> {
+fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
     let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
 /// Returns the number of permits that the memory suffices for.
-fn memory_permits(seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
+fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
-    let sets = u64::from(setup.sets_of_workers.max(1));
+    let sets = u64::from(settings.worker_sets.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
     // A single process may not need more memory for more jobs at once.
-    (Lever::of(setup).key == "processes").then(|| (processes * u64::from(setup.max_in_flight)).max(1))
+    (SizingKey::of(settings).key == "processes")
+        .then(|| (processes * u64::from(settings.max_in_flight)).max(1))
 }
 
 /// Explains which resource bounds the number of permits.
-fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
+fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
-    let by_memory = memory_permits(seen, setup, machine).unwrap_or(u64::MAX);
+    let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
@@ -231,26 +238,38 @@ fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
 
 /// Returns a higher value for the key, up to the maximum that this machine supports; `None` if the value
 /// cannot be raised.
-fn more(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
-    let bearable = [processors_permit(seen, machine), memory_permits(seen, setup, machine)];
-    let most = bearable.into_iter().flatten().min().map_or(lever.most, |most| most / lever.permits_each);
-    let proposed = wanted.div_ceil(lever.permits_each).min(lever.most).min(most);
-    (proposed > lever.now).then_some(proposed)
+fn raised_value(
+    sizing: &SizingKey,
+    wanted: u64,
+    seen: &Observations,
+    settings: &Settings,
+    machine: &Machine,
+) -> Option<u64> {
+    let bounds = [processors_permit(seen, machine), memory_permits(seen, settings, machine)];
+    let most = bounds.into_iter().flatten().min().map_or(sizing.most, |most| most / sizing.permits_each);
+    let proposed = wanted.div_ceil(sizing.permits_each).min(sizing.most).min(most);
+    (proposed > sizing.now).then_some(proposed)
 }
 
 /// Returns a lower value for the key if the current value was far above the need for a long time.
-fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool) -> Option<u64> {
-    if is_capped || lost(seen).next().is_some() || !may_shrink(seen) {
+fn lowered_value(
+    sizing: &SizingKey,
+    wanted: u64,
+    seen: &Observations,
+    settings: &Settings,
+    is_capped: bool,
+) -> Option<u64> {
+    if is_capped || not_served(seen).next().is_some() || !can_lower(seen) {
         return None;
     }
     // Without a queue, a burst of jobs needs a permit for each job.
-    let at_once = if setup.max_queue == 0 { seen.concurrency.max } else { 0 };
-    let least = setup.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
-    let proposed = wanted.max(at_once).max(least).div_ceil(lever.permits_each).max(1);
-    (2 * proposed <= lever.now).then_some(proposed)
+    let at_once = if settings.max_queue == 0 { seen.concurrency.max } else { 0 };
+    let least = settings.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
+    let proposed = wanted.max(at_once).max(least).div_ceil(sizing.permits_each).max(1);
+    (2 * proposed <= sizing.now).then_some(proposed)
 }
 
-fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
+fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> String {
     let (Some(each), Some(all)) = (seen.rss_max_bytes, machine.memory_bytes) else { return String::new() };
     let total = each.saturating_mul(processes);
     format!("; at {} each, the workers hold up to {} of {}", size(each), size(total), size(all))
@@ -258,22 +277,22 @@ fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
 
 // The queue.
 
-fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts) {
-    let (key, now) = ("max_queue", u64::from(setup.max_queue));
-    let (turned_away, in_vain) = (turned_away(seen), waited_in_vain(seen));
+fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
+    let (key, now) = ("max_queue", u64::from(settings.max_queue));
+    let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} places were taken", seen.queued.max);
-    let Some(useful) = useful_places(seen, setup, permits) else { return };
-    let in_time = format!("the capacity of {permits} permits in {}", patience_in_words(seen, setup));
-    if is_many(in_vain, seen.jobs) && now > with_headroom(useful) {
+    let Some(useful) = useful_length(seen, settings, permits) else { return };
+    let in_time = format!("the capacity of {permits} permits in {}", shown_wait_limit(seen, settings));
+    if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{in_vain} of {} jobs waited in vain, and {in_time} is {useful} jobs: jobs that cannot be served in time \
+            "{expired} of {} jobs waited in vain, and {in_time} is {useful} jobs: jobs that cannot be served in time \
              should be rejected at once",
             seen.jobs
         );
         return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
     }
     let now_set = Setting::Count(now);
-    if turned_away == 0 {
+    if rejections == 0 {
         let others = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let rejected = match seen.rejected.is_empty() {
             true => "no job was rejected".to_owned(),
@@ -282,11 +301,11 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
         return verdicts.keep(key, now_set, format!("{rejected}, and {used}"));
     }
     let why =
-        format!("{turned_away} of {} jobs were rejected ({})", seen.jobs, reasons(turned_away_by(seen)));
-    if permits > setup.permits() {
+        format!("{rejections} of {} jobs were rejected ({})", seen.jobs, reasons(rejections_by_reason(seen)));
+    if permits > settings.permits() {
         return verdicts.keep(key, now_set, format!("{why}, but more permits come before a longer queue"));
     }
-    let wanted = (2 * now).max(setup.permits()).min(useful).min(QUEUE_CEILING);
+    let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
         let reason = format!("{why}, but {in_time} is {useful} jobs: more jobs would wait in vain");
         return verdicts.keep(key, now_set, reason);
@@ -296,44 +315,46 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
 }
 
 /// Returns the number of jobs that can wait and still run in time, by Little's law; `None` if no job has run.
-fn useful_places(seen: &Seen, setup: &Setup, permits: u64) -> Option<u64> {
+fn useful_length(seen: &Observations, settings: &Settings, permits: u64) -> Option<u64> {
     let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
-    let places = patience_ms(seen, setup) * permits as f64 / each;
+    let places = wait_limit_ms(seen, settings) * permits as f64 / each;
     Some((places as u64).clamp(1, QUEUE_CEILING))
 }
 
 /// Returns the time that a job can wait, in milliseconds.
-fn patience_ms(seen: &Seen, setup: &Setup) -> f64 {
-    let until_late = (millis(setup.deadline) - seen.run_ms.p99).max(0.0);
-    setup.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
+fn wait_limit_ms(seen: &Observations, settings: &Settings) -> f64 {
+    let until_late = (millis(settings.deadline) - seen.run_ms.p99).max(0.0);
+    settings.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
 }
 
-fn patience_in_words(seen: &Seen, setup: &Setup) -> String {
-    let patience = time(patience_ms(seen, setup));
-    match setup.queue_timeout {
-        Some(timeout) if millis(timeout) <= patience_ms(seen, setup) => format!("queue_timeout ({patience})"),
-        _ => format!("the {patience} that the deadline leaves"),
+fn shown_wait_limit(seen: &Observations, settings: &Settings) -> String {
+    let wait_limit = time(wait_limit_ms(seen, settings));
+    match settings.queue_timeout {
+        Some(timeout) if millis(timeout) <= wait_limit_ms(seen, settings) => {
+            format!("queue_timeout ({wait_limit})")
+        }
+        _ => format!("the {wait_limit} that the deadline leaves"),
     }
 }
 
 /// Proposes a `queue_timeout` if jobs waited until their deadline, so that clients learn earlier that a job
 /// will not run.
-fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
-    if setup.queue_timeout.is_some() || setup.max_queue == 0 || !is_many(queued, seen.jobs) {
+    if settings.queue_timeout.is_some() || settings.max_queue == 0 || !is_many(queued, seen.jobs) {
         return;
     }
-    if 2 * run >= setup.deadline {
+    if 2 * run >= settings.deadline {
         return;
     }
-    let proposed = rounded_down(setup.deadline - run);
+    let proposed = rounded_down(settings.deadline - run);
     let reason = format!(
         "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 % of \
          the jobs), and a client that is rejected then can still try elsewhere",
         seen.jobs,
         format_duration(proposed),
-        format_duration(setup.deadline),
+        format_duration(settings.deadline),
         time(seen.run_ms.p99)
     );
     verdicts.propose("queue_timeout", Setting::Unset, Setting::Time(proposed), reason);
@@ -341,18 +362,19 @@ fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
 
 // The deadline.
 
-fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     if seen.ran == 0 {
         return;
     }
-    let (key, now) = ("deadline", Setting::Time(setup.deadline));
-    let (p99, deadline) = (seen.run_ms.p99, millis(setup.deadline));
+    let (key, now) = ("deadline", Setting::Time(settings.deadline));
+    let (p99, deadline) = (seen.run_ms.p99, millis(settings.deadline));
     let by_own = seen.deadline_exceeded.by_own;
     let used =
-        format!("99 % of the jobs ran for at most {} of {}", time(p99), format_duration(setup.deadline));
+        format!("99 % of the jobs ran for at most {} of {}", time(p99), format_duration(settings.deadline));
     let longer = |factor_of: f64, why: String, verdicts: &mut Verdicts| {
-        let most = if setup.deadline_max > setup.deadline { setup.deadline_max } else { DURATION_MAX };
-        let proposed = rounded_up(factor_of).min(2 * setup.deadline).min(most);
+        let most =
+            if settings.deadline_max > settings.deadline { settings.deadline_max } else { DURATION_MAX };
+        let proposed = rounded_up(factor_of).min(2 * settings.deadline).min(most);
         verdicts.propose(key, now, Setting::Time(proposed), why);
     };
     if is_many(by_own, seen.ran) {
@@ -366,15 +388,15 @@ fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     if p99 >= DEADLINE_NEAR * deadline {
         return longer(1.5 * p99, format!("{used}: 50 % more leaves room"), verdicts);
     }
-    let wait = seen.queue_ms.max.max(setup.queue_timeout.map_or(0.0, millis));
+    let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
-    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_LEAST);
-    if may_shrink(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= setup.deadline {
+    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
+    if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
         let reason = format!(
             "the longest job took {} with the wait, and a job that hangs holds a permit for {}: five times the longest \
              job is enough",
             time(longest),
-            format_duration(setup.deadline)
+            format_duration(settings.deadline)
         );
         return verdicts.propose(key, now, Setting::Time(proposed), reason);
     }
@@ -383,22 +405,22 @@ fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
 
 // Memory.
 
-fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let Some(peak) = seen.rss_max_bytes.filter(|_| missing(seen).is_none()) else { return };
     let wanted = (2 * peak).next_multiple_of(SIZE_STEP).max(CGROUP_MEMORY_MIN);
     let most = format!("the largest worker held {}", size(peak));
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
-    match setup.cgroup_memory {
+    match settings.cgroup_memory {
         Some(limit) if 5 * peak > 4 * limit => {
             let reason = format!("{most}, which is over 80 % of {}: twice as much leaves room", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) if 2 * wanted <= limit && may_shrink(seen) => {
+        Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
             let reason = format!("{most}, and {} would let a leaking worker take far more", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
-        None if setup.is_memory_bounded => {}
+        None if settings.has_memory_limit => {}
         None => {
             let reason = format!(
                 "{most}, and nothing bounds a leaking worker: replace workers at about twice as much"
@@ -416,7 +438,7 @@ fn with_headroom(count: u64) -> u64 {
 }
 
 fn is_many(part: u64, whole: u64) -> bool {
-    part > 0 && part as f64 >= MISSED_MAX * whole as f64
+    part > 0 && part as f64 >= MANY_JOBS_SHARE * whole as f64
 }
 
 fn millis(time: Duration) -> f64 {
@@ -438,7 +460,7 @@ fn rounded_down(time: Duration) -> Duration {
     Duration::from_millis(ms - ms % step_of(ms))
 }
 
-fn were(count: u64) -> &'static str {
+fn jobs_were(count: u64) -> &'static str {
     if count == 1 { "job was" } else { "jobs were" }
 }
 

@@ -1,6 +1,6 @@
 //! Tests of each rule, and properties of all advice.
 
-use bulkhead_api::{Late, Marks};
+use bulkhead_api::{DeadlineMisses, Marks};
 use bulkhead_policy::AdaptiveMode;
 use proptest::prelude::*;
 use serde_json::json;
@@ -12,8 +12,8 @@ use bulkhead_config::defaults::{
 
 const MACHINE: Machine = Machine { processors: 4, memory_bytes: Some(16 << 30) };
 
-fn setup() -> Setup {
-    Setup {
+fn settings() -> Settings {
+    Settings {
         processes: 4,
         max_in_flight: 1,
         max_queue: 20,
@@ -21,16 +21,16 @@ fn setup() -> Setup {
         deadline: Duration::from_secs(5),
         deadline_max: Duration::from_secs(5),
         adaptive: None,
-        sets_of_workers: 1,
+        worker_sets: 1,
         spares: 0,
         cgroup_memory: None,
-        is_memory_bounded: true,
+        has_memory_limit: true,
     }
 }
 
-/// Two hours of observations in which the limits of [`setup`] fit.
-fn seen() -> Seen {
-    Seen {
+/// Two hours of observations in which the limits of [`settings`] fit.
+fn seen() -> Observations {
+    Observations {
         watched: Duration::from_secs(7200),
         busy_ms: 7_000_000,
         jobs: 100_000,
@@ -45,13 +45,13 @@ fn seen() -> Seen {
         run_mean_ms: 350.0,
         processors_per_job: Some(0.1),
         rss_max_bytes: Some(100 << 20),
-        ..Seen::default()
+        ..Observations::default()
     }
 }
 
-/// Observations with more load than [`setup`] can serve.
-fn overloaded() -> Seen {
-    Seen {
+/// Observations with more load than [`settings`] can serve.
+fn overloaded() -> Observations {
+    Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
         demand: Marks { p50: 6, p99: 24, max: 24 },
         queued: Marks { p50: 2, p99: 20, max: 20 },
@@ -61,24 +61,24 @@ fn overloaded() -> Seen {
     }
 }
 
-fn advice(seen: Seen, setup: &Setup) -> Advice {
-    advise("b".into(), seen, setup, &MACHINE)
+fn advice(seen: Observations, settings: &Settings) -> Advice {
+    advise("b".into(), seen, settings, &MACHINE)
 }
 
-fn proposed(seen: Seen, setup: &Setup, key: &str) -> Option<(Setting, String)> {
-    let advice = advice(seen, setup).advice;
+fn proposed(seen: Observations, settings: &Settings, key: &str) -> Option<(Setting, String)> {
+    let advice = advice(seen, settings).advice;
     advice.into_iter().find(|item| item.key == key).map(|item| (item.proposed, item.reason))
 }
 
-fn kept(seen: Seen, setup: &Setup, key: &str) -> String {
-    let advice = advice(seen, setup);
+fn kept(seen: Observations, settings: &Settings, key: &str) -> String {
+    let advice = advice(seen, settings);
     let found = advice.kept.iter().find(|kept| kept.key == key);
     found.unwrap_or_else(|| panic!("{key} is not kept: {advice:?}")).reason.clone()
 }
 
 #[test]
-fn all_is_well_and_said_to_be() {
-    let advice = advice(seen(), &setup());
+fn keeps_suitable_values_with_reasons() {
+    let advice = advice(seen(), &settings());
     assert!(advice.enough && advice.advice.is_empty(), "{advice:?}");
     let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
     assert_eq!(keys, ["processes", "max_queue", "deadline"]);
@@ -99,8 +99,8 @@ fn proposes_no_processes_if_adaptive_limit_holds_jobs_back() {
         raised: 2,
         lowered: 5,
     };
-    let with = |adaptive: bulkhead_api::Adaptive| Setup { adaptive: Some(adaptive), ..setup() };
-    assert!(proposed(overloaded(), &setup(), "processes").is_some());
+    let with = |adaptive: bulkhead_api::Adaptive| Settings { adaptive: Some(adaptive), ..settings() };
+    assert!(proposed(overloaded(), &settings(), "processes").is_some());
     assert_eq!(proposed(overloaded(), &with(adaptive.clone()), "processes"), None);
     assert!(kept(overloaded(), &with(adaptive.clone()), "processes").contains("1 of at most 4"));
     let least = kept(overloaded(), &with(adaptive.clone()), "adaptive");
@@ -111,7 +111,7 @@ fn proposes_no_processes_if_adaptive_limit_holds_jobs_back() {
 }
 
 #[test]
-fn tenants_that_are_apart_have_an_adaptive_limit_each() {
+fn isolated_tenants_have_separate_adaptive_limits() {
     let of_three = |limit: u64| {
         let adaptive = bulkhead_api::Adaptive {
             mode: AdaptiveMode::Enforce.into(),
@@ -123,7 +123,7 @@ fn tenants_that_are_apart_have_an_adaptive_limit_each() {
             latency_ms: Some(80.0),
             ..bulkhead_api::Adaptive::default()
         };
-        Setup { adaptive: Some(adaptive), sets_of_workers: 3, ..setup() }
+        Settings { adaptive: Some(adaptive), worker_sets: 3, ..settings() }
     };
     assert!(kept(overloaded(), &of_three(6), "processes").contains("6 of at most 12"));
     assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although the limit is at the minimum"));
@@ -131,30 +131,32 @@ fn tenants_that_are_apart_have_an_adaptive_limit_each() {
 }
 
 #[test]
-fn too_little_is_called_that() {
-    let few = advice(Seen { jobs: 312, ..overloaded() }, &setup());
+fn advice_from_few_jobs_is_provisional() {
+    let few = advice(Observations { jobs: 312, ..overloaded() }, &settings());
     assert_eq!(few.missing.as_deref(), Some("seen too little: 312 of 1000 jobs"));
     assert!(!few.enough && !few.advice.is_empty(), "provisional: {few:?}");
-    let short =
-        advice(Seen { watched: Duration::from_secs(90), was_changed: true, ..overloaded() }, &setup());
+    let short = advice(
+        Observations { watched: Duration::from_secs(90), was_changed: true, ..overloaded() },
+        &settings(),
+    );
     let missing = "seen too little since the limits were changed: 1m 30s of 10m";
     assert_eq!(short.missing.as_deref(), Some(missing));
-    let hardly_any = advice(Seen { jobs: PROVISIONAL_JOBS - 1, ..overloaded() }, &setup());
+    let hardly_any = advice(Observations { jobs: PROVISIONAL_JOBS - 1, ..overloaded() }, &settings());
     assert!(!hardly_any.enough && hardly_any.advice.is_empty() && hardly_any.kept.is_empty());
     // A short observation never leads to a lower value.
-    let idle = Seen { watched: Duration::from_secs(90), ..seen() };
+    let idle = Observations { watched: Duration::from_secs(90), ..seen() };
     assert!(advice_of_large(idle).advice.is_empty());
 }
 
-fn advice_of_large(seen: Seen) -> Advice {
-    let setup = Setup { processes: 64, deadline: Duration::from_secs(3600), ..setup() };
-    advice(Seen { limit: 64, ..seen }, &Setup { deadline_max: setup.deadline, ..setup })
+fn advice_of_large(seen: Observations) -> Advice {
+    let settings = Settings { processes: 64, deadline: Duration::from_secs(3600), ..settings() };
+    advice(Observations { limit: 64, ..seen }, &Settings { deadline_max: settings.deadline, ..settings })
 }
 
 #[test]
-fn the_p99_of_concurrency_and_a_quarter() {
-    let busy = Seen { concurrency: Marks { p50: 2, p99: 4, max: 4 }, ..seen() };
-    let (processes, reason) = proposed(busy, &setup(), "processes").unwrap();
+fn proposes_p99_plus_headroom() {
+    let busy = Observations { concurrency: Marks { p50: 2, p99: 4, max: 4 }, ..seen() };
+    let (processes, reason) = proposed(busy, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(5));
     assert!(
         reason.contains("at most 4 jobs were in flight") && reason.contains("500MiB of 16GiB"),
@@ -163,8 +165,8 @@ fn the_p99_of_concurrency_and_a_quarter() {
 }
 
 #[test]
-fn at_the_limit_it_is_what_waited_and_what_was_turned_away() {
-    let (processes, reason) = proposed(overloaded(), &setup(), "processes").unwrap();
+fn at_limit_uses_waiting_and_rejected_jobs() {
+    let (processes, reason) = proposed(overloaded(), &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(8), "twice as many at a time");
     for part in
         ["for 60 % of the time", "there were 24", "2000 of 100000 jobs", "(queue_full 2000)", "be 30, but"]
@@ -172,60 +174,66 @@ fn at_the_limit_it_is_what_waited_and_what_was_turned_away() {
         assert!(reason.contains(part), "{reason}");
     }
     // Without a queue, only rejections show the additional demand: half of it.
-    let lost = Seen {
+    let lost = Observations {
         demand: Marks { p50: 4, p99: 4, max: 4 },
         rejected: [("queue_full".into(), 50_000)].into(),
         ..overloaded()
     };
-    let setup = Setup { max_queue: 0, ..setup() };
-    assert_eq!(proposed(lost.clone(), &setup, "processes").unwrap().0, Setting::Count(8));
-    let some = Seen { rejected: [("queue_full".into(), 10_000)].into(), ..lost };
-    assert_eq!(proposed(some, &setup, "processes").unwrap().0, Setting::Count(5));
+    let settings = Settings { max_queue: 0, ..settings() };
+    assert_eq!(proposed(lost.clone(), &settings, "processes").unwrap().0, Setting::Count(8));
+    let some = Observations { rejected: [("queue_full".into(), 10_000)].into(), ..lost };
+    assert_eq!(proposed(some, &settings, "processes").unwrap().0, Setting::Count(5));
 }
 
 #[test]
-fn one_process_that_does_several_jobs_is_given_more_of_them() {
-    let setup = Setup { processes: 1, max_in_flight: 4, ..setup() };
-    assert_eq!(proposed(overloaded(), &setup, "max_in_flight").unwrap().0, Setting::Count(8));
-    assert_eq!(proposed(overloaded(), &setup, "processes"), None);
-    let setup = Setup { processes: 2, max_in_flight: 2, ..setup };
-    assert_eq!(proposed(overloaded(), &setup, "processes").unwrap().0, Setting::Count(4));
-    let none = advice(overloaded(), &Setup { max_in_flight: 0, max_queue: 0, ..setup });
+fn raises_max_in_flight_of_single_process() {
+    let settings = Settings { processes: 1, max_in_flight: 4, ..settings() };
+    assert_eq!(proposed(overloaded(), &settings, "max_in_flight").unwrap().0, Setting::Count(8));
+    assert_eq!(proposed(overloaded(), &settings, "processes"), None);
+    let settings = Settings { processes: 2, max_in_flight: 2, ..settings };
+    assert_eq!(proposed(overloaded(), &settings, "processes").unwrap().0, Setting::Count(4));
+    let none = advice(overloaded(), &Settings { max_in_flight: 0, max_queue: 0, ..settings });
     assert!(none.advice.is_empty() && none.kept[0].reason.contains("rejects every job"), "{none:?}");
 }
 
 #[test]
-fn processors_and_memory_hold_it_back() {
-    let hot = Seen { processors_per_job: Some(0.95), ..overloaded() };
-    let reason = kept(hot.clone(), &Setup { processes: 5, ..setup() }, "processes");
+fn processors_and_memory_bound_proposals() {
+    let hot = Observations { processors_per_job: Some(0.95), ..overloaded() };
+    let reason = kept(hot.clone(), &Settings { processes: 5, ..settings() }, "processes");
     assert!(
         reason.contains("95 % of a processor") && reason.contains("the 4 processors here more than 5"),
         "{reason}"
     );
-    let (processes, reason) = proposed(hot, &setup(), "processes").unwrap();
+    let (processes, reason) = proposed(hot, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(5));
     assert!(reason.contains("would only compete"), "{reason}");
-    let large = Seen { rss_max_bytes: Some(2 << 30), ..overloaded() };
-    let (processes, reason) = proposed(large, &setup(), "processes").unwrap();
+    let large = Observations { rss_max_bytes: Some(2 << 30), ..overloaded() };
+    let (processes, reason) = proposed(large, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(6));
     assert!(reason.contains("80 % of the 16GiB of memory here"), "{reason}");
-    let tenants = Setup { sets_of_workers: 64, ..setup() };
+    let tenants = Settings { worker_sets: 64, ..settings() };
     let reason = kept(overloaded(), &tenants, "processes");
     assert!(reason.contains("more than 2 jobs at once could need"), "{reason}");
 }
 
 #[test]
-fn where_workers_are_missing_their_number_is_not_the_question() {
-    let dying = Seen { time_short_of_workers: 0.3, ..overloaded() };
-    let reason = kept(dying, &setup(), "processes");
+fn proposes_nothing_while_workers_are_missing() {
+    let dying = Observations { time_short_of_workers: 0.3, ..overloaded() };
+    let reason = kept(dying, &settings(), "processes");
     assert!(reason.contains("workers were missing for 30 %"), "{reason}");
 }
 
 #[test]
-fn where_nothing_ran_there_is_nothing_to_go_by() {
+fn gives_no_advice_if_no_job_ran() {
     let rejected = [("unavailable".into(), 5000)].into();
-    let down = Seen { watched: Duration::from_secs(7200), jobs: 5000, limit: 4, rejected, ..Seen::default() };
-    let advice = advice(down, &setup());
+    let down = Observations {
+        watched: Duration::from_secs(7200),
+        jobs: 5000,
+        limit: 4,
+        rejected,
+        ..Observations::default()
+    };
+    let advice = advice(down, &settings());
     assert!(
         advice.advice.is_empty() && advice.kept[0].reason.ends_with("rejected were: unavailable 5000"),
         "{advice:?}"
@@ -233,100 +241,107 @@ fn where_nothing_ran_there_is_nothing_to_go_by() {
 }
 
 #[test]
-fn nothing_is_proposed_for_an_idle_bulkhead() {
-    let idle = Seen { busy_ms: 40_000, ..seen() };
-    let large =
-        Setup { processes: 64, deadline: Duration::from_secs(3600), is_memory_bounded: false, ..setup() };
+fn proposes_nothing_for_idle_bulkhead() {
+    let idle = Observations { busy_ms: 40_000, ..seen() };
+    let large = Settings {
+        processes: 64,
+        deadline: Duration::from_secs(3600),
+        has_memory_limit: false,
+        ..settings()
+    };
     assert!(!advice(seen(), &large).advice.is_empty());
     let told = advice(idle.clone(), &large);
     assert!(told.advice.is_empty() && told.kept[0].reason.contains("in flight for 0.6 %"), "{told:?}");
-    let lost = Seen { rejected: [("queue_full".into(), 5000)].into(), ..idle };
+    let lost = Observations { rejected: [("queue_full".into(), 5000)].into(), ..idle };
     assert!(!advice(lost, &large).advice.is_empty(), "it is not idle when jobs find no room");
 }
 
 #[test]
-fn what_was_not_needed_for_an_hour_is_too_much() {
+fn lowers_value_unused_for_an_hour() {
     let advice = advice_of_large(seen());
     let told: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(told, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
     // Jobs that arrive together each need a permit or a place in the queue.
-    let bursts = Seen { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
-    let setup = Setup { processes: 64, max_queue: 0, ..setup() };
-    assert_eq!(proposed(bursts, &setup, "processes"), None);
+    let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
+    let settings = Settings { processes: 64, max_queue: 0, ..settings() };
+    assert_eq!(proposed(bursts, &settings, "processes"), None);
 }
 
 #[test]
-fn a_queue_is_as_long_as_what_can_be_served_in_time() {
+fn queue_length_matches_capacity() {
     // More processes cannot help, so more jobs must wait: 4 at once, 350 ms each, 4.1 s until it is too late.
-    let bound = Seen { processors_per_job: Some(1.0), ..overloaded() };
-    let (places, reason) = proposed(bound.clone(), &setup(), "max_queue").unwrap();
+    let bound = Observations { processors_per_job: Some(1.0), ..overloaded() };
+    let (places, reason) = proposed(bound.clone(), &settings(), "max_queue").unwrap();
     assert_eq!(places, Setting::Count(40));
     assert!(reason.contains("the 4.1 s that the deadline leaves is 46 jobs"), "{reason}");
-    let setup = setup();
+    let settings = settings();
     let (places, _) =
-        proposed(bound.clone(), &Setup { max_queue: 40, ..setup.clone() }, "max_queue").unwrap();
+        proposed(bound.clone(), &Settings { max_queue: 40, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(46));
-    let reason = kept(bound.clone(), &Setup { max_queue: 46, ..setup.clone() }, "max_queue");
+    let reason = kept(bound.clone(), &Settings { max_queue: 46, ..settings.clone() }, "max_queue");
     assert!(reason.contains("more jobs would wait in vain"), "{reason}");
-    let impatient = Setup { queue_timeout: Some(Duration::from_secs(1)), ..setup.clone() };
+    let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
     // Too many jobs wait in vain.
-    let vain = Seen { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
+    let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
     assert!(reason.contains("3000 of 100000 jobs waited in vain"), "{reason}");
     // A queue of 0 is the default, not a decision.
-    let (places, _) = proposed(bound, &Setup { max_queue: 0, ..setup.clone() }, "max_queue").unwrap();
+    let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
-    assert!(kept(overloaded(), &setup, "max_queue").contains("more permits come before"));
+    assert!(kept(overloaded(), &settings, "max_queue").contains("more permits come before"));
 }
 
 #[test]
-fn who_cannot_be_served_hears_it_early() {
-    let late = Seen { deadline_exceeded: Late { queued: 5000, ..Late::default() }, ..seen() };
-    let (timeout, reason) = proposed(late.clone(), &setup(), "queue_timeout").unwrap();
+fn proposes_queue_timeout_for_late_jobs() {
+    let late = Observations {
+        deadline_exceeded: DeadlineMisses { queued: 5000, ..DeadlineMisses::default() },
+        ..seen()
+    };
+    let (timeout, reason) = proposed(late.clone(), &settings(), "queue_timeout").unwrap();
     assert_eq!(timeout, Setting::Time(Duration::from_millis(4100)));
     assert!(reason.contains("5000 of 100000 jobs waited until their deadline"), "{reason}");
-    let set = Setup { queue_timeout: Some(Duration::from_secs(4)), ..setup() };
+    let set = Settings { queue_timeout: Some(Duration::from_secs(4)), ..settings() };
     assert_eq!(proposed(late, &set, "queue_timeout"), None);
 }
 
 #[test]
-fn a_deadline_leaves_room_and_not_too_much() {
-    let near = Seen { run_ms: Marks { p50: 1000.0, p99: 4300.0, max: 4900.0 }, ..seen() };
-    let (deadline, reason) = proposed(near.clone(), &setup(), "deadline").unwrap();
+fn deadline_leaves_headroom() {
+    let near = Observations { run_ms: Marks { p50: 1000.0, p99: 4300.0, max: 4900.0 }, ..seen() };
+    let (deadline, reason) = proposed(near.clone(), &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_millis(6500)));
     assert!(reason.contains("at most 4300 ms of 5s") || reason.contains("at most 4.3 s of 5s"), "{reason}");
-    let clients = Setup { deadline_max: Duration::from_secs(6), ..setup() };
+    let clients = Settings { deadline_max: Duration::from_secs(6), ..settings() };
     assert_eq!(proposed(near, &clients, "deadline").unwrap().0, Setting::Time(Duration::from_secs(6)));
-    let late = Late { running: 4000, by_own: 3000, queued: 0 };
+    let late = DeadlineMisses { running: 4000, by_own: 3000, queued: 0 };
     let (deadline, reason) =
-        proposed(Seen { deadline_exceeded: late, ..seen() }, &setup(), "deadline").unwrap();
+        proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
     // Deadlines set by clients are not a reason for a longer default.
-    let hurried = Seen { deadline_exceeded: Late { by_own: 0, ..late }, ..seen() };
-    assert_eq!(proposed(hurried, &setup(), "deadline"), None);
+    let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
+    assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }
 
 #[test]
-fn memory_is_bounded_at_twice_what_was_held() {
-    let of = |cgroup_memory, is_memory_bounded| Setup { cgroup_memory, is_memory_bounded, ..setup() };
+fn proposes_twice_the_peak_memory() {
+    let of = |cgroup_memory, has_memory_limit| Settings { cgroup_memory, has_memory_limit, ..settings() };
     let twice = Setting::Bytes(200 << 20);
     assert_eq!(proposed(seen(), &of(None, false), "recycle.rss").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(110 << 20), false), "cgroup.memory").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(1 << 30), true), "cgroup.memory").unwrap().0, twice);
     assert!(kept(seen(), &of(Some(256 << 20), false), "cgroup.memory").contains("held 100MiB of 256MiB"));
     // Memory is not bounded before enough is known.
-    let early = Seen { jobs: 500, ..seen() };
+    let early = Observations { jobs: 500, ..seen() };
     assert_eq!(proposed(early, &of(None, false), "recycle.rss"), None);
 }
 
 #[test]
-fn values_are_written_as_in_the_file() {
+fn values_have_configuration_syntax() {
     let told = [
         Setting::Unset,
         Setting::Count(8),
@@ -348,20 +363,20 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations of this load under the limits of `setup`.
-    fn seen(&self, setup: &Setup) -> Seen {
-        let limit = setup.permits();
+    /// Returns the observations of this load under the limits of `settings`.
+    fn seen(&self, settings: &Settings) -> Observations {
+        let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {
             p50: marks.p50.min(most),
             p99: marks.p99.min(most),
             max: marks.max.min(most),
         };
-        let places = limit + u64::from(setup.max_queue);
+        let places = limit + u64::from(settings.max_queue);
         let demand = below(self.demand, places);
-        let beyond = |of: u64| of.saturating_sub(limit).min(setup.max_queue.into());
+        let beyond = |of: u64| of.saturating_sub(limit).min(settings.max_queue.into());
         let lost = if self.demand.p99 > places { 5000 } else { 20 * u64::from(self.demand.max > places) };
         let time_at_limit = if self.demand.p99 >= limit { 0.05 } else { 0.005 };
-        Seen {
+        Observations {
             limit,
             concurrency: below(self.demand, limit),
             demand,
@@ -381,28 +396,28 @@ impl Load {
     }
 }
 
-fn applied(setup: &Setup, advice: &Advice) -> Setup {
-    let mut setup = setup.clone();
+fn applied(settings: &Settings, advice: &Advice) -> Settings {
+    let mut settings = settings.clone();
     let count = |setting| match setting {
         Setting::Count(count) => u32::try_from(count).unwrap(),
         other => panic!("{other:?} is no count"),
     };
     for item in &advice.advice {
         match (&*item.key, item.proposed) {
-            ("processes", to) => setup.processes = count(to),
-            ("max_in_flight", to) => setup.max_in_flight = count(to),
-            ("max_queue", to) => setup.max_queue = count(to),
+            ("processes", to) => settings.processes = count(to),
+            ("max_in_flight", to) => settings.max_in_flight = count(to),
+            ("max_queue", to) => settings.max_queue = count(to),
             ("deadline", Setting::Time(to)) => {
-                setup.deadline = to;
-                setup.deadline_max = setup.deadline_max.max(to);
+                settings.deadline = to;
+                settings.deadline_max = settings.deadline_max.max(to);
             }
-            ("queue_timeout", Setting::Time(to)) => setup.queue_timeout = Some(to),
-            ("cgroup.memory", Setting::Bytes(to)) => setup.cgroup_memory = Some(to),
-            ("recycle.rss", Setting::Bytes(_)) => setup.is_memory_bounded = true,
+            ("queue_timeout", Setting::Time(to)) => settings.queue_timeout = Some(to),
+            ("cgroup.memory", Setting::Bytes(to)) => settings.cgroup_memory = Some(to),
+            ("recycle.rss", Setting::Bytes(_)) => settings.has_memory_limit = true,
             other => panic!("{other:?} is no key, or of another kind"),
         }
     }
-    setup
+    settings
 }
 
 fn loads() -> impl Strategy<Value = Load> {
@@ -413,11 +428,11 @@ fn loads() -> impl Strategy<Value = Load> {
     )
 }
 
-fn setups() -> impl Strategy<Value = Setup> {
+fn setups() -> impl Strategy<Value = Settings> {
     let sizes = (1..=1024_u32, 0..=64_u32, 0..2000_u32, 1..=64_u32);
     let times = (1..100_000_u64, prop::option::of(1..100_000_u64));
     let memory = (prop::option::of(1 << 20..1_u64 << 34), any::<bool>());
-    (sizes, times, memory).prop_map(|((processes, max_in_flight, max_queue, sets), times, memory)| Setup {
+    (sizes, times, memory).prop_map(|((processes, max_in_flight, max_queue, sets), times, memory)| Settings {
         processes,
         max_in_flight,
         max_queue: if max_in_flight == 0 { 0 } else { max_queue },
@@ -425,49 +440,49 @@ fn setups() -> impl Strategy<Value = Setup> {
         deadline: Duration::from_millis(times.0),
         deadline_max: Duration::from_millis(times.0),
         adaptive: None,
-        sets_of_workers: sets,
+        worker_sets: sets,
         spares: 0,
         cgroup_memory: memory.0,
-        is_memory_bounded: memory.1,
+        has_memory_limit: memory.1,
     })
 }
 
 proptest! {
     #[test]
-    fn nothing_is_proposed_that_could_not_be(load in loads(), setup in setups()) {
-        let advice = advice(load.seen(&setup), &setup);
+    fn proposes_only_valid_values(load in loads(), settings in setups()) {
+        let advice = advice(load.seen(&settings), &settings);
         for item in &advice.advice {
             prop_assert_ne!(item.now, item.proposed);
             prop_assert!(!item.reason.is_empty() && !item.reason.contains(char::is_control));
         }
-        let after = applied(&setup, &advice);
+        let after = applied(&settings, &advice);
         prop_assert!((1..=PROCESSES_CEILING).contains(&u64::from(after.processes)));
         prop_assert!(u64::from(after.max_in_flight) <= IN_FLIGHT_CEILING && after.permits() <= PERMITS_CEILING);
-        prop_assert!(after.permits() > 0 || setup.permits() == 0);
+        prop_assert!(after.permits() > 0 || settings.permits() == 0);
         prop_assert!(u64::from(after.max_queue) <= QUEUE_CEILING);
         prop_assert!(!after.deadline.is_zero() && after.deadline <= DURATION_MAX);
-        prop_assert!(after.permits() <= 2 * setup.permits(), "no more than twice as many at a time");
+        prop_assert!(after.permits() <= 2 * settings.permits(), "no more than twice as many at a time");
     }
 
     #[test]
-    fn who_wants_more_is_not_given_less(load in loads(), setup in setups(), more in 0..500_u64) {
+    fn higher_demand_never_gets_lower_proposals(load in loads(), settings in setups(), more in 0..500_u64) {
         let Marks { p50, p99, max } = load.demand;
         let larger = Load { demand: Marks { p50, p99: p99 + more, max: max + more }, ..load.clone() };
-        let permits = |load: &Load| applied(&setup, &advice(load.seen(&setup), &setup)).permits();
+        let permits = |load: &Load| applied(&settings, &advice(load.seen(&settings), &settings)).permits();
         prop_assert!(permits(&larger) >= permits(&load));
     }
 
     #[test]
-    fn who_does_as_advised_is_soon_advised_nothing(load in loads(), setup in setups()) {
-        let mut setup = setup;
+    fn following_advice_converges(load in loads(), settings in setups()) {
+        let mut settings = settings;
         // Doubling at each step reaches the maximum value within these iterations.
         for _ in 0..40 {
-            let advice = advice(load.seen(&setup), &setup);
+            let advice = advice(load.seen(&settings), &settings);
             if advice.advice.is_empty() {
                 return Ok(());
             }
-            setup = applied(&setup, &advice);
+            settings = applied(&settings, &advice);
         }
-        prop_assert!(false, "{:?}", advice(load.seen(&setup), &setup));
+        prop_assert!(false, "{:?}", advice(load.seen(&settings), &settings));
     }
 }

@@ -9,86 +9,86 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use bulkhead_policy::Time;
 
-use super::answers::{not_found, stuck};
+use super::responses::{not_found, stuck};
 use super::{Control, Shared};
-use crate::advice::{Machine, Setup, Work, advise, seen};
+use crate::advice::{Machine, ResourceUsage, Settings, advise, observations};
 use crate::observe::process;
 use bulkhead_config::{BulkheadConfig, Program, Resource};
 use bulkhead_plane::command::{Command, WorkerProcess};
-use bulkhead_plane::demand::InForce;
-use bulkhead_plane::windows::Pair;
+use bulkhead_plane::demand::CurrentLimits;
+use bulkhead_plane::windows::WindowPair;
 
 /// Interval between samples of the workers.
-const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Maximum number of workers per sample. With more workers, consecutive samples cover different workers.
-const LOOKED_AT_MAX: usize = 512;
+const SAMPLED_WORKERS_MAX: usize = 512;
 
 /// Recent resource usage of the workers.
-pub(super) struct Works {
+pub(super) struct UsageSamples {
     origin: Instant,
-    by_bulkhead: HashMap<Arc<str>, Pair<Work>>,
+    by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,
     /// Last sample of each process, by pid.
-    looks: HashMap<u32, Look>,
+    last_samples: HashMap<u32, ProcessSample>,
     /// Index of the first worker in the next sample.
     next: usize,
 }
 
 /// A sample of a process.
 #[derive(Clone, Copy)]
-struct Look {
+struct ProcessSample {
     /// Processor time used so far, in milliseconds.
     cpu_ms: u64,
     /// Number of jobs that the bulkhead had answered at that time.
     answered: u64,
 }
 
-impl Default for Works {
+impl Default for UsageSamples {
     fn default() -> Self {
-        Self { origin: Instant::now(), by_bulkhead: HashMap::new(), looks: HashMap::new(), next: 0 }
+        Self { origin: Instant::now(), by_bulkhead: HashMap::new(), last_samples: HashMap::new(), next: 0 }
     }
 }
 
-impl Works {
+impl UsageSamples {
     fn now(&self) -> Time {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Samples the workers that may have worked since their last sample, up to `LOOKED_AT_MAX` workers.
-    fn look(&mut self, processes: &[WorkerProcess]) {
-        let there: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
-        self.looks.retain(|pid, _| there.contains(pid));
+    /// Samples the workers that may have worked since their last sample, up to `SAMPLED_WORKERS_MAX` workers.
+    fn sample(&mut self, processes: &[WorkerProcess]) {
+        let present: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
+        self.last_samples.retain(|pid, _| present.contains(pid));
         let may_have_worked = |process: &&WorkerProcess| {
-            let last = self.looks.get(&process.pid);
+            let last = self.last_samples.get(&process.pid);
             process.is_busy || last.is_none_or(|last| last.answered != process.answered)
         };
         let worked: Vec<&WorkerProcess> = processes.iter().filter(may_have_worked).collect();
         let first = if self.next < worked.len() { self.next } else { 0 };
-        self.next = first + LOOKED_AT_MAX;
-        for process in worked.into_iter().skip(first).take(LOOKED_AT_MAX) {
-            self.look_at(process);
+        self.next = first + SAMPLED_WORKERS_MAX;
+        for process in worked.into_iter().skip(first).take(SAMPLED_WORKERS_MAX) {
+            self.sample_process(process);
         }
     }
 
-    fn look_at(&mut self, process: &WorkerProcess) {
-        let Some((rss_bytes, cpu_ms)) = process::work(process.pid) else { return };
-        let look = Look { cpu_ms, answered: process.answered };
+    fn sample_process(&mut self, process: &WorkerProcess) {
+        let Some((rss_bytes, cpu_ms)) = process::peak_usage(process.pid) else { return };
+        let sample = ProcessSample { cpu_ms, answered: process.answered };
         // The process usually used the time before the first sample for its start.
-        let before = self.looks.insert(process.pid, look).map_or(cpu_ms, |last| last.cpu_ms);
+        let before = self.last_samples.insert(process.pid, sample).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
         pair.roll(now);
-        let work = &mut pair.current;
-        work.cpu_ms += cpu_ms.saturating_sub(before);
-        work.rss_max_bytes = work.rss_max_bytes.max(Some(rss_bytes));
+        let usage = &mut pair.current;
+        usage.cpu_ms += cpu_ms.saturating_sub(before);
+        usage.rss_max_bytes = usage.rss_max_bytes.max(Some(rss_bytes));
     }
 
-    fn of(&mut self, bulkhead: &str) -> Work {
+    fn usage_of(&mut self, bulkhead: &str) -> ResourceUsage {
         let now = self.now();
-        let Some(pair) = self.by_bulkhead.get_mut(bulkhead) else { return Work::default() };
+        let Some(pair) = self.by_bulkhead.get_mut(bulkhead) else { return ResourceUsage::default() };
         pair.roll(now);
         let [current, previous] = pair.both();
-        Work {
+        ResourceUsage {
             cpu_ms: current.cpu_ms + previous.cpu_ms,
             rss_max_bytes: current.rss_max_bytes.max(previous.rss_max_bytes),
         }
@@ -102,55 +102,56 @@ impl Works {
 
 /// Samples the workers until the control plane ends.
 pub(super) async fn watch(control: Shared) {
-    let look = |control: Shared| async move {
-        if let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await {
-            control.works().look(&processes);
+    let sample = |control: Shared| async move {
+        if let Some(processes) = control.commands.request(|reply| Command::WorkerProcesses { reply }).await {
+            control.usage_samples().sample(&processes);
         }
     };
-    control.every(LOOK_INTERVAL, look).await;
+    control.every(SAMPLE_INTERVAL, sample).await;
 }
 
 pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     let bulkhead = name.clone();
     let observe = |reply| Command::Observe { bulkhead, reply };
-    let Some(answer) = control.commander.ask(observe).await else { return stuck() };
+    let Some(reply) = control.commands.request(observe).await else { return stuck() };
     let config = control.config();
     let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
-    let (Some(observation), Some(bulkhead)) = (answer, bulkhead) else { return not_found(&name) };
-    let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await else {
+    let (Some(observation), Some(bulkhead)) = (reply, bulkhead) else { return not_found(&name) };
+    let Some(processes) = control.commands.request(|reply| Command::WorkerProcesses { reply }).await else {
         return stuck();
     };
-    let own = processes.iter().filter(|process| *process.bulkhead == *name).take(LOOKED_AT_MAX);
-    let mut work = {
-        let mut works = control.works();
-        own.for_each(|process| works.look_at(process));
-        works.of(&name)
+    let own = processes.iter().filter(|process| *process.bulkhead == *name).take(SAMPLED_WORKERS_MAX);
+    let mut usage = {
+        let mut samples = control.usage_samples();
+        own.for_each(|process| samples.sample_process(process));
+        samples.usage_of(&name)
     };
     // The memory of the exec host does not reflect the memory of the programs.
     if matches!(bulkhead.program, Program::Exec { .. }) {
-        work.rss_max_bytes = None;
+        usage.rss_max_bytes = None;
     }
-    let setup = Setup { adaptive: observation.adaptive.clone(), ..setup(bulkhead, &observation.numbers) };
-    axum::Json(advise(name, seen(&observation, work), &setup, &machine())).into_response()
+    let settings =
+        Settings { adaptive: observation.adaptive.clone(), ..settings(bulkhead, &observation.limits) };
+    axum::Json(advise(name, observations(&observation, usage), &settings, &machine())).into_response()
 }
 
 /// Combines the file's settings with the numbers in force, which an operator can have changed.
-fn setup(bulkhead: &BulkheadConfig, numbers: &InForce) -> Setup {
-    let is_bound = |resource| matches!(resource, Resource::As | Resource::Data);
+fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
+    let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =
-        bulkhead.rlimits.iter().any(|rlimit| is_bound(rlimit.resource) && rlimit.limit.is_some());
-    Setup {
-        processes: numbers.processes,
-        max_in_flight: numbers.max_in_flight,
-        max_queue: numbers.max_queue,
-        queue_timeout: numbers.queue_timeout,
-        deadline: numbers.deadline,
-        deadline_max: numbers.deadline_max,
+        bulkhead.rlimits.iter().any(|rlimit| bounds_memory(rlimit.resource) && rlimit.limit.is_some());
+    Settings {
+        processes: limits.processes,
+        max_in_flight: limits.max_in_flight,
+        max_queue: limits.max_queue,
+        queue_timeout: limits.queue_timeout,
+        deadline: limits.deadline,
+        deadline_max: limits.deadline_max,
         adaptive: None,
         spares: bulkhead.start.spares,
-        sets_of_workers: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
+        worker_sets: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
         cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
-        is_memory_bounded: bulkhead.recycle.rss.is_some() || has_rlimit,
+        has_memory_limit: bulkhead.recycle.rss.is_some() || has_rlimit,
     }
 }
 
@@ -161,13 +162,13 @@ fn machine() -> Machine {
 }
 
 impl Control {
-    fn works(&self) -> std::sync::MutexGuard<'_, Works> {
-        self.works.lock().unwrap_or_else(PoisonError::into_inner)
+    fn usage_samples(&self) -> std::sync::MutexGuard<'_, UsageSamples> {
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Drops the usage of all other bulkheads.
-    pub(super) fn keep_works(&self, bulkheads: &HashSet<&str>) {
-        self.works().keep_only(bulkheads);
+    pub(super) fn keep_usage(&self, bulkheads: &HashSet<&str>) {
+        self.usage_samples().keep_only(bulkheads);
     }
 }
 
@@ -176,23 +177,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_that_had_no_work_is_not_looked_at_again() {
-        let mut works = Works::default();
+    fn idle_workers_are_not_sampled_again() {
+        let mut samples = UsageSamples::default();
         let pid = std::process::id();
         let process =
             |answered, is_busy| WorkerProcess { bulkhead: "b".into(), pid, generation: 1, answered, is_busy };
-        works.look(&[process(0, false)]);
+        samples.sample(&[process(0, false)]);
         // Detects a sample: each sample overwrites this value.
-        let mut is_looked_at = |process| {
-            works.looks.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
-            works.look(&[process]);
-            works.looks[&pid].cpu_ms != u64::MAX
+        let mut is_sampled = |process| {
+            samples.last_samples.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
+            samples.sample(&[process]);
+            samples.last_samples[&pid].cpu_ms != u64::MAX
         };
-        assert!(!is_looked_at(process(0, false)));
-        assert!(is_looked_at(process(0, true)), "it has a job");
-        assert!(is_looked_at(process(1, false)), "it had one since");
-        assert!(!is_looked_at(process(1, false)));
-        works.look(&[]);
-        assert!(works.looks.is_empty(), "it is gone");
+        assert!(!is_sampled(process(0, false)));
+        assert!(is_sampled(process(0, true)), "it has a job");
+        assert!(is_sampled(process(1, false)), "it had one since");
+        assert!(!is_sampled(process(1, false)));
+        samples.sample(&[]);
+        assert!(samples.last_samples.is_empty(), "it is gone");
     }
 }

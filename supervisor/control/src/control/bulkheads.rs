@@ -5,11 +5,11 @@ use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::{Bulkheads, Done};
-use bulkhead_plane::command::{Command, SteerError, Verb, problem_of_change, problem_of_tenant_change};
+use bulkhead_plane::command::{Command, SteerAction, SteerError, change_problem, tenant_change_problem};
 use serde::Deserialize;
 use serde_json::json;
 
-use super::answers::{not_found, problem, stuck};
+use super::responses::{not_found, problem, stuck};
 use super::{Control, Shared};
 
 pub(super) async fn bulkheads(State(control): State<Shared>) -> Response {
@@ -43,12 +43,12 @@ pub(super) async fn bulkhead(
 }
 
 pub(super) async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
-    let change = match read_body(&body, problem_of_change) {
+    let change = match read_body(&body, change_problem) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
     let bulkhead = name.clone();
-    let changed = control.commander.ask(|reply| Command::Change { bulkhead, change, reply }).await;
+    let changed = control.commands.request(|reply| Command::Change { bulkhead, change, reply }).await;
     done(&name, changed)
 }
 
@@ -57,13 +57,13 @@ pub(super) async fn change_tenant(
     Path((name, tenant)): Path<(String, String)>,
     body: Bytes,
 ) -> Response {
-    let change = match read_body(&body, problem_of_tenant_change) {
+    let change = match read_body(&body, tenant_change_problem) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
     let bulkhead = name.clone();
     let command = |reply| Command::ChangeTenant { bulkhead, tenant, change, reply };
-    done(&name, control.commander.ask(command).await)
+    done(&name, control.commands.request(command).await)
 }
 
 /// Converts the data plane's answer to a command into a response.
@@ -72,8 +72,8 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
         Some(Ok(state)) => axum::Json(state).into_response(),
         Some(Err(SteerError::NotFound)) => not_found(name),
         Some(Err(error @ SteerError::Stopping)) => problem(StatusCode::CONFLICT, &error.to_string()),
-        Some(Err(error @ SteerError::NoTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
-        Some(Err(SteerError::Unfit(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),
+        Some(Err(error @ SteerError::UnknownTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
+        Some(Err(SteerError::Conflict(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),
         None => stuck(),
     }
 }
@@ -96,24 +96,24 @@ fn read_body<T: serde::de::DeserializeOwned>(
 }
 
 pub(super) async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
-    steer(&control, name, Verb::Restart, "restart").await
+    steer(&control, name, SteerAction::Restart, "restart").await
 }
 
 pub(super) async fn drain(State(control): State<Shared>, Path(name): Path<String>) -> Response {
-    steer(&control, name, Verb::Drain, "drain").await
+    steer(&control, name, SteerAction::Drain, "drain").await
 }
 
 pub(super) async fn resume(State(control): State<Shared>, Path(name): Path<String>) -> Response {
-    steer(&control, name, Verb::Resume, "resume").await
+    steer(&control, name, SteerAction::Resume, "resume").await
 }
 
 pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String>) -> Response {
-    steer(&control, name, Verb::Reset, "reset").await
+    steer(&control, name, SteerAction::Reset, "reset").await
 }
 
-async fn steer(control: &Control, name: String, verb: Verb, verb_name: &'static str) -> Response {
+async fn steer(control: &Control, name: String, action: SteerAction, action_name: &'static str) -> Response {
     let bulkhead = name.clone();
-    let steered = control.commander.ask(|reply| Command::Steer { bulkhead, verb, reply }).await;
-    let document = |()| Done { bulkhead: name.clone(), done: verb_name.into() };
+    let steered = control.commands.request(|reply| Command::Steer { bulkhead, action, reply }).await;
+    let document = |()| Done { bulkhead: name.clone(), done: action_name.into() };
     done(&name, steered.map(|steered| steered.map(document)))
 }

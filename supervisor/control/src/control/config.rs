@@ -7,7 +7,7 @@ use bulkhead_config::Config;
 use serde_json::{Map, Value, json};
 
 use super::Shared;
-use super::answers::problem;
+use super::responses::problem;
 
 /// Replacement for a secret.
 const REDACTED: &str = "[redacted]";
@@ -23,13 +23,13 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
 /// limits that the sandbox adds. The HTTP token is not part of the configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
-    for (bulkhead, told) in
+    for (bulkhead, entry) in
         config.bulkheads.iter().zip(value["bulkheads"].as_array_mut().into_iter().flatten())
     {
         let env: Map<String, Value> =
             bulkhead.env.iter().map(|(name, _)| (name.clone(), json!(REDACTED))).collect();
-        told["env"] = Value::Object(env);
-        told["sandbox_rlimits"] = serde_json::to_value(bulkhead.sandbox_rlimits())?;
+        entry["env"] = Value::Object(env);
+        entry["sandbox_rlimits"] = serde_json::to_value(bulkhead.sandbox_rlimits())?;
     }
     Ok(value)
 }
@@ -39,18 +39,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_configuration_is_told_without_the_values_of_variables() {
+    fn redacts_values_of_variables() {
         let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
                     env = { KEY = \"sesame\" }\n";
         let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();
-        let told = redacted(&config).unwrap();
-        assert!(!told.to_string().contains("sesame"));
-        assert_eq!(told["bulkheads"][0]["env"]["KEY"], REDACTED);
-        assert_eq!(told["supervisor"]["socket"], "/run/x/jobs.sock");
+        let shown = redacted(&config).unwrap();
+        assert!(!shown.to_string().contains("sesame"));
+        assert_eq!(shown["bulkheads"][0]["env"]["KEY"], REDACTED);
+        assert_eq!(shown["supervisor"]["socket"], "/run/x/jobs.sock");
         let of_sandbox = json!([
             { "resource": "fsize", "limit": 4_u64 << 30 },
             { "resource": "nproc", "limit": 1024 },
         ]);
-        assert_eq!(told["bulkheads"][0]["sandbox_rlimits"], of_sandbox);
+        assert_eq!(shown["bulkheads"][0]["sandbox_rlimits"], of_sandbox);
     }
 }

@@ -24,31 +24,31 @@ use tokio::time::{Instant, Sleep};
 use super::paths;
 
 /// Time limit for receiving a request and answering it. After this time the connection is closed.
-pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
+pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time for which a client can leave its response unread.
-const READ_WITHIN: Duration = Duration::from_secs(30);
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time to wait for the client to close an answered connection.
-const LINGER: Duration = Duration::from_secs(1);
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum number of bytes that are discarded while waiting for the client to close.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// Time limit, once the control plane ends, for accepting the remaining connections and receiving their
 /// requests.
-pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
+pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time limit, once the control plane ends, for a request on a new connection. Longer than `LAST_WITHIN`,
+/// Time limit, once the control plane ends, for a request on a new connection. Longer than `LAST_ACCEPT_TIMEOUT`,
 /// because the client may not have had processor time yet. A browser's spare connection that has been silent
 /// for longer is closed.
-const HEARD_WITHIN: Duration = Duration::from_secs(1);
+const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Time limit, once the control plane ends, for reading a request that has already arrived.
-const LAST_LOOK: Duration = Duration::from_millis(100);
+const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Time limit, once the control plane ends, for answering the remaining requests.
-const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
+const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Number of bytes of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
@@ -61,77 +61,77 @@ pub(super) fn has_waiting(listener: impl AsFd) -> bool {
 
 /// Admission result of a connection.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(super) struct Admission {
     /// Reason why the connection is not served, in one sentence.
-    pub(super) refusal: Option<Arc<str>>,
+    pub(super) rejection: Option<Arc<str>>,
     /// The user who sent the request. Over TCP, where the user is unknown, the supervisor's own user.
     pub(super) uid: u32,
     /// True if the request has no general time limit, because its handler enforces a limit.
-    is_patient: Arc<AtomicBool>,
+    has_no_time_limit: Arc<AtomicBool>,
 }
 
-impl Entry {
+impl Admission {
     pub(super) fn new() -> Self {
-        Self::of(rustix::process::geteuid().as_raw())
+        Self::of_user(rustix::process::geteuid().as_raw())
     }
 
-    pub(super) fn of(uid: u32) -> Self {
-        Self { refusal: None, uid, is_patient: Arc::default() }
+    pub(super) fn of_user(uid: u32) -> Self {
+        Self { rejection: None, uid, has_no_time_limit: Arc::default() }
     }
 
-    pub(super) fn refused(why: &str) -> Self {
-        Self { refusal: Some(why.into()), ..Self::new() }
+    pub(super) fn rejected(why: &str) -> Self {
+        Self { rejection: Some(why.into()), ..Self::new() }
     }
 
     /// Lifts the general time limit. The handler then enforces its own limits.
-    pub(super) fn be_patient(&self) {
-        self.is_patient.store(true, Ordering::Relaxed);
+    pub(super) fn lift_time_limit(&self) {
+        self.has_no_time_limit.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn is_patient(&self) -> bool {
-        self.is_patient.load(Ordering::Relaxed)
+    pub(super) fn has_no_time_limit(&self) -> bool {
+        self.has_no_time_limit.load(Ordering::Relaxed)
     }
 }
 
 /// A stream socket that can move between runtimes.
 pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
     /// The socket without a runtime.
-    type Alone: Send + 'static;
+    type Std: Send + 'static;
 
-    fn leave(self) -> io::Result<Self::Alone>;
+    fn into_std_socket(self) -> io::Result<Self::Std>;
 
-    fn enter(alone: Self::Alone) -> io::Result<Self>;
+    fn from_std_socket(socket: Self::Std) -> io::Result<Self>;
 
     /// Waits for data and peeks at it.
     fn peek(&self, bytes: &mut [u8]) -> impl Future<Output = io::Result<usize>> + Send;
 }
 
 impl Socket for UnixStream {
-    type Alone = unix::net::UnixStream;
+    type Std = unix::net::UnixStream;
 
-    fn leave(self) -> io::Result<Self::Alone> {
+    fn into_std_socket(self) -> io::Result<Self::Std> {
         self.into_std()
     }
 
-    fn enter(alone: Self::Alone) -> io::Result<Self> {
-        Self::from_std(alone)
+    fn from_std_socket(socket: Self::Std) -> io::Result<Self> {
+        Self::from_std(socket)
     }
 
     async fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        let look = || Ok(rustix::net::recv(self, &mut *bytes, RecvFlags::PEEK)?.0);
-        self.async_io(Interest::READABLE, look).await
+        let peek = || Ok(rustix::net::recv(self, &mut *bytes, RecvFlags::PEEK)?.0);
+        self.async_io(Interest::READABLE, peek).await
     }
 }
 
 impl Socket for TcpStream {
-    type Alone = net::TcpStream;
+    type Std = net::TcpStream;
 
-    fn leave(self) -> io::Result<Self::Alone> {
+    fn into_std_socket(self) -> io::Result<Self::Std> {
         self.into_std()
     }
 
-    fn enter(alone: Self::Alone) -> io::Result<Self> {
-        Self::from_std(alone)
+    fn from_std_socket(socket: Self::Std) -> io::Result<Self> {
+        Self::from_std(socket)
     }
 
     async fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
@@ -139,180 +139,189 @@ impl Socket for TcpStream {
     }
 }
 
-/// An admitted connection, or a refused connection that is about to be sent the reason.
-pub(super) struct Arrival<S> {
+/// An admitted connection, or a rejected connection that is about to be sent the reason.
+pub(super) struct NewConnection<S> {
     socket: S,
-    entry: Entry,
-    came: Instant,
-    place: OwnedSemaphorePermit,
+    admission: Admission,
+    accepted_at: Instant,
+    permit: OwnedSemaphorePermit,
 }
 
-impl<S> Arrival<S> {
-    pub(super) fn new(socket: S, entry: Entry, place: OwnedSemaphorePermit) -> Self {
-        Self { socket, entry, came: Instant::now(), place }
+impl<S> NewConnection<S> {
+    pub(super) fn new(socket: S, admission: Admission, permit: OwnedSemaphorePermit) -> Self {
+        Self { socket, admission, accepted_at: Instant::now(), permit }
     }
 }
 
-/// A channel to the thread that serves the arrivals.
-type Way<S> = mpsc::Sender<Arrival<<S as Socket>::Alone>>;
+/// A channel to the thread that serves the connections.
+type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
 /// Channels of one listener: to the control plane's own thread, and to the thread of low-priority readers.
-pub(super) struct Ways<S: Socket> {
-    own: Way<S>,
-    readers: Way<S>,
+pub(super) struct Dispatcher<S: Socket> {
+    main: Channel<S>,
+    readers: Channel<S>,
     /// True once silent clients must not be waited for any more.
-    end: watch::Receiver<bool>,
+    shutdown: watch::Receiver<bool>,
 }
 
-impl<S: Socket> Clone for Ways<S> {
+impl<S: Socket> Clone for Dispatcher<S> {
     fn clone(&self) -> Self {
-        Self { own: self.own.clone(), readers: self.readers.clone(), end: self.end.clone() }
+        Self { main: self.main.clone(), readers: self.readers.clone(), shutdown: self.shutdown.clone() }
     }
 }
 
-impl<S: Socket> Ways<S> {
+impl<S: Socket> Dispatcher<S> {
     /// Passes a connection on as soon as the requested path is known. Other connections do not wait
     /// meanwhile.
-    pub(super) fn send(&self, arrival: Arrival<S>) {
-        let mut ways = self.clone();
+    pub(super) fn dispatch(&self, connection: NewConnection<S>) {
+        let mut dispatcher = self.clone();
         tokio::spawn(async move {
-            let Arrival { socket, entry, came, place } = arrival;
+            let NewConnection { socket, admission, accepted_at, permit } = connection;
             let mut head = [0; HEAD_BYTES];
-            let count = match &entry.refusal {
+            let count = match &admission.rejection {
                 Some(_) => 0,
-                None => match ways.asks(&socket, &mut head, came).await {
+                None => match dispatcher.peek_request(&socket, &mut head, accepted_at).await {
                     Some(count) => count,
                     None => return,
                 },
             };
-            ways.send_on(Arrival { socket, entry, came, place }, &head[..count]);
+            dispatcher.dispatch_to(NewConnection { socket, admission, accepted_at, permit }, &head[..count]);
         });
     }
 
     /// Waits for the beginning of a request. Returns the number of bytes that were peeked.
-    pub(super) async fn asks(&mut self, socket: &S, head: &mut [u8], came: Instant) -> Option<usize> {
-        let over = async {
-            let _ = self.end.wait_for(|is_over| *is_over).await;
-            tokio::time::sleep_until((Instant::now() + LAST_WITHIN).max(came + HEARD_WITHIN)).await;
+    pub(super) async fn peek_request(
+        &mut self,
+        socket: &S,
+        head: &mut [u8],
+        accepted_at: Instant,
+    ) -> Option<usize> {
+        let shutdown_timeout = async {
+            let _ = self.shutdown.wait_for(|has_begun| *has_begun).await;
+            tokio::time::sleep_until(
+                (Instant::now() + LAST_ACCEPT_TIMEOUT).max(accepted_at + LAST_REQUEST_TIMEOUT),
+            )
+            .await;
         };
-        let is_over = tokio::select! {
+        let has_begun = tokio::select! {
             biased;
             count = socket.peek(head) => return count.ok(),
-            () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => false,
-            () = over => true,
+            () = tokio::time::sleep_until(accepted_at + REQUEST_TIMEOUT) => false,
+            () = shutdown_timeout => true,
         };
         // The runtime does not report bytes that arrived just now before it has polled once.
-        let last = tokio::time::timeout(LAST_LOOK, socket.peek(head));
-        if is_over { last.await.ok()?.ok() } else { None }
+        let last = tokio::time::timeout(LAST_PEEK_TIMEOUT, socket.peek(head));
+        if has_begun { last.await.ok()?.ok() } else { None }
     }
 
     /// Passes a connection on, to the thread that serves requests with this beginning.
-    pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
-        let Arrival { socket, entry, came, place } = arrival;
-        let way = if paths::is_for_readers(head) { &self.readers } else { &self.own };
+    pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
+        let NewConnection { socket, admission, accepted_at, permit } = connection;
+        let sender = if paths::is_for_readers(head) { &self.readers } else { &self.main };
         // If the socket cannot move or the thread has stopped serving, the socket is closed.
-        if let Ok(socket) = socket.leave() {
-            let _ = way.try_send(Arrival { socket, entry, came, place });
+        if let Ok(socket) = socket.into_std_socket() {
+            let _ = sender.try_send(NewConnection { socket, admission, accepted_at, permit });
         }
     }
 }
 
 /// Receiver of admitted connections, as an axum listener.
-pub(super) struct Arrivals<S: Socket> {
-    queue: mpsc::Receiver<Arrival<S::Alone>>,
+pub(super) struct Queue<S: Socket> {
+    receiver: mpsc::Receiver<NewConnection<S::Std>>,
     /// True once the listener is closed and all its connections have been accepted.
     is_empty: watch::Sender<bool>,
     /// Number of connections that are being served.
-    inside: Arc<watch::Sender<usize>>,
+    active: Arc<watch::Sender<usize>>,
 }
 
-impl<S: Socket> Arrivals<S> {
-    fn new(queue: mpsc::Receiver<Arrival<S::Alone>>) -> Self {
-        Self { queue, is_empty: watch::Sender::new(false), inside: Arc::new(watch::Sender::new(0)) }
+impl<S: Socket> Queue<S> {
+    fn new(receiver: mpsc::Receiver<NewConnection<S::Std>>) -> Self {
+        Self { receiver, is_empty: watch::Sender::new(false), active: Arc::new(watch::Sender::new(0)) }
     }
 }
 
 /// Creates the channels of a listener and their receivers, for the control plane's own thread and for the
-/// low-priority readers. Each connection holds one of `places` permits, so that the channels never overflow.
-pub(super) fn ways<S: Socket>(
-    end: watch::Receiver<bool>,
-    places: usize,
-) -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
-    let ((own, to_own), (readers, to_readers)) = (mpsc::channel(places), mpsc::channel(places));
-    (Ways { own, readers, end }, Arrivals::new(to_own), Arrivals::new(to_readers))
+/// low-priority readers. Each connection holds one of `max` permits, so that the channels never overflow.
+pub(super) fn channels<S: Socket>(
+    shutdown: watch::Receiver<bool>,
+    max: usize,
+) -> (Dispatcher<S>, Queue<S>, Queue<S>) {
+    let ((main, from_main), (readers, from_readers)) = (mpsc::channel(max), mpsc::channel(max));
+    (Dispatcher { main, readers, shutdown }, Queue::new(from_main), Queue::new(from_readers))
 }
 
-impl<S: Socket> axum::serve::Listener for Arrivals<S> {
-    type Io = Placed<S>;
-    type Addr = Entry;
+impl<S: Socket> axum::serve::Listener for Queue<S> {
+    type Io = Connection<S>;
+    type Addr = Admission;
 
-    async fn accept(&mut self) -> (Placed<S>, Entry) {
+    async fn accept(&mut self) -> (Connection<S>, Admission) {
         loop {
-            let Some(Arrival { socket, entry, came, place }) = self.queue.recv().await else {
+            let Some(NewConnection { socket, admission, accepted_at, permit }) = self.receiver.recv().await
+            else {
                 // The listener is closed. Accepted connections are still served.
                 self.is_empty.send_replace(true);
                 return std::future::pending().await;
             };
-            if let Ok(socket) = S::enter(socket) {
-                self.inside.send_modify(|inside| *inside += 1);
-                let inside = Inside(self.inside.clone());
-                return (Placed::new(socket, &entry, came, (place, inside)), entry);
+            if let Ok(socket) = S::from_std_socket(socket) {
+                self.active.send_modify(|active| *active += 1);
+                let active = ActiveGuard(self.active.clone());
+                return (Connection::new(socket, &admission, accepted_at, (permit, active)), admission);
             }
         }
     }
 
-    fn local_addr(&self) -> io::Result<Entry> {
-        Ok(Entry::new())
+    fn local_addr(&self) -> io::Result<Admission> {
+        Ok(Admission::new())
     }
 }
 
-impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
-    fn connect_info(stream: IncomingStream<'_, Arrivals<S>>) -> Self {
+impl<S: Socket> Connected<IncomingStream<'_, Queue<S>>> for Admission {
+    fn connect_info(stream: IncomingStream<'_, Queue<S>>) -> Self {
         stream.remote_addr().clone()
     }
 }
 
 /// Serves connections until the control plane ends, then the connections that were admitted before.
-pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
-    let mut is_empty = arrivals.is_empty.subscribe();
-    let mut inside = arrivals.inside.subscribe();
+pub(super) async fn serve<S: Socket>(connections: Queue<S>, router: Router) {
+    let mut is_empty = connections.is_empty.subscribe();
+    let mut active = connections.active.subscribe();
     let shutdown = async move {
         let _ = is_empty.wait_for(|is_empty| *is_empty).await;
         // A graceful shutdown would drop connections whose request is still unread. Each connection closes
         // after its response anyway.
-        let _ = tokio::time::timeout(ANSWERED_LAST_WITHIN, inside.wait_for(|inside| *inside == 0)).await;
+        let _ = tokio::time::timeout(LAST_RESPONSE_TIMEOUT, active.wait_for(|active| *active == 0)).await;
     };
-    let service = router.into_make_service_with_connect_info::<Entry>();
-    if let Err(error) = axum::serve(arrivals, service).with_graceful_shutdown(shutdown).await {
+    let service = router.into_make_service_with_connect_info::<Admission>();
+    if let Err(error) = axum::serve(connections, service).with_graceful_shutdown(shutdown).await {
         tracing::error!("the admin API is not served any more: {error}");
     }
 }
 
 /// A connection that holds a permit for a limited time. One request is served on each connection.
-pub(super) struct Placed<S> {
+pub(super) struct Connection<S> {
     socket: S,
-    patience: Pin<Box<Sleep>>,
-    is_patient: Arc<AtomicBool>,
-    state: Turn,
-    _place: (OwnedSemaphorePermit, Inside),
+    timer: Pin<Box<Sleep>>,
+    has_no_time_limit: Arc<AtomicBool>,
+    state: Phase,
+    _permit: (OwnedSemaphorePermit, ActiveGuard),
 }
 
 /// Guard that counts a connection as being served.
-struct Inside(Arc<watch::Sender<usize>>);
+struct ActiveGuard(Arc<watch::Sender<usize>>);
 
-impl Drop for Inside {
+impl Drop for ActiveGuard {
     fn drop(&mut self) {
-        self.0.send_modify(|inside| *inside -= 1);
+        self.0.send_modify(|active| *active -= 1);
     }
 }
 
 /// Phase of a connection.
 #[derive(PartialEq)]
-enum Turn {
+enum Phase {
     /// The request is incomplete or unanswered.
-    Asking,
+    Requesting,
     /// The response is being sent as it is produced.
-    Answering,
+    Responding,
     /// There is data to send, and the client does not read.
     Stalled,
     /// The response is sent. Further input is discarded for a short time, because closing a socket with
@@ -320,36 +329,41 @@ enum Turn {
     Lingering { bytes_left: usize },
 }
 
-impl<S> Placed<S> {
-    fn new(socket: S, entry: &Entry, came: Instant, place: (OwnedSemaphorePermit, Inside)) -> Self {
-        let patience = Box::pin(tokio::time::sleep_until(came + ANSWERED_WITHIN));
-        let is_patient = entry.is_patient.clone();
-        Self { socket, patience, is_patient, state: Turn::Asking, _place: place }
+impl<S> Connection<S> {
+    fn new(
+        socket: S,
+        admission: &Admission,
+        accepted_at: Instant,
+        permit: (OwnedSemaphorePermit, ActiveGuard),
+    ) -> Self {
+        let timer = Box::pin(tokio::time::sleep_until(accepted_at + REQUEST_TIMEOUT));
+        let has_no_time_limit = admission.has_no_time_limit.clone();
+        Self { socket, timer, has_no_time_limit, state: Phase::Requesting, _permit: permit }
     }
 
     /// Returns pending, or an error if the time limit has passed.
     fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
-        if self.state == Turn::Asking && self.is_patient.load(Ordering::Relaxed) {
+        if self.state == Phase::Requesting && self.has_no_time_limit.load(Ordering::Relaxed) {
             return Poll::Pending;
         }
-        self.patience.as_mut().poll(cx).map(|()| Err(std::io::ErrorKind::TimedOut.into()))
+        self.timer.as_mut().poll(cx).map(|()| Err(std::io::ErrorKind::TimedOut.into()))
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Placed<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buffer: &mut tokio::io::ReadBuf<'_>,
     ) -> Poll<std::io::Result<()>> {
         match Pin::new(&mut self.socket).poll_read(cx, buffer) {
-            Poll::Pending if self.state == Turn::Asking => self.pending(cx),
+            Poll::Pending if self.state == Phase::Requesting => self.pending(cx),
             other => other,
         }
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
         self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
     }
@@ -361,12 +375,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
     ) -> Poll<std::io::Result<usize>> {
         let result = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
         if result.is_ready() {
-            self.state = Turn::Answering;
+            self.state = Phase::Responding;
             return result;
         }
-        if self.state != Turn::Stalled {
-            self.state = Turn::Stalled;
-            self.patience.as_mut().reset(tokio::time::Instant::now() + READ_WITHIN);
+        if self.state != Phase::Stalled {
+            self.state = Phase::Stalled;
+            self.timer.as_mut().reset(tokio::time::Instant::now() + READ_TIMEOUT);
         }
         self.pending(cx)
     }
@@ -380,24 +394,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        if !matches!(self.state, Turn::Lingering { .. }) {
+        if !matches!(self.state, Phase::Lingering { .. }) {
             std::task::ready!(Pin::new(&mut self.socket).poll_shutdown(cx))?;
-            self.state = Turn::Lingering { bytes_left: LINGER_BYTES_MAX };
-            self.patience.as_mut().reset(tokio::time::Instant::now() + LINGER);
+            self.state = Phase::Lingering { bytes_left: LINGER_BYTES_MAX };
+            self.timer.as_mut().reset(tokio::time::Instant::now() + LINGER_TIMEOUT);
         }
-        let mut thrown_away = [std::mem::MaybeUninit::uninit(); 4096];
+        let mut discarded = [std::mem::MaybeUninit::uninit(); 4096];
         loop {
-            if self.patience.as_mut().poll(cx).is_ready() {
+            if self.timer.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }
-            let mut buffer = tokio::io::ReadBuf::uninit(&mut thrown_away);
+            let mut buffer = tokio::io::ReadBuf::uninit(&mut discarded);
             match std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, &mut buffer)) {
                 Ok(()) if !buffer.filled().is_empty() => {}
                 _ => return Poll::Ready(Ok(())),
             }
             let count = buffer.filled().len();
             match &mut self.state {
-                Turn::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
+                Phase::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
                 _ => return Poll::Ready(Ok(())),
             }
         }
@@ -409,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_listener_tells_whether_a_client_waits() {
+    fn detects_waiting_clients() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = unix::net::UnixListener::bind(&path).unwrap();

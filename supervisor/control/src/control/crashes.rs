@@ -7,8 +7,8 @@ use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::{
-    Cause, CrashId, CrashReport, Crashes, PAYLOAD_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob, Severity,
-    What,
+    Cause, CrashId, CrashReport, Crashes, EventKind, PAYLOAD_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob,
+    Severity,
 };
 use bulkhead_shared::Verdict;
 use futures_util::stream;
@@ -17,9 +17,9 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::Shared;
-use super::answers::{JSON, not_found, problem, stuck};
+use super::responses::{JSON, not_found, problem, stuck};
 use crate::observe::crashes::ReadError;
-use bulkhead_plane::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
+use bulkhead_plane::command::{Command, Event, ReplayError, ReplayRequest, ReplayResult};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -45,7 +45,7 @@ pub(super) async fn list(State(control): State<Shared>, Query(query): Query<List
 pub(super) async fn show(State(control): State<Shared>, Path(id): Path<String>) -> Response {
     match find(&control, &id).await {
         Ok(report) => axum::Json(report).into_response(),
-        Err(refusal) => refusal,
+        Err(rejection) => rejection,
     }
 }
 
@@ -83,22 +83,22 @@ pub(super) async fn replay(
 ) -> Response {
     let report = match find(&control, &id).await {
         Ok(report) => report,
-        Err(refusal) => return refusal,
+        Err(rejection) => return rejection,
     };
-    let places = match choose(&report, query.job) {
-        Ok(places) => places,
+    let jobs = match select_jobs(&report, query.job) {
+        Ok(jobs) => jobs,
         Err(sentence) => return problem(StatusCode::UNPROCESSABLE_ENTITY, &sentence),
     };
-    let Ok(place) = control.replays.clone().try_acquire_owned() else {
+    let Ok(permit) = control.replays.clone().try_acquire_owned() else {
         return problem(StatusCode::TOO_MANY_REQUESTS, &ReplayError::Busy.to_string());
     };
-    let first = match begin(&control, &report, places[0]).await {
+    let first = match begin(&control, &report, jobs[0]).await {
         Ok(first) => first,
-        Err(refusal) => return refusal,
+        Err(rejection) => return rejection,
     };
     // The response starts immediately, because a replay can take longer than the time limit of a request.
     let body = stream::once(async move {
-        let replay = run(control, report, places, first, place).await;
+        let replay = run(control, report, jobs, first, permit).await;
         Ok::<_, Infallible>(Bytes::from(format!("{}\n", json!(replay))))
     });
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
@@ -106,7 +106,7 @@ pub(super) async fn replay(
 
 /// Selects the jobs to replay, as indices in order: the requested job, else the culprit, else all replayable
 /// jobs.
-fn choose(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
+fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
         return Err("no job was in flight when it crashed: there is nothing to run again".into());
@@ -134,19 +134,19 @@ fn choose(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String
     }
 }
 
-type Begun = oneshot::Receiver<Replayed>;
+type ReplayReceiver = oneshot::Receiver<ReplayResult>;
 
-async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<Begun, Response> {
-    let job = &report.jobs[place];
-    let order = ReplayOrder {
+async fn begin(control: &Shared, report: &CrashReport, index: usize) -> Result<ReplayReceiver, Response> {
+    let job = &report.jobs[index];
+    let request = ReplayRequest {
         bulkhead: report.bulkhead.clone(),
         operation: job.operation.clone(),
         tenant: job.tenant.clone(),
         payload: job.payload.clone().unwrap_or_default(),
     };
-    let (done, begun) = oneshot::channel();
-    match control.commander.ask(|accepted| Command::Replay { order, accepted, done }).await {
-        Some(Ok(())) => Ok(begun),
+    let (done, receiver) = oneshot::channel();
+    match control.commands.request(|accepted| Command::Replay { request, accepted, done }).await {
+        Some(Ok(())) => Ok(receiver),
         Some(Err(error)) => {
             let status = match error {
                 ReplayError::NotConfigured | ReplayError::Stopping => StatusCode::CONFLICT,
@@ -162,43 +162,49 @@ async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<B
 async fn run(
     control: Shared,
     report: Box<CrashReport>,
-    places: Vec<usize>,
-    first: Begun,
-    _place: OwnedSemaphorePermit,
+    jobs: Vec<usize>,
+    first: ReplayReceiver,
+    _permit: OwnedSemaphorePermit,
 ) -> Replay {
-    let (mut replays, mut again, mut next) = (Vec::new(), ReplayVerdict::NotRun, Some(first));
-    for place in places {
-        let begun = match next.take() {
-            Some(begun) => Ok(begun),
-            None => begin(&control, &report, place).await,
+    let (mut replays, mut overall, mut next) = (Vec::new(), ReplayVerdict::NotRun, Some(first));
+    for index in jobs {
+        let receiver = match next.take() {
+            Some(receiver) => Ok(receiver),
+            None => begin(&control, &report, index).await,
         };
-        let Ok(begun) = begun else { break };
-        let stopped = || Replayed {
+        let Ok(receiver) = receiver else { break };
+        let interrupted = || ReplayResult {
             pid: None,
-            end: Err("the supervisor stopped before".into()),
+            verdict: Err("the supervisor stopped before".into()),
             cause: None,
             ran: std::time::Duration::ZERO,
         };
-        let replayed = begun.await.unwrap_or_else(|_| stopped());
-        let verdict = judge(&report.cause, &replayed);
-        again = again.max(verdict);
+        let replayed = receiver.await.unwrap_or_else(|_| interrupted());
+        let verdict = compare(&report.cause, &replayed);
+        overall = overall.max(verdict);
         let tail = match replayed.pid {
-            Some(pid) => control.last_words(pid).await,
+            Some(pid) => control.stderr_tail(pid).await,
             None => None,
         };
-        replays.push(describe(&report, place, &replayed, verdict, tail));
+        replays.push(describe(&report, index, &replayed, verdict, tail));
         if verdict == ReplayVerdict::Same {
             break;
         }
     }
-    control.tell_replay(&report, again);
-    Replay { before: report.cause, bulkhead: report.bulkhead, id: report.id, replays, verdict: again.into() }
+    control.report_replay(&report, overall);
+    Replay {
+        before: report.cause,
+        bulkhead: report.bulkhead,
+        id: report.id,
+        replays,
+        verdict: overall.into(),
+    }
 }
 
-fn judge(before: &Cause, replayed: &Replayed) -> ReplayVerdict {
-    match (&replayed.end, &replayed.cause) {
+fn compare(before: &Cause, replayed: &ReplayResult) -> ReplayVerdict {
+    match (&replayed.verdict, &replayed.cause) {
         (Err(_), _) => ReplayVerdict::NotRun,
-        (Ok(Verdict::Crashed { .. }), Some(cause)) if before.is_same(cause) => ReplayVerdict::Same,
+        (Ok(Verdict::Crashed { .. }), Some(cause)) if before.has_same_cause(cause) => ReplayVerdict::Same,
         (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
         // The supervisor stopped the worker, or the keeper died.
         (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
@@ -208,22 +214,22 @@ fn judge(before: &Cause, replayed: &Replayed) -> ReplayVerdict {
 
 fn describe(
     report: &CrashReport,
-    place: usize,
-    replayed: &Replayed,
+    index: usize,
+    replayed: &ReplayResult,
     verdict: ReplayVerdict,
     stderr_tail: Option<String>,
 ) -> ReplayedJob {
-    let job = &report.jobs[place];
-    let (outcome, reason, message) = match &replayed.end {
-        Ok(end) => {
-            let reason = end.reason().map(str::to_owned);
-            (Some(end.name().into()), Some(reason), end.message().map(str::to_owned))
+    let job = &report.jobs[index];
+    let (outcome, reason, message) = match &replayed.verdict {
+        Ok(verdict) => {
+            let reason = verdict.reason().map(str::to_owned);
+            (Some(verdict.name().into()), Some(reason), verdict.message().map(str::to_owned))
         }
         Err(message) => (None, None, Some(message.clone())),
     };
     ReplayedJob {
         cause: replayed.cause.clone(),
-        job: place,
+        job: index,
         message,
         operation: job.operation.clone(),
         outcome,
@@ -238,8 +244,8 @@ fn describe(
 }
 
 impl super::Control {
-    fn tell_replay(&self, report: &CrashReport, again: ReplayVerdict) {
-        let what = What::CrashReplayed { report: Some(report.id), verdict: again.into() };
+    fn report_replay(&self, report: &CrashReport, overall: ReplayVerdict) {
+        let what = EventKind::CrashReplayed { report: Some(report.id), verdict: overall.into() };
         self.events.add(Event::new(Severity::Info, Some(report.bulkhead.as_str().into()), what));
     }
 }
@@ -253,36 +259,37 @@ mod tests {
     use bulkhead_shared::CrashReason;
 
     #[test]
-    fn a_crash_is_compared_by_its_cause() {
+    fn compares_crashes_by_cause() {
         let segv = cause_of(Death::Signal(11), None).unwrap();
         let crashed = |cause| {
-            let end = Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
-            Replayed { pid: Some(1), end: Ok(end), cause, ran: std::time::Duration::ZERO }
+            let verdict =
+                Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
+            ReplayResult { pid: Some(1), verdict: Ok(verdict), cause, ran: std::time::Duration::ZERO }
         };
         let other = cause_of(Death::Signal(9), Some(&KillReason::Hung));
-        assert_eq!(judge(&segv, &crashed(Some(segv.clone()))), ReplayVerdict::Same);
-        assert_eq!(judge(&segv, &crashed(other)), ReplayVerdict::Different);
-        assert_eq!(judge(&segv, &crashed(None)), ReplayVerdict::NotRun);
-        let ended = |end| Replayed { end, ..crashed(None) };
-        assert_eq!(judge(&segv, &ended(Ok(Verdict::DeadlineRunning))), ReplayVerdict::NoCrash);
-        assert_eq!(judge(&segv, &ended(Ok(Verdict::Ok))), ReplayVerdict::NoCrash);
-        assert_eq!(judge(&segv, &ended(Err("no worker".into()))), ReplayVerdict::NotRun);
+        assert_eq!(compare(&segv, &crashed(Some(segv.clone()))), ReplayVerdict::Same);
+        assert_eq!(compare(&segv, &crashed(other)), ReplayVerdict::Different);
+        assert_eq!(compare(&segv, &crashed(None)), ReplayVerdict::NotRun);
+        let ended = |verdict| ReplayResult { verdict, ..crashed(None) };
+        assert_eq!(compare(&segv, &ended(Ok(Verdict::DeadlineRunning))), ReplayVerdict::NoCrash);
+        assert_eq!(compare(&segv, &ended(Ok(Verdict::Ok))), ReplayVerdict::NoCrash);
+        assert_eq!(compare(&segv, &ended(Err("no worker".into()))), ReplayVerdict::NotRun);
     }
 
     #[test]
-    fn chooses_named_job_else_culprit_else_all_replayable() {
+    fn selects_named_job_else_culprit_else_replayable_jobs() {
         let mut crash = report(1, 1, b"x");
-        assert_eq!(choose(&crash, None), Ok(vec![0]));
-        assert!(choose(&crash, Some(1)).unwrap_err().contains("no job 1"));
+        assert_eq!(select_jobs(&crash, None), Ok(vec![0]));
+        assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("no job 1"));
         crash.jobs.push(crash.jobs[0].clone());
         crash.jobs.push(crash.jobs[0].clone());
         crash.jobs[1].payload = None;
         crash.jobs[1].payload_bytes = 1 << 20;
         crash.culprit = None;
-        assert_eq!(choose(&crash, None), Ok(vec![0, 2]));
-        assert_eq!(choose(&crash, Some(2)), Ok(vec![2]));
-        assert!(choose(&crash, Some(1)).unwrap_err().contains("1048576 bytes"));
+        assert_eq!(select_jobs(&crash, None), Ok(vec![0, 2]));
+        assert_eq!(select_jobs(&crash, Some(2)), Ok(vec![2]));
+        assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("1048576 bytes"));
         crash.jobs.clear();
-        assert!(choose(&crash, None).unwrap_err().contains("no job was in flight"));
+        assert!(select_jobs(&crash, None).unwrap_err().contains("no job was in flight"));
     }
 }

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_is_all_there_is() {
+    fn page_is_self_contained() {
         let said = PAGE.html.replace("http://www.w3.org/2000/svg", "");
         for word in
             ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent", "src=\"/"]
@@ -114,7 +114,7 @@ mod tests {
 
     /// Concatenated modules share one scope, and an import must refer to an earlier module.
     #[test]
-    fn no_two_modules_use_the_same_name() {
+    fn names_in_modules_are_unique() {
         let mut names = BTreeSet::new();
         let mut exported = BTreeSet::new();
         for module in MODULES {

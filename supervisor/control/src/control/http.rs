@@ -10,9 +10,9 @@ use axum::middleware::{Next, from_fn};
 use axum::response::Response;
 use bulkhead_shared::RejectReason;
 
-use super::answers::{JSON, PROBLEM, problem};
-use super::connections::{ANSWERED_WITHIN, Entry};
-use super::{Shared, browser, jobs, routes};
+use super::connections::{Admission, REQUEST_TIMEOUT};
+use super::responses::{JSON, PROBLEM, problem};
+use super::{Shared, cross_site, jobs, routes};
 
 /// Maximum size of a request body, except for payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;
@@ -25,23 +25,23 @@ pub(super) fn router(control: Shared) -> Router {
             problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .layer(from_fn(let_in))
+        .layer(from_fn(admit))
         .layer(from_fn(complete))
         .with_state(control)
 }
 
-async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: Next) -> Response {
-    if let Some(why) = entry.refusal {
-        return jobs::turned_away(&request, RejectReason::Forbidden, &why);
+async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request, next: Next) -> Response {
+    if let Some(why) = admission.rejection {
+        return jobs::reject_request(&request, RejectReason::Forbidden, &why);
     }
     // Applies to the Unix socket as well, because an operator may forward it to a port for a browser.
-    if let Some(refusal) = browser::refuse(&request) {
-        return refusal;
+    if let Some(rejection) = cross_site::rejection(&request) {
+        return rejection;
     }
-    let mut answer = pin!(next.run(request));
-    match tokio::time::timeout(ANSWERED_WITHIN, &mut answer).await {
-        Ok(answer) => answer,
-        Err(_) if entry.is_patient() => answer.await,
+    let mut response = pin!(next.run(request));
+    match tokio::time::timeout(REQUEST_TIMEOUT, &mut response).await {
+        Ok(response) => response,
+        Err(_) if admission.has_no_time_limit() => response.await,
         // Nothing else limits the time of a client that was sent `100 Continue`.
         Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request did not come whole in time"),
     }

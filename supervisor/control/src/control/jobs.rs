@@ -30,8 +30,8 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::Shared;
-use super::answers::{problem, problem_with};
-use super::connections::Entry;
+use super::connections::Admission;
+use super::responses::{problem, problem_with};
 use bulkhead_plane::command::Command;
 use bulkhead_plane::counters::SharedCounters;
 
@@ -39,7 +39,7 @@ use bulkhead_plane::counters::SharedCounters;
 pub const JOBS_MAX: usize = 128;
 
 /// Time limit for receiving a payload. The data plane allows the same time for a frame, from its first byte.
-const UPLOADED_WITHIN: Duration = Duration::from_secs(30);
+const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum size of the chunks in which a result is sent, in bytes.
 const CHUNK_BYTES: usize = 64 * 1024;
@@ -52,71 +52,73 @@ const NUMBER: u64 = 1;
 
 /// Announced size of a payload whose size is unknown or invalid. Exceeds the size up to which payloads are
 /// sent unannounced, so that the data plane answers before it receives a byte of the payload.
-const LARGE_ENOUGH: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
+const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Handles `POST /v1/bulkheads/{name}/jobs`.
 pub(super) async fn submit(
     State(control): State<Shared>,
-    ConnectInfo(entry): ConnectInfo<Entry>,
+    ConnectInfo(admission): ConnectInfo<Admission>,
     Path(name): Path<String>,
     request: Request,
 ) -> Response {
     // The job's deadline and the upload limit replace the general time limit.
-    entry.be_patient();
+    admission.lift_time_limit();
     let (parts, body) = request.into_parts();
-    let count = |priority, reason| control.pulse.refused.count(&name, priority, reason);
-    let asked = match Asked::read(&parts.headers) {
-        Ok(asked) => asked,
+    let count = |priority, reason| control.counters.rejected_jobs.count(&name, priority, reason);
+    let job = match JobHeaders::parse(&parts.headers) {
+        Ok(job) => job,
         Err(sentence) => {
             count(Priority::default(), RejectReason::Invalid);
-            return refused(&name, RejectReason::Invalid, sentence);
+            return rejected(&name, RejectReason::Invalid, sentence);
         }
     };
     let mut response =
-        match run(&control, entry.uid, &name, &asked, Upload::new(&control, &name, &parts.headers, body))
+        match run(&control, admission.uid, &name, &job, Upload::new(&control, &name, &parts.headers, body))
             .await
         {
             Ok(response) => response,
-            Err(Cut::Slow) => {
-                count(asked.priority, RejectReason::Invalid);
-                slow(&name)
+            Err(Failure::UploadTimeout) => {
+                count(job.priority, RejectReason::Invalid);
+                upload_timed_out(&name)
             }
-            Err(Cut::Overloaded(sentence)) => {
-                count(asked.priority, RejectReason::Overloaded);
-                refused(&name, RejectReason::Overloaded, sentence)
+            Err(Failure::Overloaded(sentence)) => {
+                count(job.priority, RejectReason::Overloaded);
+                rejected(&name, RejectReason::Overloaded, sentence)
             }
             // The request did not become a job, and the sender is usually gone.
-            Err(Cut::Broken) => {
-                refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
+            Err(Failure::Broken) => {
+                rejected(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
             }
-            Err(Cut::Ended) => ended(&name),
-            Err(Cut::Draining) => refused(&name, RejectReason::Draining, "the supervisor is stopping".into()),
+            Err(Failure::PlaneEnded) => data_plane_gone(&name),
+            Err(Failure::Draining) => {
+                rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
+            }
         };
     // The response of a job with a span already has a `traceparent`.
-    if let Some(given) = asked.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
-        tell_trace(&mut response, given);
+    if let Some(trace) = job.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
+        set_traceparent(&mut response, trace);
     }
     response
 }
 
-fn tell_trace(response: &mut Response, trace: Traceparent) {
+fn set_traceparent(response: &mut Response, trace: Traceparent) {
     if let Ok(value) = HeaderValue::from_str(trace.as_str()) {
         response.headers_mut().insert(TRACEPARENT, value);
     }
 }
 
 /// Reasons why a job has no outcome.
-enum Cut {
+enum Failure {
     /// The payload took too long.
-    Slow,
+    UploadTimeout,
     /// There is no memory or permit for the job.
     Overloaded(String),
     /// The sender aborted the request or violated HTTP.
     Broken,
     /// The data plane dropped the job.
-    Ended,
+    PlaneEnded,
     /// The data plane ended before it received the job.
     Draining,
 }
@@ -125,7 +127,7 @@ enum Cut {
 
 /// Parsed headers of a job request.
 #[derive(Default)]
-struct Asked<'h> {
+struct JobHeaders<'h> {
     operation: &'h str,
     tenant: &'h str,
     deadline: Option<Duration>,
@@ -136,10 +138,10 @@ struct Asked<'h> {
     traceparent: Option<Traceparent>,
 }
 
-impl<'h> Asked<'h> {
+impl<'h> JobHeaders<'h> {
     /// Parses the headers. The error is a message for the client.
-    fn read(headers: &'h HeaderMap) -> Result<Self, String> {
-        let mut asked = Self { cost: 1, ..Self::default() };
+    fn parse(headers: &'h HeaderMap) -> Result<Self, String> {
+        let mut job = Self { cost: 1, ..Self::default() };
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
@@ -147,17 +149,17 @@ impl<'h> Asked<'h> {
             };
             let value = std::str::from_utf8(value.as_bytes())
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
-            asked.take(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
+            job.set(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
         }
         // W3C Trace Context: an invalid `traceparent` is ignored, and so are duplicates.
         let mut given = headers.get_all(TRACEPARENT).iter();
         if let (Some(value), None) = (given.next(), given.next()) {
-            asked.traceparent = value.to_str().ok().and_then(Traceparent::parse);
+            job.traceparent = value.to_str().ok().and_then(Traceparent::parse);
         }
-        Ok(asked)
+        Ok(job)
     }
 
-    fn take(&mut self, name: &str, value: &'h str) -> Result<(), String> {
+    fn set(&mut self, name: &str, value: &'h str) -> Result<(), String> {
         let number = || format!("'{}' is no number that makes sense", cut(value, 32).escape_debug());
         match name {
             "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
@@ -210,24 +212,24 @@ struct Upload {
     body: BodyDataStream,
     length: Length,
     /// The bulkhead's `max_payload`; `None` if the bulkhead does not exist.
-    most: Option<u64>,
+    max_bytes: Option<u64>,
     spool: Spool,
 }
 
 enum Length {
     Known(u64),
     /// Chunked: the length is unknown until the end.
-    Open,
+    Unknown,
 }
 
 /// Size of a payload as announced to the data plane, and the source of its bytes.
 enum Announced {
     /// The bytes are passed on as they arrive.
-    Coming(u64),
+    Streamed(u64),
     /// The bytes are already in memory.
     Spooled(u64),
     /// No bytes will be sent. The data plane must reject this size.
-    Hopeless(u64),
+    TooLarge(u64),
 }
 
 impl Upload {
@@ -235,58 +237,64 @@ impl Upload {
         let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
         let length = match length {
             Some(length) if !headers.contains_key(header::TRANSFER_ENCODING) => Length::Known(length),
-            _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Open,
+            _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Unknown,
             _ => Length::Known(0),
         };
         let config = control.config();
-        let most = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
-        let room = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
-        Self { body: body.into_data_stream(), length, most, spool: Spool::new(control.pulse.clone(), room) }
+        let max = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
+        Self {
+            body: body.into_data_stream(),
+            length,
+            max_bytes: max,
+            spool: Spool::new(control.counters.clone(), capacity),
+        }
     }
 
     /// Determines the length of the payload. A chunked payload must be received completely first.
-    async fn announce(&mut self) -> Result<Announced, Cut> {
-        let most = self.most.unwrap_or(0);
+    async fn announce(&mut self) -> Result<Announced, Failure> {
+        let max = self.max_bytes.unwrap_or(0);
         // If `max_payload` was raised meanwhile, the data plane accepts this size, but no bytes ever follow.
-        let hopeless = |bytes: u64| Announced::Hopeless(bytes.clamp(LARGE_ENOUGH, PAYLOAD_BYTES_CEILING + 1));
+        let too_large =
+            |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
         match self.length {
-            Length::Known(bytes) if bytes > most => return Ok(hopeless(bytes)),
-            Length::Known(bytes) => return Ok(Announced::Coming(bytes)),
-            Length::Open => {}
+            Length::Known(bytes) if bytes > max => return Ok(too_large(bytes)),
+            Length::Known(bytes) => return Ok(Announced::Streamed(bytes)),
+            Length::Unknown => {}
         }
-        let pulse = self.spool.pulse.clone();
+        let counters = self.spool.counters.clone();
         loop {
-            let called = pulse.spool_called.notified();
+            let memory_needed = counters.spool_free_requested.notified();
             let chunk = tokio::select! {
                 chunk = next_chunk(&mut self.body) => chunk?,
-                () = called => {
-                    self.spool.give_way()?;
+                () = memory_needed => {
+                    self.spool.check_memory_pressure()?;
                     continue;
                 }
             };
             let Some(chunk) = chunk else { break };
-            if self.spool.bytes as u64 + chunk.len() as u64 > most {
-                return Ok(hopeless(most.saturating_add(1)));
+            if self.spool.bytes as u64 + chunk.len() as u64 > max {
+                return Ok(too_large(max.saturating_add(1)));
             }
             self.spool.add(&chunk)?;
         }
         Ok(Announced::Spooled(self.spool.bytes as u64))
     }
 
-    async fn send(&mut self, announced: &Announced, socket: &mut OwnedWriteHalf) -> Result<(), Cut> {
+    async fn send(&mut self, announced: &Announced, socket: &mut OwnedWriteHalf) -> Result<(), Failure> {
         match *announced {
-            Announced::Hopeless(_) => std::future::pending().await,
+            Announced::TooLarge(_) => std::future::pending().await,
             Announced::Spooled(_) => {
-                for segment in self.spool.hand_over() {
-                    socket.write_all(&segment).await.map_err(|_| Cut::Ended)?;
+                for segment in self.spool.take_segments() {
+                    socket.write_all(&segment).await.map_err(|_| Failure::PlaneEnded)?;
                 }
             }
-            Announced::Coming(bytes) => {
+            Announced::Streamed(bytes) => {
                 let mut left = bytes;
                 while left > 0 {
-                    let chunk = next_chunk(&mut self.body).await?.ok_or(Cut::Broken)?;
-                    left = left.checked_sub(chunk.len() as u64).ok_or(Cut::Broken)?;
-                    socket.write_all(&chunk).await.map_err(|_| Cut::Ended)?;
+                    let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
+                    left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
+                    socket.write_all(&chunk).await.map_err(|_| Failure::PlaneEnded)?;
                 }
             }
         }
@@ -294,10 +302,10 @@ impl Upload {
     }
 }
 
-async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Cut> {
+async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure> {
     match body.next().await {
         Some(Ok(chunk)) => Ok(Some(chunk)),
-        Some(Err(_)) => Err(Cut::Broken),
+        Some(Err(_)) => Err(Failure::Broken),
         None => Ok(None),
     }
 }
@@ -307,22 +315,22 @@ struct Spool {
     segments: Vec<Vec<u8>>,
     bytes: usize,
     /// Number of bytes included in the shared counter.
-    counted: usize,
-    pulse: Arc<SharedCounters>,
-    room: usize,
+    charged: usize,
+    counters: Arc<SharedCounters>,
+    capacity: usize,
 }
 
 impl Spool {
-    fn new(pulse: Arc<SharedCounters>, room: usize) -> Self {
-        Self { segments: Vec::new(), bytes: 0, counted: 0, pulse, room }
+    fn new(counters: Arc<SharedCounters>, capacity: usize) -> Self {
+        Self { segments: Vec::new(), bytes: 0, charged: 0, counters, capacity }
     }
 
     /// Copies the bytes, because a small chunk can keep a large buffer alive.
-    fn add(&mut self, mut chunk: &[u8]) -> Result<(), Cut> {
+    fn add(&mut self, mut chunk: &[u8]) -> Result<(), Failure> {
         while !chunk.is_empty() {
             let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
             if room == 0 {
-                self.count(SEGMENT_BYTES)?;
+                self.charge(SEGMENT_BYTES)?;
                 self.segments.push(Vec::with_capacity(SEGMENT_BYTES));
                 continue;
             }
@@ -336,50 +344,50 @@ impl Spool {
         Ok(())
     }
 
-    fn count(&mut self, more: usize) -> Result<(), Cut> {
-        self.give_way()?;
-        self.counted += more;
-        let spooled = self.pulse.spooled.fetch_add(more, Ordering::Relaxed) + more;
-        let in_all = spooled.saturating_add(self.pulse.buffered.load(Ordering::Relaxed));
-        if in_all > self.room && spooled > self.pulse.spool_share.load(Ordering::Relaxed) {
-            return Err(self.full());
+    fn charge(&mut self, more: usize) -> Result<(), Failure> {
+        self.check_memory_pressure()?;
+        self.charged += more;
+        let spooled = self.counters.spooled.fetch_add(more, Ordering::Relaxed) + more;
+        let total = spooled.saturating_add(self.counters.buffered.load(Ordering::Relaxed));
+        if total > self.capacity && spooled > self.counters.spool_share.load(Ordering::Relaxed) {
+            return Err(self.memory_full());
         }
         Ok(())
     }
 
     /// Fails if the data plane needs memory and this payload holds some, unless other payloads have already
     /// given up enough.
-    fn give_way(&self) -> Result<(), Cut> {
-        let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.counted));
-        let unwanted = &self.pulse.spool_unwanted;
-        match self.counted > 0 && unwanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
-            true => Err(self.full()),
+    fn check_memory_pressure(&self) -> Result<(), Failure> {
+        let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
+        let unwanted = &self.counters.spool_bytes_to_free;
+        match self.charged > 0 && unwanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+            true => Err(self.memory_full()),
             false => Ok(()),
         }
     }
 
-    fn full(&self) -> Cut {
-        Cut::Overloaded(format!("what waits holds max_buffered ({} bytes)", self.room))
+    fn memory_full(&self) -> Failure {
+        Failure::Overloaded(format!("what waits holds max_buffered ({} bytes)", self.capacity))
     }
 
     /// Takes all segments. From here on, the data plane counts the bytes.
-    fn hand_over(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
-        self.uncount();
+    fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
+        self.release();
         std::mem::take(&mut self.segments).into_iter()
     }
 
-    fn uncount(&mut self) {
-        let counted = std::mem::take(&mut self.counted);
-        if counted > 0 && self.pulse.spooled.fetch_sub(counted, Ordering::Relaxed) == counted {
+    fn release(&mut self) {
+        let charged = std::mem::take(&mut self.charged);
+        if charged > 0 && self.counters.spooled.fetch_sub(charged, Ordering::Relaxed) == charged {
             // No payload is left that could give up memory.
-            self.pulse.spool_unwanted.store(0, Ordering::Relaxed);
+            self.counters.spool_bytes_to_free.store(0, Ordering::Relaxed);
         }
     }
 }
 
 impl Drop for Spool {
     fn drop(&mut self) {
-        self.uncount();
+        self.release();
     }
 }
 
@@ -390,54 +398,56 @@ async fn run(
     control: &Shared,
     uid: u32,
     name: &str,
-    asked: &Asked<'_>,
+    job: &JobHeaders<'_>,
     mut upload: Upload,
-) -> Result<Response, Cut> {
+) -> Result<Response, Failure> {
     // Acquires a permit first, so that no payload is received without one.
-    let Ok(place) = control.jobs.clone().try_acquire_owned() else {
+    let Ok(permit) = control.jobs.clone().try_acquire_owned() else {
         let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
-        return Err(Cut::Overloaded(sentence));
+        return Err(Failure::Overloaded(sentence));
     };
-    let within = tokio::time::Instant::now() + UPLOADED_WITHIN;
-    let announced = tokio::time::timeout_at(within, upload.announce()).await.map_err(|_| Cut::Slow)??;
+    let upload_deadline = tokio::time::Instant::now() + UPLOAD_TIMEOUT;
+    let announced = tokio::time::timeout_at(upload_deadline, upload.announce())
+        .await
+        .map_err(|_| Failure::UploadTimeout)??;
     let (here, there) = pair()
-        .map_err(|error| Cut::Overloaded(format!("the supervisor is short of descriptors: {error}")))?;
-    control
-        .commander
-        .send(Command::Client { socket: there, place, uid })
-        .map_err(|error| if is_over(control) { Cut::Draining } else { Cut::Overloaded(error.to_string()) })?;
+        .map_err(|error| Failure::Overloaded(format!("the supervisor is short of descriptors: {error}")))?;
+    control.commands.send(Command::AddClient { socket: there, permit, uid }).map_err(|error| {
+        if data_plane_ended(control) { Failure::Draining } else { Failure::Overloaded(error.to_string()) }
+    })?;
     let (mut reader, mut writer) = here.into_split();
-    let head = head(name, asked, &announced)?;
+    let frame = submit_frame(name, job, &announced)?;
     // If the write fails, the data plane's answer gives the reason.
-    let _ = writer.write_all(&head).await;
+    let _ = writer.write_all(&frame).await;
     let (metadata, result_bytes) = {
-        let mut answer = pin!(read_outcome(control, &mut reader));
-        let sent = tokio::time::timeout_at(within, upload.send(&announced, &mut writer));
+        let mut outcome = pin!(read_outcome(control, &mut reader));
+        let sent = tokio::time::timeout_at(upload_deadline, upload.send(&announced, &mut writer));
         tokio::select! {
             // The payload of a rejected job need not be received.
             biased;
-            answer = &mut answer => answer?,
+            result = &mut outcome => result?,
             sent = sent => match sent {
-                Ok(Ok(())) | Ok(Err(Cut::Ended)) => answer.await?,
-                Ok(Err(cut)) => return Err(cut),
-                Err(_) => return Err(Cut::Slow),
+                Ok(Ok(())) | Ok(Err(Failure::PlaneEnded)) => outcome.await?,
+                Ok(Err(error)) => return Err(error),
+                Err(_) => return Err(Failure::UploadTimeout),
             },
         }
     };
-    let (told, extensions) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
-    let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
+    let (message, extensions) =
+        codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::PlaneEnded)?;
+    let mut outcome = message.to_outcome().ok_or(Failure::PlaneEnded)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
     // The data plane's message contains the announced size instead of the real size.
-    if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
+    if let (Announced::TooLarge(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
     {
-        let most = upload.most.unwrap_or(0);
+        let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!("{bytes} bytes of payload; max_payload is {most}"),
-            Length::Open => format!("more than {most} bytes of payload; max_payload is {most}"),
+            Length::Known(bytes) => format!("{bytes} bytes of payload; max_payload is {max}"),
+            Length::Unknown => format!("more than {max} bytes of payload; max_payload is {max}"),
         };
     }
     let mut response = match outcome.verdict {
@@ -445,21 +455,21 @@ async fn run(
         _ => {
             let mut payload = Vec::new();
             // The data plane sends no more than this for a failed job.
-            let most = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
-            reader.take(most).read_to_end(&mut payload).await.map_err(|_| Cut::Ended)?;
-            outcome_problem(None, &outcome, payload, asked.traceparent)
+            let max = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
+            reader.take(max).read_to_end(&mut payload).await.map_err(|_| Failure::PlaneEnded)?;
+            outcome_problem(None, &outcome, payload, job.traceparent)
         }
     };
     let span = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok());
     if let Some(span) = span.and_then(Traceparent::parse) {
-        tell_trace(&mut response, span);
+        set_traceparent(&mut response, span);
     }
     Ok(response)
 }
 
 /// Returns true if the data plane has sent its last answers.
-fn is_over(control: &Shared) -> bool {
-    control.pulse.is_over.load(Ordering::SeqCst)
+fn data_plane_ended(control: &Shared) -> bool {
+    control.counters.has_ended.load(Ordering::SeqCst)
 }
 
 fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
@@ -470,19 +480,19 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 }
 
 /// Encodes the frame without the payload.
-fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
-    let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
+fn submit_frame(name: &str, job: &JobHeaders<'_>, announced: &Announced) -> Result<Vec<u8>, Failure> {
+    let (Announced::Streamed(payload) | Announced::Spooled(payload) | Announced::TooLarge(payload)) =
         *announced;
-    let run_limit = asked.run_limit.map(run_limit_bytes);
-    let trace = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
+    let run_limit = job.run_limit.map(run_limit_bytes);
+    let trace = job.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
-    let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
-    codec::encode(&message, &extensions, &mut bytes).map_err(|_| Cut::Broken)?;
+    let message = job.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
+    codec::encode(&message, &extensions, &mut bytes).map_err(|_| Failure::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
-    let length = u32::try_from(metadata as u64 + payload).map_err(|_| Cut::Broken)?;
+    let length = u32::try_from(metadata as u64 + payload).map_err(|_| Failure::Broken)?;
     let header =
         Header { length, kind: kind::SUBMIT, flags: 0, metadata_length: metadata as u16, number: NUMBER };
     bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
@@ -490,26 +500,33 @@ fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>,
 }
 
 /// Reads up to the result. Returns the outcome's metadata and the number of bytes that follow.
-async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Cut> {
-    let mut is_begun = false;
+async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Failure> {
+    let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
         // Before the data plane ends, it answers every job that it has received. A job without any answer was
         // never received.
-        let end = |_| if !is_begun && is_over(control) { Cut::Draining } else { Cut::Ended };
+        let end = |_| {
+            if !has_response && data_plane_ended(control) { Failure::Draining } else { Failure::PlaneEnded }
+        };
         bytes[0] = reader.read_u8().await.map_err(end)?;
-        is_begun = true;
-        reader.read_exact(&mut bytes[1..]).await.map_err(|_| Cut::Ended)?;
-        let header = Header::decode(&bytes).check().map_err(|_| Cut::Ended)?;
+        has_response = true;
+        reader.read_exact(&mut bytes[1..]).await.map_err(|_| Failure::PlaneEnded)?;
+        let header = Header::decode(&bytes).check().map_err(|_| Failure::PlaneEnded)?;
         let mut metadata = vec![0; usize::from(header.metadata_length)];
-        reader.read_exact(&mut metadata).await.map_err(|_| Cut::Ended)?;
+        reader.read_exact(&mut metadata).await.map_err(|_| Failure::PlaneEnded)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
             // The frame was not completed in time. The data plane refuses frames for no other reason here.
             kind::REFUSED => {
-                let (refused, _) = codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
+                let (refused, _) =
+                    codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::PlaneEnded)?;
                 let is_for_memory = refused.reason == RejectReason::Overloaded.code();
-                return Err(if is_for_memory { Cut::Overloaded(refused.message.into()) } else { Cut::Slow });
+                return Err(if is_for_memory {
+                    Failure::Overloaded(refused.message.into())
+                } else {
+                    Failure::UploadTimeout
+                });
             }
             // Usually a progress message. Only outcomes have a payload.
             _ => {}
@@ -536,7 +553,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
 
 /// Converts the documented fields into headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
-    let told = [
+    let names = [
         ("bulkhead-outcome", "outcome"),
         ("bulkhead-reason", "reason"),
         ("bulkhead-job", "job"),
@@ -556,7 +573,8 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
         Value::String(text) => HeaderValue::from_str(text).ok(),
         other => HeaderValue::from_str(&other.to_string()).ok(),
     };
-    told.into_iter()
+    names
+        .into_iter()
         .filter_map(|(name, field)| Some((HeaderName::from_static(name), value(field)?)))
         .collect()
 }
@@ -595,13 +613,13 @@ fn outcome_problem(
     let status = status.or_else(|| StatusCode::from_u16(outcome.verdict.http_status()).ok());
     let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
-    let told = headers(&fields);
+    let outcome_headers = headers(&fields);
     // In a problem document, `status` is the HTTP status.
     fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
     let mut response = problem_with(status, &detail, fields);
-    response.headers_mut().extend(told);
+    response.headers_mut().extend(outcome_headers);
     if let Some(wait) = outcome.retry_after {
         let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
         response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
@@ -610,41 +628,45 @@ fn outcome_problem(
 }
 
 /// Refuses a request at admission. For a job request, the response has the form of an outcome.
-pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str) -> Response {
+pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
     let path = request.uri().path();
     let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
     match bulkhead.filter(|name| request.method() == Method::POST && !name.contains('/')) {
-        Some(name) => refused(name, reason, message.to_owned()),
+        Some(name) => rejected(name, reason, message.to_owned()),
         None if reason == RejectReason::Unauthenticated => problem(StatusCode::UNAUTHORIZED, message),
         None => problem(StatusCode::FORBIDDEN, message),
     }
 }
 
 /// Rejects a job that was not sent to the data plane.
-fn refused(name: &str, reason: RejectReason, message: String) -> Response {
+fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
-    no_outcome(name, Verdict::Rejected { reason, message }, retry_after)
+    local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
 }
 
 /// Rejects a job whose payload did not arrive in time. The response has a separate status.
-fn slow(name: &str) -> Response {
-    let message = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
+fn upload_timed_out(name: &str) -> Response {
+    let message = format!("the payload did not come within {} s", UPLOAD_TIMEOUT.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
-    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &unseen(name, verdict, None), Vec::new(), None)
+    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
 }
 
 /// Responds that the data plane has ended, or dropped a result for lack of memory.
-fn ended(name: &str) -> Response {
+fn data_plane_gone(name: &str) -> Response {
     let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
-    no_outcome(name, Verdict::Crashed { reason: CrashReason::Stopped, status: None, message }, None)
+    local_outcome_response(
+        name,
+        Verdict::Crashed { reason: CrashReason::Stopped, status: None, message },
+        None,
+    )
 }
 
 /// Responds with an outcome that did not come from the data plane.
-fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
-    outcome_problem(None, &unseen(name, verdict, retry_after), Vec::new(), None)
+fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
+    outcome_problem(None, &local_outcome(name, verdict, retry_after), Vec::new(), None)
 }
 
-fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
+fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
     Outcome {
         job: None,
         bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
@@ -671,21 +693,21 @@ mod tests {
         for (name, value) in pairs {
             headers.append(*name, HeaderValue::from_str(value).unwrap());
         }
-        let asked = Asked::read(&headers)?;
+        let job = JobHeaders::parse(&headers)?;
         Ok(format!(
             "{} {} {:?} {} {} {} {:?}",
-            asked.operation,
-            asked.tenant,
-            asked.deadline,
-            asked.priority,
-            asked.cost,
-            asked.is_idempotent,
-            asked.traceparent
+            job.operation,
+            job.tenant,
+            job.deadline,
+            job.priority,
+            job.cost,
+            job.is_idempotent,
+            job.traceparent
         ))
     }
 
     #[test]
-    fn headers_are_read_or_refused() {
+    fn parses_or_rejects_headers() {
         assert_eq!(read(&[("accept", "x")]).unwrap(), "  None normal 1 false None");
         let all = [
             ("bulkhead-operation", "decode"),
@@ -719,22 +741,22 @@ mod tests {
     }
 
     #[test]
-    fn a_spool_counts_what_it_holds_until_it_is_gone() {
-        let pulse = Arc::new(SharedCounters::default());
-        let mut spool = Spool::new(pulse.clone(), 3 * SEGMENT_BYTES);
+    fn spool_charges_memory_until_dropped() {
+        let counters = Arc::new(SharedCounters::default());
+        let mut spool = Spool::new(counters.clone(), 3 * SEGMENT_BYTES);
         let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();
         for piece in payload.chunks(1000) {
             assert!(spool.add(piece).is_ok());
         }
-        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 3 * SEGMENT_BYTES);
-        assert!(matches!(spool.add(&payload), Err(Cut::Overloaded(_))));
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 3 * SEGMENT_BYTES);
+        assert!(matches!(spool.add(&payload), Err(Failure::Overloaded(_))));
         drop(spool);
-        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 0);
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
 
-        let mut spool = Spool::new(pulse.clone(), 3 * SEGMENT_BYTES);
+        let mut spool = Spool::new(counters.clone(), 3 * SEGMENT_BYTES);
         assert!(spool.add(&payload).is_ok());
-        let segments = spool.hand_over();
-        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 0);
+        let segments = spool.take_segments();
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
         assert_eq!(segments.flatten().collect::<Vec<u8>>(), payload);
     }
 }

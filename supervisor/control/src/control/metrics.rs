@@ -5,16 +5,18 @@ use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 
 use super::Shared;
-use super::answers::stuck;
+use super::responses::stuck;
 use crate::observe::metrics::{self, Format};
 use bulkhead_plane::command::Command;
 
 pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> Response {
-    let Some(scrape) = control.commander.ask(|reply| Command::Scrape { reply }).await else { return stuck() };
+    let Some(scrape) = control.commands.request(|reply| Command::Scrape { reply }).await else {
+        return stuck();
+    };
     let accepted: Vec<&str> =
         headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
-    let format = Format::asked(&accepted.join(","));
-    let page = metrics::render(&scrape, control.reloads.counts(), &control.residents, format);
+    let format = Format::from_accept(&accepted.join(","));
+    let page = metrics::render(&scrape, control.reloads.counts(), &control.resident_sizes, format);
     let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
     (headers, page).into_response()
 }

@@ -8,8 +8,8 @@ use schemars::transform::RecursiveTransform;
 use serde_json::{Map, Value, json};
 
 use super::Shared;
-use super::answers::PROBLEM;
-use super::paths::OPEN;
+use super::paths::WITHOUT_TOKEN;
+use super::responses::PROBLEM;
 
 /// Route: a method on a path.
 pub(super) struct Route {
@@ -26,13 +26,13 @@ pub(super) struct Route {
     pub(super) headers: &'static [Parameter],
     pub(super) body: Option<Content>,
     /// Successful response.
-    pub(super) answer: Answer,
+    pub(super) response: Success,
     /// Status codes besides those of `PROBLEMS`. All of them have problem documents.
     pub(super) problems: &'static [u16],
 }
 
 pub(super) type Content = (&'static str, Schema);
-pub(super) type Answer = (u16, &'static [Content]);
+pub(super) type Success = (u16, &'static [Content]);
 
 /// Schema of a value.
 #[derive(Clone, Copy)]
@@ -80,8 +80,8 @@ pub(super) fn document(routes: &[Route]) -> Value {
 /// Schemas of documents, derived from their types: serialization schemas for responses, deserialization
 /// schemas for requests.
 struct Schemas {
-    answered: SchemaGenerator,
-    asked: SchemaGenerator,
+    responses: SchemaGenerator,
+    requests: SchemaGenerator,
 }
 
 impl Default for Schemas {
@@ -93,25 +93,25 @@ impl Default for Schemas {
         settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
             schema.remove("default");
         })));
-        let asked = settings.clone().for_deserialize().into_generator();
-        Self { answered: settings.for_serialize().into_generator(), asked }
+        let requests = settings.clone().for_deserialize().into_generator();
+        Self { responses: settings.for_serialize().into_generator(), requests }
     }
 }
 
 impl Schemas {
     /// Returns all referenced schemas.
     fn all(mut self) -> Map<String, Value> {
-        let mut all = self.answered.take_definitions(true);
+        let mut all = self.responses.take_definitions(true);
         // For types in both, the request's schema wins, because it requires fewer fields.
-        all.extend(self.asked.take_definitions(true));
+        all.extend(self.requests.take_definitions(true));
         all
     }
 
     fn operation(&mut self, route: &Route) -> Value {
         let mut parameters: Vec<Value> = path_parameters(route.path);
-        parameters.extend(route.query.iter().map(|parameter| described(parameter, "query")));
-        parameters.extend(route.headers.iter().map(|parameter| described(parameter, "header")));
-        let is_open = OPEN.contains(&route.path);
+        parameters.extend(route.query.iter().map(|parameter| parameter_object(parameter, "query")));
+        parameters.extend(route.headers.iter().map(|parameter| parameter_object(parameter, "header")));
+        let is_open = WITHOUT_TOKEN.contains(&route.path);
         let mut operation = json!({
             "operationId": route.id,
             "summary": route.about,
@@ -122,30 +122,32 @@ impl Schemas {
         });
         if let Some(body) = route.body {
             operation["requestBody"] =
-                json!({"required": true, "content": content(&[body], &mut self.asked)});
+                json!({"required": true, "content": content(&[body], &mut self.requests)});
         }
         operation
     }
 
     fn responses(&mut self, route: &Route, is_open: bool) -> Value {
-        let (status, contents): Answer = route.answer;
+        let (status, contents): Success = route.response;
         let mut responses = Map::new();
         responses.insert(
             status.to_string(),
-            json!({"description": "The requested data.", "content": content(contents, &mut self.answered)}),
+            json!({"description": "The requested data.", "content": content(contents, &mut self.responses)}),
         );
         let unknown = (!is_open).then_some(401);
         for status in PROBLEMS.iter().chain(route.problems).copied().chain(unknown) {
             let mut contents = content(
                 &[(PROBLEM, Schema::Of(SchemaGenerator::subschema_for::<Problem>))],
-                &mut self.answered,
+                &mut self.responses,
             );
             // A 503 of `/readyz` has the same document as a 200.
             if route.id == "readyz" && status == 503 {
-                contents["application/json"] = json!({"schema": self.answered.subschema_for::<Readiness>()});
+                contents["application/json"] = json!({"schema": self.responses.subschema_for::<Readiness>()});
             }
-            responses
-                .insert(status.to_string(), json!({"description": meaning(status), "content": contents}));
+            responses.insert(
+                status.to_string(),
+                json!({"description": status_description(status), "content": contents}),
+            );
         }
         Value::Object(responses)
     }
@@ -153,26 +155,26 @@ impl Schemas {
 
 fn path_parameters(path: &str) -> Vec<Value> {
     let names = path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
-    let told = |name| json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}});
-    names.map(told).collect()
+    let entries = |name| json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}});
+    names.map(entries).collect()
 }
 
-fn described(Parameter(name, shape, about): &Parameter, place: &str) -> Value {
-    json!({"name": name, "in": place, "description": about, "schema": shape.plain()})
+fn parameter_object(Parameter(name, schema, about): &Parameter, location: &str) -> Value {
+    json!({"name": name, "in": location, "description": about, "schema": schema.plain()})
 }
 
 fn content(contents: &[Content], generator: &mut SchemaGenerator) -> Value {
-    let told = contents.iter().map(|(kind, shape)| {
-        let schema = match shape {
+    let entries = contents.iter().map(|(kind, schema)| {
+        let schema = match schema {
             Schema::Of(of_type) => json!(of_type(generator)),
             plain => plain.plain(),
         };
         (kind.to_string(), json!({"schema": schema}))
     });
-    Value::Object(told.collect())
+    Value::Object(entries.collect())
 }
 
-fn meaning(status: u16) -> &'static str {
+fn status_description(status: u16) -> &'static str {
     match status {
         400 => "The request is invalid.",
         401 => "The token is missing or wrong.",

@@ -1,10 +1,10 @@
 //! Paths that are recognised before a request is parsed. The table of routes contains all of them.
 
 /// Paths that need no token over TCP.
-pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
+pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
 /// Paths that low-priority readers poll, or whose responses do not end.
-pub(super) const FOR_READERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
+pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
 /// Returns true if a request with this beginning is for the low-priority readers.
 pub(super) fn is_for_readers(head: &[u8]) -> bool {
@@ -12,18 +12,18 @@ pub(super) fn is_for_readers(head: &[u8]) -> bool {
     let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
     let path = &target[..end];
     let is_of_bulkhead = path.starts_with(b"/v1/bulkheads/");
-    FOR_READERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
+    READER_PATHS.iter().any(|known| known.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
 }
 
 /// Paths of health checks.
-pub(super) const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
+pub(super) const HEALTH_PATHS: &[&str] = &["/healthz", "/readyz"];
 
 /// Returns true if this is a complete health check request. An incomplete one could hold a permit for long.
-pub(super) fn asks_for_health(head: &[u8]) -> bool {
+pub(super) fn is_health_check(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
     let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());
-    let is_whole = head.windows(4).any(|bytes| bytes == b"\r\n\r\n");
-    is_whole && FOR_HEALTH.iter().any(|path| path.as_bytes() == &target[..end])
+    let is_complete = head.windows(4).any(|bytes| bytes == b"\r\n\r\n");
+    is_complete && HEALTH_PATHS.iter().any(|path| path.as_bytes() == &target[..end])
 }
 
 #[cfg(test)]
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_looks_on_is_known_by_the_first_line() {
+    fn recognises_readers_by_request_line() {
         for line in [
             "GET /metrics HTTP/1.1\r\n",
             "GET /v1/events?since=5 HTTP/1.1",
@@ -59,11 +59,11 @@ mod tests {
     }
 
     #[test]
-    fn whole_requests_for_health_are_known() {
+    fn recognises_complete_health_checks() {
         for head in
             ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
         {
-            assert!(asks_for_health(head.as_bytes()), "{head}");
+            assert!(is_health_check(head.as_bytes()), "{head}");
         }
         for head in [
             "",
@@ -73,7 +73,7 @@ mod tests {
             "GET /healthzs HTTP/1.1\r\n\r\n",
             "GET /v1/config?/healthz HTTP/1.1\r\n\r\n",
         ] {
-            assert!(!asks_for_health(head.as_bytes()), "{head}");
+            assert!(!is_health_check(head.as_bytes()), "{head}");
         }
     }
 }

@@ -8,51 +8,56 @@ use std::thread::JoinHandle;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::Shared;
-use super::connections::{Arrivals, serve};
-use bulkhead_plane::threads::{Fate, panic_on_request};
+use super::connections::{Queue, serve};
+use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
-use super::{CLOSE_WITHIN, http, tcp, watch};
+use super::{CLOSE_TIMEOUT, http, tcp, watch};
 
 /// Nice value of the thread. With a lower value, Linux lets the thread run long enough to affect the latency
 /// of jobs.
-const PRIORITY: i32 = 19;
+const NICE: i32 = 19;
 
 /// Connections from the listeners.
-pub(super) struct Entrances {
-    pub(super) local: Arrivals<UnixStream>,
-    pub(super) tcp: Option<(Arrivals<TcpStream>, tcp::Gate)>,
+pub(super) struct ReaderQueues {
+    pub(super) local: Queue<UnixStream>,
+    pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
 }
 
 /// Starts the thread. It serves connections until the control plane ends.
-pub(super) fn start(control: Shared, entrances: Entrances, fate: &Fate) -> io::Result<JoinHandle<()>> {
+pub(super) fn start(
+    control: Shared,
+    reader_queues: ReaderQueues,
+    threads: &ThreadMonitor,
+) -> io::Result<JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let tasks = fate.clone();
+    let tasks = threads.clone();
     let run = move || {
         // Applies to this thread only. Without permission to change the priority, readers are served at
         // normal priority.
-        let _ = rustix::process::setpriority_process(None, PRIORITY);
+        let _ = rustix::process::setpriority_process(None, NICE);
         runtime.block_on(async {
-            tokio::spawn(tasks.task("watch", watch::look(control.clone())));
-            tokio::spawn(tasks.task("followers", tell_of_events(control.clone())));
-            let served = tokio::spawn(tasks.task("onlookers' API", serve_all(control.clone(), entrances)));
-            control.until_end(panic_on_request("ONLOOKERS")).await;
-            let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
+            tokio::spawn(tasks.wrap_task("watch", watch::publish(control.clone())));
+            tokio::spawn(tasks.wrap_task("followers", wake_followers(control.clone())));
+            let served =
+                tokio::spawn(tasks.wrap_task("onlookers' API", serve_all(control.clone(), reader_queues)));
+            control.until_shutdown(panic_on_request("ONLOOKERS")).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, served).await;
         });
     };
-    fate.spawn("onlookers", run)
+    threads.spawn("onlookers", run)
 }
 
-async fn serve_all(control: Shared, entrances: Entrances) {
-    let Entrances { local, tcp } = entrances;
+async fn serve_all(control: Shared, reader_queues: ReaderQueues) {
+    let ReaderQueues { local, tcp } = reader_queues;
     let over_tcp = async {
-        if let Some((arrivals, gate)) = tcp {
-            serve(arrivals, tcp::router(control.clone(), gate)).await;
+        if let Some((queue, check)) = tcp {
+            serve(queue, tcp::router(control.clone(), check)).await;
         }
     };
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
 /// Wakes followers of events when there are new ones.
-async fn tell_of_events(control: Shared) {
-    control.until_end(control.events.tell_readers()).await;
+async fn wake_followers(control: Shared) {
+    control.until_shutdown(control.events.wake_readers_periodically()).await;
 }

@@ -9,7 +9,7 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::ShortState;
-use bulkhead_plane::command::{Command, Commander};
+use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_policy::BulkheadState;
 use serde::Deserialize;
@@ -18,20 +18,20 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use super::Shared;
-use super::answers::{not_found, stuck};
+use super::responses::{not_found, stuck};
 
 /// Maximum age of the cached states.
-const FRESH: Duration = Duration::from_millis(100);
+const STATES_AGE_MAX: Duration = Duration::from_millis(100);
 
 type States = Arc<[ShortState]>;
 
 /// Cached states of the bulkheads. Requests during an update wait for its result.
 #[derive(Default)]
 pub(super) struct Readiness {
-    seen: Mutex<Option<Seen>>,
+    cached: Mutex<Option<CachedStates>>,
 }
 
-struct Seen {
+struct CachedStates {
     at: Instant,
     revision: u64,
     states: Option<States>,
@@ -39,23 +39,23 @@ struct Seen {
 
 impl Readiness {
     /// Returns the states; `None` if the data plane does not answer in time.
-    pub(super) async fn states(&self, commander: &Commander, pulse: &SharedCounters) -> Option<States> {
-        let mut seen = self.seen.lock().await;
-        let revision = pulse.revision.load(Ordering::SeqCst);
-        if let Some(seen) = &*seen
-            && seen.revision == revision
-            && seen.at.elapsed() < FRESH
+    pub(super) async fn states(&self, commands: &CommandSender, counters: &SharedCounters) -> Option<States> {
+        let mut cached = self.cached.lock().await;
+        let revision = counters.revision.load(Ordering::SeqCst);
+        if let Some(cached) = &*cached
+            && cached.revision == revision
+            && cached.at.elapsed() < STATES_AGE_MAX
         {
-            return seen.states.clone();
+            return cached.states.clone();
         }
-        let states = look(commander).await;
-        *seen = Some(Seen { at: Instant::now(), revision, states: states.clone() });
+        let states = fetch_states(commands).await;
+        *cached = Some(CachedStates { at: Instant::now(), revision, states: states.clone() });
         states
     }
 }
 
-async fn look(commander: &Commander) -> Option<States> {
-    Some(commander.ask(|reply| Command::States { reply }).await?.into())
+async fn fetch_states(commands: &CommandSender) -> Option<States> {
+    Some(commands.request(|reply| Command::States { reply }).await?.into())
 }
 
 pub(super) async fn healthz(State(control): State<Shared>) -> Response {
@@ -73,7 +73,7 @@ pub(super) struct ReadyQuery {
 
 pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
     let name = query.bulkhead.as_deref();
-    let Some(states) = control.readiness.states(&control.commander, &control.pulse).await else {
+    let Some(states) = control.readiness.states(&control.commands, &control.counters).await else {
         return stuck();
     };
     let mut states = states.to_vec();
@@ -104,15 +104,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_who_ask_at_once_ask_the_data_plane_once() {
+    fn concurrent_requests_share_one_command() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
-        let (sender, commands) = sync_channel(8);
-        let commander = Commander::new(sender, waker);
+        let (sender, receiver) = sync_channel(8);
+        let commands = CommandSender::new(sender, waker);
         let answered = std::thread::spawn(move || {
             let mut asked = 0;
-            while let Ok(Command::States { reply }) = commands.recv() {
+            while let Ok(Command::States { reply }) = receiver.recv() {
                 asked += 1;
                 let one = ShortState { state: BulkheadState::Ready.into(), ..ShortState::default() };
                 reply.send(vec![one]).unwrap();
@@ -121,13 +121,13 @@ mod tests {
         });
         let began = std::time::Instant::now();
         runtime.block_on(async {
-            let (readiness, pulse) = (Readiness::default(), SharedCounters::default());
+            let (readiness, counters) = (Readiness::default(), SharedCounters::default());
             for _ in 0..1000 {
-                assert_eq!(readiness.states(&commander, &pulse).await.unwrap().len(), 1);
+                assert_eq!(readiness.states(&commands, &counters).await.unwrap().len(), 1);
             }
         });
-        drop(commander);
-        let most = 1 + began.elapsed().as_millis() / FRESH.as_millis();
+        drop(commands);
+        let most = 1 + began.elapsed().as_millis() / STATES_AGE_MAX.as_millis();
         let asked: u128 = answered.join().unwrap();
         assert!((1..=most).contains(&asked), "{asked} of {most}");
     }

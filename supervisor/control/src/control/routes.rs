@@ -16,20 +16,20 @@ use bulkhead_shared::limits::cut;
 use schemars::{JsonSchema, SchemaGenerator};
 
 use super::Shared;
-use super::answers::{JSON, problem};
 use super::openapi::{Content, Parameter, Route, Schema, document};
+use super::responses::{JSON, problem};
 use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
 
 /// Maximum number of bytes of a refused query in the error message.
-const QUERY_BYTES_TOLD: usize = 200;
+const QUERY_BYTES_SHOWN: usize = 200;
 
-const LINES: &str = "application/x-ndjson";
-const EVENTS: &str = "text/event-stream";
+const NDJSON: &str = "application/x-ndjson";
+const EVENT_STREAM: &str = "text/event-stream";
 
 macro_rules! route {
-    ($method:ident $path:literal $id:literal $handler:path, $about:literal, $answer:expr $(, $field:ident: $value:expr)*) => {
+    ($method:ident $path:literal $id:literal $handler:path, $about:literal, $response:expr $(, $field:ident: $value:expr)*) => {
         Route {
             $($field: $value,)*
             ..Route {
@@ -41,7 +41,7 @@ macro_rules! route {
                 query: &[],
                 headers: &[],
                 body: None,
-                answer: $answer,
+                response: $response,
                 problems: &[],
             }
         }
@@ -90,7 +90,7 @@ const ROUTES: &[Route] = &[
         headers: JOB_HEADERS, body: Some(("application/octet-stream", Schema::Bytes)),
         problems: &[404, 413, 422, 429, 499, 502, 504]),
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "The output of the workers: stdout and stderr.",
-        (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
+        (200, &[(NDJSON, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
         "Recommended limits, from measurements, with reasons.", (200, &[json::<Advice>()]), problems: &[404]),
     route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces the workers, one by one.",
@@ -113,11 +113,11 @@ const ROUTES: &[Route] = &[
         query: &[Parameter("job", Schema::Count, "Index of the job in the report.")], problems: &[404, 409, 422, 429, 500]),
     route!(get "/v1/events" "events" streams::events,
         "The stored events and then new events; with `follow=false`, only the stored events.",
-        (200, &[(EVENTS, Schema::Text), (LINES, Schema::Text)]),
+        (200, &[(EVENT_STREAM, Schema::Text), (NDJSON, Schema::Text)]),
         query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
     route!(get "/v1/watch" "watch" watch::show,
         "An endless stream of events and the state of every bulkhead, at once and every second.",
-        (200, &[(EVENTS, Schema::Text)]), query: &[SINCE, LIMIT]),
+        (200, &[(EVENT_STREAM, Schema::Text)]), query: &[SINCE, LIMIT]),
     route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
@@ -148,40 +148,40 @@ pub(super) fn router() -> Router<Shared> {
         router.route(
             route.path,
             // For a route with query parameters, the extractor refuses unknown keys.
-            if route.query.is_empty() { handler.layer(middleware::from_fn(without_query)) } else { handler },
+            if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler },
         )
     })
 }
 
 /// Refuses requests with a query on routes without query parameters, because the client may expect an effect.
-async fn without_query(request: Request, next: Next) -> Response {
+async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,
         Some(query) => {
-            let query = cut(query, QUERY_BYTES_TOLD);
-            let what = format!(
+            let query = cut(query, QUERY_BYTES_SHOWN);
+            let detail = format!(
                 "{} takes no query, but the request has \"{}\"",
                 request.uri().path(),
                 query.escape_debug()
             );
-            problem(StatusCode::BAD_REQUEST, &what)
+            problem(StatusCode::BAD_REQUEST, &detail)
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::paths::{FOR_HEALTH, FOR_READERS, OPEN};
+    use super::super::paths::{HEALTH_PATHS, READER_PATHS, WITHOUT_TOKEN};
     use super::*;
 
     #[test]
-    fn paths_that_are_treated_apart_are_there() {
+    fn special_paths_have_routes() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
-        assert!([OPEN, FOR_HEALTH, FOR_READERS].concat().iter().all(|path| paths.contains(path)));
+        assert!([WITHOUT_TOKEN, HEALTH_PATHS, READER_PATHS].concat().iter().all(|path| paths.contains(path)));
     }
 
     #[test]
-    fn the_document_refers_to_nothing_that_it_lacks() {
+    fn document_has_no_dangling_references() {
         let document = document(ROUTES);
         let text = document.to_string();
         for (at, _) in text.match_indices("#/components/schemas/") {

@@ -5,24 +5,24 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 
 use super::Control;
-use crate::sockets::{Bound, Sockets};
+use crate::sockets::{BoundSocket, Sockets};
 use bulkhead_plane::command::{Command, Event};
 
 /// Interval between checks of the files.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sockets, and the channel that delivers a new admin listener.
-pub(super) struct Watched {
+pub(super) struct SocketFiles {
     /// `None` in an application.
     sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// Sockets whose files are known to be missing.
-    gone: Mutex<[bool; 2]>,
+    missing: Mutex<[bool; 2]>,
 }
 
 /// Receiver of the admin listeners that replace the first one.
@@ -43,16 +43,16 @@ impl NextAdmin {
     }
 }
 
-impl Watched {
+impl SocketFiles {
     pub(super) fn new(sockets: Option<Arc<Sockets>>) -> Self {
-        Self { sockets, next_admin: watch::Sender::new(None), gone: Mutex::default() }
+        Self { sockets, next_admin: watch::Sender::new(None), missing: Mutex::default() }
     }
 
     pub(super) fn next_admin(&self) -> NextAdmin {
         NextAdmin(self.next_admin.subscribe())
     }
 
-    fn each(&self) -> impl Iterator<Item = (&'static str, &Mutex<Bound>)> {
+    fn each(&self) -> impl Iterator<Item = (&'static str, &Mutex<BoundSocket>)> {
         let sockets = self.sockets.iter();
         sockets.flat_map(|sockets| [("jobs", &sockets.jobs), ("admin", &sockets.admin)])
     }
@@ -60,41 +60,44 @@ impl Watched {
 
 /// Reports sockets whose files were removed, until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
-    control.every(LOOK_EVERY, |control| async move { control.look_at_sockets() }).await;
+    control.every(CHECK_INTERVAL, |control| async move { control.check_sockets() }).await;
 }
 
 impl Control {
-    fn look_at_sockets(&self) {
+    fn check_sockets(&self) {
         for (index, (socket, bound)) in self.sockets.each().enumerate() {
             let bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_gone = !bound.is_there();
-            let mut gone = self.sockets.gone.lock().unwrap_or_else(PoisonError::into_inner);
-            if is_gone && !std::mem::replace(&mut gone[index], is_gone) {
+            let is_missing = !bound.exists();
+            let mut missing = self.sockets.missing.lock().unwrap_or_else(PoisonError::into_inner);
+            if is_missing && !std::mem::replace(&mut missing[index], is_missing) {
                 let help = "its file was removed, so that no client can connect: SIGHUP makes it again";
                 let (socket, path, message) = (socket.to_owned(), path_of(&bound), help.to_owned());
-                self.tell(Severity::Warning, What::SocketRemoved { socket, path, message });
+                self.report_socket(Severity::Warning, EventKind::SocketRemoved { socket, path, message });
             }
-            gone[index] = is_gone;
+            missing[index] = is_missing;
         }
     }
 
     /// Recreates sockets whose files were removed.
-    pub(super) fn renew_sockets(&self) {
+    pub(super) fn recreate_sockets(&self) {
         for (socket, bound) in self.sockets.each() {
             let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
-            if bound.is_there() {
+            if bound.exists() {
                 continue;
             }
-            let renewed = bound.renew().map_err(|error| error.to_string());
-            let used = renewed.and_then(|listener| {
+            let recreated = bound.recreate().map_err(|error| error.to_string());
+            let used = recreated.and_then(|listener| {
                 self.use_listener(socket, listener).map_err(|error| format!("use it: {error}"))
             });
             let (socket, path) = (socket.to_owned(), path_of(&bound));
             match used {
-                Ok(()) => self.tell(Severity::Info, What::SocketRenewed { socket, path }),
+                Ok(()) => self.report_socket(Severity::Info, EventKind::SocketRenewed { socket, path }),
                 Err(problem) => {
                     let message = format!("failed to {problem}");
-                    self.tell(Severity::Critical, What::SocketNotRenewed { socket, path, message });
+                    self.report_socket(
+                        Severity::Critical,
+                        EventKind::SocketNotRenewed { socket, path, message },
+                    );
                 }
             }
         }
@@ -102,18 +105,18 @@ impl Control {
 
     fn use_listener(&self, socket: &str, listener: std::os::unix::net::UnixListener) -> io::Result<()> {
         if socket == "jobs" {
-            return self.commander.send(Command::Listen(listener)).map_err(io::Error::other);
+            return self.commands.send(Command::Listen(listener)).map_err(io::Error::other);
         }
         listener.set_nonblocking(true)?;
         self.sockets.next_admin.send_replace(Some(Arc::new(listener)));
         Ok(())
     }
 
-    fn tell(&self, severity: Severity, what: What) {
+    fn report_socket(&self, severity: Severity, what: EventKind) {
         self.events.add(Event::new(severity, None, what));
     }
 }
 
-fn path_of(bound: &Bound) -> String {
+fn path_of(bound: &BoundSocket) -> String {
     bound.path().display().to_string()
 }

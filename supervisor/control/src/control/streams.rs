@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, broadcast};
 
 use super::Shared;
-use super::answers::{not_found, problem, switch};
+use super::responses::{not_found, problem, switch};
 use crate::observe::events::{Piece, Reader};
 
 /// Maximum number of concurrent streams. Smaller than the number of connections, because streams can last
@@ -21,13 +21,13 @@ use crate::observe::events::{Piece, Reader};
 pub(super) const STREAMS_MAX: usize = 128;
 
 /// Default limit of events and lines in one response.
-pub(super) const LIMIT: usize = 4096;
+pub(super) const LIMIT_DEFAULT: usize = 4096;
 
 /// Maximum silence of a stream before a keep-alive comment is sent.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Keep-alive comment.
-const ALIVE: Bytes = Bytes::from_static(b":\n\n");
+const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
 
 pub(super) fn too_many_streams() -> Response {
     let detail = format!("{STREAMS_MAX} streams are open already; end one, or ask with follow=false");
@@ -43,7 +43,9 @@ pub(super) fn frame(kind: &str, data: &str) -> Bytes {
 /// Returns a response of server-sent events. Each item of the stream contains one or more complete events.
 pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
     let alive = stream::unfold(Box::pin(frames), async |mut frames| {
-        let next = tokio::time::timeout(KEEP_ALIVE, frames.next()).await.unwrap_or(Some(ALIVE));
+        let next = tokio::time::timeout(KEEP_ALIVE_INTERVAL, frames.next())
+            .await
+            .unwrap_or(Some(KEEP_ALIVE_COMMENT));
         next.map(|bytes| (Ok::<_, Infallible>(bytes), frames))
     });
     let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
@@ -54,17 +56,17 @@ pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) ->
 pub(super) fn pieces(
     control: &Shared,
     reader: Reader,
-    place: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
 ) -> impl Stream<Item = Piece> + Send + 'static {
-    let state = (control.clone(), reader, control.end.subscribe(), place);
-    stream::unfold(state, async |(control, mut reader, mut end, place)| {
+    let state = (control.clone(), reader, control.shutdown.subscribe(), permit);
+    stream::unfold(state, async |(control, mut reader, mut shutdown, permit)| {
         let piece = tokio::select! {
             // Events from before the end must be delivered first.
             biased;
             piece = reader.next(&control.events) => piece,
-            _ = end.wait_for(|is_over| *is_over) => return None,
+            _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
         };
-        Some((piece, (control, reader, end, place)))
+        Some((piece, (control, reader, shutdown, permit)))
     })
 }
 
@@ -73,19 +75,21 @@ pub(super) fn pieces(
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
-    place: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
 ) -> impl Stream<Item = Result<T, u64>> + Send + 'static {
-    let end = control.end.subscribe();
-    stream::unfold((receiver, end, place), async |(mut receiver, mut end, place)| {
+    let shutdown = control.shutdown.subscribe();
+    stream::unfold((receiver, shutdown, permit), async |(mut receiver, mut shutdown, permit)| {
         let next = tokio::select! {
             // Items from before the end must be delivered first.
             biased;
             next = receiver.recv() => next,
-            _ = end.wait_for(|is_over| *is_over) => return None,
+            _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
         };
         match next {
-            Ok(item) => Some((Ok(item), (receiver, end, place))),
-            Err(broadcast::error::RecvError::Lagged(count)) => Some((Err(count), (receiver, end, place))),
+            Ok(item) => Some((Ok(item), (receiver, shutdown, permit))),
+            Err(broadcast::error::RecvError::Lagged(count)) => {
+                Some((Err(count), (receiver, shutdown, permit)))
+            }
             Err(broadcast::error::RecvError::Closed) => None,
         }
     })
@@ -102,7 +106,7 @@ pub(super) struct StreamQuery {
 }
 
 /// Returns true if the client accepts server-sent events, which are the default.
-fn takes_stream(accept: &str) -> bool {
+fn accepts_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
@@ -120,27 +124,27 @@ pub(super) async fn events(
         return not_found(name);
     }
     let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
-    let is_stream = query.follow.unwrap_or_else(|| accept.is_none_or(takes_stream));
+    let is_stream = query.follow.unwrap_or_else(|| accept.is_none_or(accepts_stream));
     let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
-    let limit = query.limit.unwrap_or(LIMIT);
+    let limit = query.limit.unwrap_or(LIMIT_DEFAULT);
     if !is_stream {
         let kept = control.events.kept(since, query.bulkhead.as_deref(), limit);
         let body: Vec<u8> = kept.iter().flat_map(|event| [event.json(), b"\n"]).flatten().copied().collect();
         return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
     }
-    let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+    let Ok(permit) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
     let reader = control.events.reader(since, query.bulkhead, limit);
-    server_sent(pieces(&control, reader, place).map(|piece| {
+    server_sent(pieces(&control, reader, permit).map(|piece| {
         let missed = match piece.missed {
             0 => String::new(),
             count => format!(": {count} events were missed\n\n"),
         };
-        written(missed, "", &piece)
+        concatenate(missed, "", &piece)
     }))
 }
 
 /// Concatenates the frames of the events in a piece, each with the prefix `before`.
-pub(super) fn written(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
+pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {
         bytes.extend_from_slice(before.as_bytes());
@@ -157,11 +161,11 @@ pub(super) async fn logs(
     if !control.reloads.has(&name) {
         return not_found(&name);
     }
-    let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));
+    let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT_DEFAULT));
     let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
     let body = if query.follow == Some(true) {
-        let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
-        let coming = live(&control, receiver, place).map(|item| match item {
+        let Ok(permit) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+        let coming = live(&control, receiver, permit).map(|item| match item {
             Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
             Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),
         });

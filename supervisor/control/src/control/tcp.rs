@@ -17,27 +17,27 @@ use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
 
 use super::Shared;
-use super::answers::{JSON, problem};
-use super::browser::{self, is_change};
-use super::connections::{LAST_WITHIN, Ways, has_waiting};
+use super::admin_socket::CONNECTIONS_MAX;
+use super::connections::{Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
+use super::cross_site::{self, changes_state};
 use super::http::complete;
-use super::lobby::Lobby;
-use super::local::CONNECTIONS_MAX;
-use super::paths::OPEN;
+use super::paths::WITHOUT_TOKEN;
+use super::responses::{JSON, problem};
+use super::waiting::WaitingConnections;
 use super::{Control, http, jobs};
 use bulkhead_config::Token;
 use bulkhead_linux::listener::begin_no_more;
 
 /// Returns true if the headers contain the token exactly once.
-fn opens(token: &Token, headers: &HeaderMap) -> bool {
+fn has_token(token: &Token, headers: &HeaderMap) -> bool {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return false };
-    given(value).is_some_and(|secret| token.is(&secret))
+    token_in(value).is_some_and(|secret| token.is(&secret))
 }
 
 /// Extracts the token from a header: a bearer token, or the password of any user, which is how browsers send
 /// it.
-fn given(value: &HeaderValue) -> Option<Vec<u8>> {
+fn token_in(value: &HeaderValue) -> Option<Vec<u8>> {
     let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
     if scheme.eq_ignore_ascii_case("Bearer") {
         return Some(rest.trim().into());
@@ -55,42 +55,45 @@ const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkh
 
 /// Requirements for requests over TCP.
 #[derive(Clone)]
-pub(super) struct Gate {
+pub(super) struct RequestCheck {
     token: Token,
     /// The listening address if it is a loopback address. Browsers must then use a name of this machine.
     own: Option<IpAddr>,
 }
 
-/// Registers the socket with the current runtime, and creates its gate.
-pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(TcpListener, Gate)> {
+/// Registers the socket with the current runtime, and creates its check.
+pub(super) fn register(
+    socket: std::net::TcpListener,
+    token: Token,
+) -> io::Result<(TcpListener, RequestCheck)> {
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
     tracing::info!("http on {address}");
     let own = address.ip().is_loopback().then_some(address.ip());
-    Ok((TcpListener::from_std(socket)?, Gate { token, own }))
+    Ok((TcpListener::from_std(socket)?, RequestCheck { token, own }))
 }
 
 /// Accepts every connection until the control plane ends, because each request carries the token.
-pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
-    let mut lobby = Lobby::new(ways, CONNECTIONS_MAX);
-    let mut door = async || {
+pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatcher: Dispatcher<TcpStream>) {
+    let mut waiting = WaitingConnections::new(dispatcher, CONNECTIONS_MAX);
+    let mut accept_next = async || {
         loop {
-            lobby.enter(accept(&listener).await);
+            waiting.add(accept(&listener).await);
         }
     };
-    control.until_end(door()).await;
+    control.until_shutdown(accept_next()).await;
     // Clients that have already connected get a response instead of a reset. If the kernel does not support
     // this, a client that connects at the last moment is reset.
     let _ = begin_no_more(&listener);
     if has_waiting(&listener) {
-        let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
+        let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_next()).await;
     }
     // The accept loop may not have reached all connections in the backlog.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..CONNECTIONS_MAX {
         let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };
         if let Ok(socket) = TcpStream::from_std(socket.into()) {
-            lobby.enter(socket);
+            waiting.add(socket);
         }
     }
 }
@@ -107,38 +110,38 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// Builds the router for TCP. Requests must pass the gate.
-pub(super) fn router(control: Shared, gate: Gate) -> Router {
-    http::router(control).layer(from_fn_with_state(gate, pass)).layer(from_fn(complete))
+/// Builds the router for TCP. Requests must pass the check.
+pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
+    http::router(control).layer(from_fn_with_state(check, check_request)).layer(from_fn(complete))
 }
 
-async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {
-    match gate.refuse(&request) {
-        Some(refusal) => refusal,
+async fn check_request(State(check): State<RequestCheck>, request: Request, next: Next) -> Response {
+    match check.rejection(&request) {
+        Some(rejection) => rejection,
         None => next.run(request).await,
     }
 }
 
-impl Gate {
-    fn refuse(&self, request: &Request) -> Option<Response> {
+impl RequestCheck {
+    fn rejection(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
         // Browsers always send `Host`. Health probes with HTTP/1.0 may not, and only use open paths.
-        let is_open = OPEN.contains(&request.uri().path());
-        let is_probe = is_open && !is_change(request.method()) && !headers.contains_key(header::HOST);
-        if !is_probe && !self.is_for_us(headers) {
+        let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
+        let is_probe = is_open && !changes_state(request.method()) && !headers.contains_key(header::HOST);
+        if !is_probe && !self.names_this_machine(headers) {
             let detail = "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address";
-            return Some(jobs::turned_away(request, RejectReason::Forbidden, detail));
+            return Some(jobs::reject_request(request, RejectReason::Forbidden, detail));
         }
-        if let Some(refusal) = browser::refuse(request) {
-            return Some(refusal);
+        if let Some(rejection) = cross_site::rejection(request) {
+            return Some(rejection);
         }
-        if !is_open && !opens(&self.token, headers) {
+        if !is_open && !has_token(&self.token, headers) {
             return Some(unauthorized(request));
         }
         // Payloads can have any content type. A form of another site could send a payload with stored
         // credentials, but the origin check above has already refused it.
-        let changes = is_change(request.method());
-        if changes && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
+        let is_change = changes_state(request.method());
+        if is_change && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
             let detail = "the body must be JSON, and the header `Content-Type: application/json` say so";
             return Some(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail));
         }
@@ -147,7 +150,7 @@ impl Gate {
 
     /// Returns true if `Host` names this machine. Prevents DNS rebinding: a web page uses a foreign name that
     /// resolves to this machine to reach a service that only listens locally.
-    fn is_for_us(&self, headers: &HeaderMap) -> bool {
+    fn names_this_machine(&self, headers: &HeaderMap) -> bool {
         let Some(own) = self.own else { return true };
         let mut values = headers.get_all(header::HOST).iter();
         let (Some(value), None) = (values.next(), values.next()) else { return false };
@@ -162,10 +165,10 @@ impl Gate {
         }
         let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
         host.eq_ignore_ascii_case("localhost")
-            || address.is_ok_and(|it| {
-                it == own
-                    || it == IpAddr::from([127, 0, 0, 1])
-                    || it == IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])
+            || address.is_ok_and(|address| {
+                address == own
+                    || address == IpAddr::from([127, 0, 0, 1])
+                    || address == IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])
             })
     }
 }
@@ -173,7 +176,7 @@ impl Gate {
 fn unauthorized(request: &Request) -> Response {
     let detail = "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file; in a browser, \
                   that as the password of any user";
-    let mut response = jobs::turned_away(request, RejectReason::Unauthenticated, detail);
+    let mut response = jobs::reject_request(request, RejectReason::Unauthenticated, detail);
     for challenge in CHALLENGES {
         response.headers_mut().append(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
@@ -203,10 +206,10 @@ mod tests {
     }
 
     #[test]
-    fn only_the_token_opens() {
+    fn accepts_only_the_token() {
         let token = Token::new(b"a-secret-of-sixteen");
-        let opens = |value: &str| super::opens(&token, &headers(&[("authorization", value)]));
-        assert!(opens("Bearer a-secret-of-sixteen") && opens("bearer  a-secret-of-sixteen "));
+        let accepts = |value: &str| super::has_token(&token, &headers(&[("authorization", value)]));
+        assert!(accepts("Bearer a-secret-of-sixteen") && accepts("bearer  a-secret-of-sixteen "));
         for wrong in [
             "",
             "Bearer",
@@ -216,27 +219,30 @@ mod tests {
             "Bearer a-secret-of-sixteen2",
             "a-secret-of-sixteen",
         ] {
-            assert!(!opens(wrong), "{wrong}");
+            assert!(!accepts(wrong), "{wrong}");
         }
         let basic = |pair: &str| format!("Basic {}", STANDARD.encode(pair));
         for pair in ["x:a-secret-of-sixteen", ":a-secret-of-sixteen"] {
-            assert!(opens(&basic(pair)) && opens(&basic(pair).replace("Basic", "basic")), "{pair}");
+            assert!(accepts(&basic(pair)) && accepts(&basic(pair).replace("Basic", "basic")), "{pair}");
         }
         for pair in
             ["", "a-secret-of-sixteen", "a-secret-of-sixteen:", "x:y:a-secret-of-sixteen", "x:a-secret"]
         {
-            assert!(!opens(&basic(pair)), "{pair}");
+            assert!(!accepts(&basic(pair)), "{pair}");
         }
         let good = ("authorization", "Bearer a-secret-of-sixteen");
-        assert!(!super::opens(&token, &headers(&[good, good])), "one is enough");
-        assert!(!super::opens(&token, &HeaderMap::new()));
+        assert!(!super::has_token(&token, &headers(&[good, good])), "one is enough");
+        assert!(!super::has_token(&token, &HeaderMap::new()));
     }
 
     #[test]
-    fn names_of_others_are_not_ours() {
-        let gate =
-            |own: Option<&str>| Gate { token: Token::new(b""), own: own.map(|text| text.parse().unwrap()) };
-        let is_for = |own: Option<&str>, host: &str| gate(own).is_for_us(&headers(&[("host", host)]));
+    fn rejects_foreign_host_names() {
+        let check = |own: Option<&str>| RequestCheck {
+            token: Token::new(b""),
+            own: own.map(|text| text.parse().unwrap()),
+        };
+        let is_for =
+            |own: Option<&str>, host: &str| check(own).names_this_machine(&headers(&[("host", host)]));
         for host in
             ["localhost", "LOCALHOST:9464", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:9464", "127.0.0.9"]
         {
@@ -257,7 +263,7 @@ mod tests {
         ] {
             assert!(!is_for(Some("127.0.0.9"), host), "{host}");
         }
-        assert!(!gate(Some("127.0.0.1")).is_for_us(&HeaderMap::new()));
+        assert!(!check(Some("127.0.0.1")).names_this_machine(&HeaderMap::new()));
         assert!(is_for(None, "bulkhead.example"), "whose names it has is not known");
     }
 }

@@ -21,7 +21,7 @@ use bulkhead_plane::command::Command;
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Minimum pause after a measurement, as a multiple of its duration.
-const REST: u32 = 10;
+const PAUSE_FACTOR: u32 = 10;
 
 /// Maximum number of entries to visit in one folder.
 const ENTRIES_MAX: u64 = 1 << 20;
@@ -40,50 +40,55 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Permissions that are needed for a measurement. Without execute permission, entries can be listed but their
 /// sizes cannot be read.
-const LOOKED_INTO: Mode = Mode::RUSR.union(Mode::XUSR);
+const FOLDER_ACCESS: Mode = Mode::RUSR.union(Mode::XUSR);
 
 /// Measures the folders until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
-    let mut end = control.end.subscribe();
+    let mut shutdown = control.shutdown.subscribe();
     let mut pause = INTERVAL;
     loop {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            _ = end.wait_for(|is_over| *is_over) => return,
+            _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
         // Nothing to do unless a bulkhead has such folders.
-        let Some((least, most)) = control.reloads.temporary_bytes() else { continue };
-        let looker = control.clone();
-        let began = Instant::now();
-        let looked = tokio::task::spawn_blocking(move || look(&looker, least, most));
-        let _ = looked.await;
-        pause = INTERVAL.max(began.elapsed() * REST);
+        let Some((min, max)) = control.reloads.temporary_bytes() else { continue };
+        let measuring = control.clone();
+        let start = Instant::now();
+        let task = tokio::task::spawn_blocking(move || measure_all(&measuring, min, max));
+        let _ = task.await;
+        pause = INTERVAL.max(start.elapsed() * PAUSE_FACTOR);
     }
 }
 
-fn look(control: &Control, least: u64, most: u64) {
-    let keeper = control.pulse.keeper.load(Ordering::Relaxed);
+fn measure_all(control: &Control, min: u64, max: u64) {
+    let keeper = control.counters.keeper_pid.load(Ordering::Relaxed);
     for (worker, folder) in keeper::temporary_folders(keeper) {
-        let bytes = bytes_in(&folder, most, false);
-        let parts = workers_in(&folder);
-        let apart = if parts.is_empty() { bytes } else { bytes_in(&folder, most, true) };
-        let tell = |worker, (bytes, apart), of| {
-            if bytes > least {
+        let bytes = measure(&folder, max, false);
+        let forked = forked_worker_folders(&folder);
+        let without_forked = if forked.is_empty() { bytes } else { measure(&folder, max, true) };
+        let report = |worker, (bytes, without_forked), template| {
+            if bytes > min {
                 // The command is lost if the data plane is busy. The next measurement comes soon.
-                let _ = control.commander.send(Command::Temporary { worker, bytes, apart, of });
+                let _ = control.commands.send(Command::ReportTemporaryFolder {
+                    worker,
+                    bytes,
+                    bytes_without_forked: without_forked,
+                    template,
+                });
             }
         };
-        tell(worker, (bytes, apart), None);
-        for (part, path) in parts {
-            let bytes = bytes_in(&path, most, false);
-            tell(part, (bytes, bytes), Some(worker));
+        report(worker, (bytes, without_forked), None);
+        for (forked_worker, path) in forked {
+            let bytes = measure(&path, max, false);
+            report(forked_worker, (bytes, bytes), Some(worker));
         }
     }
 }
 
 /// Lists the subfolders with names of forked workers' folders. Returns none if there are too many.
-fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
-    let Ok(top) = folder::open(rustix::fs::CWD, path, LOOKED_INTO) else { return Vec::new() };
+fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
+    let Ok(top) = folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
     let named = entries.flatten().filter_map(|entry| {
         let name = entry.file_name().to_str().ok()?;
@@ -94,16 +99,16 @@ fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
 }
 
 /// Returns the size of a folder in bytes, optionally without the folders of forked workers. Stops early once
-/// the size exceeds `most`.
-fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
-    let top = match folder::open(rustix::fs::CWD, path, LOOKED_INTO) {
+/// the size exceeds `max`.
+fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
+    let top = match folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) {
         Ok(top) => top,
         // The worker removed its permission again during the measurement. No correct worker does this.
         Err(Errno::ACCESS) => return u64::MAX,
         Err(_) => return 0,
     };
     let Ok(entries) = Dir::read_from(&top) else { return 0 };
-    let (mut bytes, mut seen) = (0_u64, 0);
+    let (mut bytes, mut entry_count) = (0_u64, 0);
     let mut open = vec![(top, entries)];
     while let (depth, Some((here, entries))) = (open.len(), open.last_mut()) {
         let Some(Ok(entry)) = entries.next() else {
@@ -117,7 +122,7 @@ fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
         if without_workers && depth == 1 && name.to_str().is_ok_and(|name| worker_of_folder(name).is_some()) {
             continue;
         }
-        seen += 1;
+        entry_count += 1;
         let stat = match rustix::fs::statat(&*here, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => stat,
             Err(Errno::ACCESS) => return u64::MAX,
@@ -127,11 +132,11 @@ fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
         // A hard link may also count elsewhere, but the file is here.
         bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
-        if bytes > most || seen > ENTRIES_MAX {
+        if bytes > max || entry_count > ENTRIES_MAX {
             return bytes;
         }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory
-            && let Ok(inner) = folder::open(here.as_fd(), name, LOOKED_INTO)
+            && let Ok(inner) = folder::open(here.as_fd(), name, FOLDER_ACCESS)
             && let Ok(entries) = Dir::read_from(&inner)
         {
             if open.len() >= DEPTH_MAX {
@@ -150,11 +155,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_folder_takes_is_counted_however_it_is_hidden() {
+    fn counts_hidden_disk_usage() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let enough = 1 << 30;
-        let empty = bytes_in(folder.path(), enough, false);
+        let empty = measure(folder.path(), enough, false);
         assert_eq!(empty, 0);
         std::fs::create_dir_all(path("a/b/c")).unwrap();
         std::fs::write(path("a/b/c/file"), vec![1; 1 << 20]).unwrap();
@@ -162,19 +167,19 @@ mod tests {
         let mut bytes = 0;
         for (name, mode) in [("a/b", 0o000), ("a/b", 0o400), ("a/b/c", 0o300), ("", 0o300)] {
             std::fs::set_permissions(path(name), std::fs::Permissions::from_mode(mode)).unwrap();
-            bytes = bytes_in(folder.path(), enough, false);
+            bytes = measure(folder.path(), enough, false);
             assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
         }
         // A sparse file takes no space.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
-        assert!(bytes_in(folder.path(), enough, false) < 2 << 20);
+        assert!(measure(folder.path(), enough, false) < 2 << 20);
         for number in 0..1000 {
             std::fs::write(path(&format!("small-{number}")), "").unwrap();
         }
-        assert!(bytes_in(folder.path(), enough, false) > bytes + 1000 * ENTRY_BYTES);
-        assert!(bytes_in(folder.path(), 10 * ENTRY_BYTES, false) <= 12 * ENTRY_BYTES + (1 << 21));
+        assert!(measure(folder.path(), enough, false) > bytes + 1000 * ENTRY_BYTES);
+        assert!(measure(folder.path(), 10 * ENTRY_BYTES, false) <= 12 * ENTRY_BYTES + (1 << 21));
         let deep = (0..DEPTH_MAX + 1).fold(path("deep"), |path, _| path.join("d"));
         std::fs::create_dir_all(deep).unwrap();
-        assert_eq!(bytes_in(folder.path(), enough, false), u64::MAX);
+        assert_eq!(measure(folder.path(), enough, false), u64::MAX);
     }
 }

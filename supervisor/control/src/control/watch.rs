@@ -14,7 +14,9 @@ use tokio::sync::{Notify, watch};
 
 use super::Control;
 use super::Shared;
-use super::streams::{LIMIT, frame, last_event_id, pieces, server_sent, too_many_streams, written};
+use super::streams::{
+    LIMIT_DEFAULT, concatenate, frame, last_event_id, pieces, server_sent, too_many_streams,
+};
 use crate::observe::events::rfc3339;
 
 /// Interval between two states of the bulkheads.
@@ -24,7 +26,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct Watch {
     /// The state of the bulkheads as a frame, formatted once for all watchers. `None` while there was no
     /// watcher.
-    seen: watch::Sender<Option<Bytes>>,
+    states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
     /// Start time of the supervisor. Watchers use it to detect a restart, after which event numbers begin
@@ -34,45 +36,45 @@ pub(super) struct Watch {
 
 impl Default for Watch {
     fn default() -> Self {
-        let seen = watch::channel(None).0;
-        Self { seen, joined: Notify::new(), started: SystemTime::now() }
+        let states = watch::channel(None).0;
+        Self { states, joined: Notify::new(), started: SystemTime::now() }
     }
 }
 
 impl Watch {
     fn join(&self) -> watch::Receiver<Option<Bytes>> {
-        let mut receiver = self.seen.subscribe();
+        let mut receiver = self.states.subscribe();
         receiver.mark_changed();
         self.joined.notify_one();
         receiver
     }
 
     async fn wait_for_watcher(&self) {
-        while self.seen.receiver_count() == 0 {
-            self.seen.send_replace(None);
+        while self.states.receiver_count() == 0 {
+            self.states.send_replace(None);
             self.joined.notified().await;
         }
     }
 }
 
 /// Publishes the state for all watchers until the control plane ends.
-pub(super) async fn look(control: Shared) {
-    let looking = async {
+pub(super) async fn publish(control: Shared) {
+    let publishing = async {
         loop {
             control.watch.wait_for_watcher().await;
-            let seen = match control.snapshots(None).await {
+            let states = match control.snapshots(None).await {
                 Some(bulkheads) => {
-                    let told = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
-                    frame("bulkheads", &told.to_string())
+                    let document = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
+                    frame("bulkheads", &document.to_string())
                 }
                 // The data plane did not answer in time.
                 None => frame("stuck", "{}"),
             };
-            control.watch.seen.send_replace(Some(seen));
+            control.watch.states.send_replace(Some(states));
             tokio::time::sleep(INTERVAL).await;
         }
     };
-    control.until_end(looking).await;
+    control.until_shutdown(publishing).await;
 }
 
 #[derive(Deserialize)]
@@ -87,15 +89,15 @@ pub(super) async fn show(
     headers: HeaderMap,
     Query(query): Query<WatchQuery>,
 ) -> Response {
-    let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+    let Ok(permit) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
     let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
-    let reader = control.events.reader(since, None, query.limit.unwrap_or(LIMIT));
-    let events = pieces(&control, reader, place).map(|piece| {
+    let reader = control.events.reader(since, None, query.limit.unwrap_or(LIMIT_DEFAULT));
+    let events = pieces(&control, reader, permit).map(|piece| {
         let missed = match piece.missed {
             0 => Bytes::new(),
             count => frame("missed", &json!({"count": count}).to_string()),
         };
-        written(missed, "event: event\n", &piece)
+        concatenate(missed, "event: event\n", &piece)
     });
     let coming = stream::select(states(&control), events);
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
@@ -113,17 +115,17 @@ fn hello(control: &Control) -> Bytes {
 
 /// Streams the states of the bulkheads. A slow reader skips states and gets the newest.
 fn states(control: &Shared) -> impl Stream<Item = Bytes> + Send + 'static {
-    let (seen, end) = (control.watch.join(), control.end.subscribe());
-    stream::unfold((seen, end), async |(mut seen, mut end)| {
+    let (states, shutdown) = (control.watch.join(), control.shutdown.subscribe());
+    stream::unfold((states, shutdown), async |(mut states, mut shutdown)| {
         loop {
             tokio::select! {
                 biased;
-                _ = end.wait_for(|is_over| *is_over) => return None,
-                changed = seen.changed() => changed.ok()?,
+                _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
+                changed = states.changed() => changed.ok()?,
             }
-            let now = seen.borrow_and_update().clone();
+            let now = states.borrow_and_update().clone();
             if let Some(frame) = now {
-                return Some((frame, (seen, end)));
+                return Some((frame, (states, shutdown)));
             }
         }
     })

@@ -18,12 +18,12 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use bulkhead_config::SupervisorConfig;
 use bulkhead_plane::crash::REPORTS_WAITING_MAX;
-use bulkhead_plane::lock::{self, NoLock};
-use bulkhead_plane::threads::Fate;
+use bulkhead_plane::lock::{self, LockError};
+use bulkhead_plane::threads::ThreadMonitor;
 
 /// Capacity of the message channel: all waiting reports, and one request from each connection of the admin
 /// socket.
-const MESSAGES_MAX: usize = REPORTS_WAITING_MAX + 256;
+const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
 /// Maximum size of a report file, in bytes. A report with the maximum of payloads is well below.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
@@ -32,13 +32,13 @@ const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Maximum number of folder entries that are read when the folder is opened.
-const NAMES_MAX: usize = 100_000;
+const FOLDER_ENTRIES_MAX: usize = 100_000;
 
 /// Time limit for an answer of the thread. After this time the client is asked to retry.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit at shutdown for writing the remaining reports.
-const SETTLE_WITHIN: Duration = Duration::from_secs(2);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error when the folder for reports cannot be used. Its text fits after "failed to".
 #[derive(Debug, thiserror::Error)]
@@ -62,29 +62,29 @@ pub enum ReadError {
 /// The crash reports.
 #[derive(Debug, Default)]
 pub struct Store {
-    folder: Option<Folder>,
+    folder: Option<CrashFolder>,
     keep: usize,
     /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
-    entries: BTreeMap<CrashId, Entry>,
+    reports: BTreeMap<CrashId, StoredReport>,
     /// Reports of workers that never started. They have a separate limit of `keep`, so that neither group
     /// evicts the other.
     starts: BTreeSet<CrashId>,
-    held_bytes: usize,
+    memory_bytes: usize,
     /// True if the last report could not be written. Avoids a log line for each report.
     is_failing: bool,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct StoredReport {
     summary: Summary,
     /// The report and its approximate size, if it is not in a file.
-    held: Option<(Box<CrashReport>, usize)>,
+    in_memory: Option<(Box<CrashReport>, usize)>,
 }
 
 impl Store {
     /// Creates a store as configured.
-    pub fn of(config: &SupervisorConfig) -> Result<Self, OpenError> {
+    pub fn new(config: &SupervisorConfig) -> Result<Self, OpenError> {
         let store = Self::open(config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
     }
@@ -92,7 +92,7 @@ impl Store {
     /// Creates a store in `folder`, or in memory. A missing folder is created with mode 0700.
     fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
         let open = |path: &Path| {
-            Folder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
+            CrashFolder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
         };
         let folder = folder.map(open).transpose()?;
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
@@ -121,7 +121,7 @@ impl Store {
                         self.starts.insert(id);
                     }
                     let summary = report.summary();
-                    self.entries.insert(id, Entry { summary, held: None });
+                    self.reports.insert(id, StoredReport { summary, in_memory: None });
                 }
                 Err(error) => skipped.push(format!("{id}.json ({error})")),
             }
@@ -142,18 +142,20 @@ impl Store {
             self.starts.insert(report.id);
         }
         let (id, summary) = (report.id, report.summary());
-        let held = if self.write(&report) {
+        let in_memory = if self.write(&report) {
             None
         } else {
-            let bytes = size(&report);
-            self.held_bytes += bytes;
+            let bytes = report_size(&report);
+            self.memory_bytes += bytes;
             Some((report, bytes))
         };
-        if let Some(Entry { held: Some((_, bytes)), .. }) = self.entries.insert(id, Entry { summary, held }) {
-            self.held_bytes -= bytes;
+        if let Some(StoredReport { in_memory: Some((_, bytes)), .. }) =
+            self.reports.insert(id, StoredReport { summary, in_memory })
+        {
+            self.memory_bytes -= bytes;
         }
         self.drop_surplus();
-        while self.held_bytes > MEMORY_BYTES_MAX && self.drop_oldest_held() {}
+        while self.memory_bytes > MEMORY_BYTES_MAX && self.drop_oldest_in_memory() {}
     }
 
     /// Writes a report to its file. Returns false if this failed.
@@ -184,8 +186,8 @@ impl Store {
             let Some(oldest) = self.starts.first().copied() else { return };
             self.drop_one(oldest);
         }
-        while self.entries.len() - self.starts.len() > self.keep {
-            let Some(oldest) = self.entries.keys().find(|id| !self.starts.contains(id)).copied() else {
+        while self.reports.len() - self.starts.len() > self.keep {
+            let Some(oldest) = self.reports.keys().find(|id| !self.starts.contains(id)).copied() else {
                 return;
             };
             self.drop_one(oldest);
@@ -194,17 +196,19 @@ impl Store {
 
     fn drop_one(&mut self, id: CrashId) {
         self.starts.remove(&id);
-        let Some(entry) = self.entries.remove(&id) else { return };
-        match (entry.held, &self.folder) {
-            (Some((_, bytes)), _) => self.held_bytes -= bytes,
+        let Some(stored) = self.reports.remove(&id) else { return };
+        match (stored.in_memory, &self.folder) {
+            (Some((_, bytes)), _) => self.memory_bytes -= bytes,
             (None, Some(folder)) => folder.remove(id),
             (None, None) => {}
         }
     }
 
-    fn drop_oldest_held(&mut self) -> bool {
-        let is_held = |id: &&CrashId| self.entries.get(id).is_some_and(|entry| entry.held.is_some());
-        let oldest = self.starts.iter().find(is_held).or_else(|| self.entries.keys().find(is_held)).copied();
+    fn drop_oldest_in_memory(&mut self) -> bool {
+        let is_in_memory =
+            |id: &&CrashId| self.reports.get(id).is_some_and(|stored| stored.in_memory.is_some());
+        let oldest =
+            self.starts.iter().find(is_in_memory).or_else(|| self.reports.keys().find(is_in_memory)).copied();
         let Some(id) = oldest else { return false };
         self.drop_one(id);
         true
@@ -212,18 +216,18 @@ impl Store {
 
     /// Lists the reports, oldest first.
     fn list(&self) -> Vec<Summary> {
-        self.entries.values().map(|entry| entry.summary.clone()).collect()
+        self.reports.values().map(|stored| stored.summary.clone()).collect()
     }
 
     fn get(&mut self, id: CrashId) -> Result<Box<CrashReport>, ReadError> {
-        let entry = self.entries.get(&id).ok_or(ReadError::NotFound)?;
-        match (&entry.held, &self.folder) {
+        let stored = self.reports.get(&id).ok_or(ReadError::NotFound)?;
+        match (&stored.in_memory, &self.folder) {
             (Some((report, _)), _) => Ok(report.clone()),
             (None, None) => Err(ReadError::NotFound),
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
                     // The file was removed manually.
-                    self.entries.remove(&id);
+                    self.reports.remove(&id);
                     self.starts.remove(&id);
                     return ReadError::NotFound;
                 }
@@ -234,7 +238,7 @@ impl Store {
 }
 
 /// Returns the approximate size of a report in memory.
-fn size(report: &CrashReport) -> usize {
+fn report_size(report: &CrashReport) -> usize {
     let jobs = report.jobs.iter().map(|job| {
         job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
     });
@@ -245,12 +249,12 @@ fn size(report: &CrashReport) -> usize {
 
 /// A folder that this supervisor uses exclusively.
 #[derive(Debug)]
-struct Folder {
+struct CrashFolder {
     path: PathBuf,
     _lock: File,
 }
 
-impl Folder {
+impl CrashFolder {
     fn open(path: &Path) -> Result<Self, String> {
         DirBuilder::new()
             .recursive(true)
@@ -280,12 +284,12 @@ impl Folder {
 
     /// Locks the folder, because two supervisors would remove each other's reports.
     fn lock(path: &Path) -> Result<File, String> {
-        lock::lock(&path.join(LOCK)).map_err(|why| match why {
-            NoLock::Held => {
+        lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
+            LockError::Held => {
                 "another supervisor keeps its reports there; stop it, or configure another `crash_dir`".into()
             }
-            NoLock::Unopened(error) => format!("its file {LOCK} cannot be opened: {error}"),
-            NoLock::Refused(errno) => format!("its file {LOCK} cannot be locked: {errno}"),
+            LockError::Open(error) => format!("its file {LOCK_FILE} cannot be opened: {error}"),
+            LockError::Unsupported(errno) => format!("its file {LOCK_FILE} cannot be locked: {errno}"),
         })
     }
 
@@ -296,7 +300,7 @@ impl Folder {
     /// Lists the ids of the reports, and the names of other files. Removes the remains of interrupted writes.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
-        for entry in std::fs::read_dir(&self.path)?.take(NAMES_MAX) {
+        for entry in std::fs::read_dir(&self.path)?.take(FOLDER_ENTRIES_MAX) {
             let name = entry?.file_name();
             let name = name.to_string_lossy();
             let id_before = |suffix| name.strip_suffix(suffix).and_then(|text| text.parse::<CrashId>().ok());
@@ -305,7 +309,7 @@ impl Folder {
             } else if id_before(UNFINISHED_SUFFIX).is_some() {
                 // On failure, the next start tries again.
                 let _ = std::fs::remove_file(self.path.join(&*name));
-            } else if name != LOCK {
+            } else if name != LOCK_FILE {
                 others.push(name.into_owned());
             }
         }
@@ -313,21 +317,22 @@ impl Folder {
     }
 
     fn read(&self, id: CrashId) -> io::Result<CrashReport> {
-        let unfit = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+        let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
         // Opening a FIFO would block.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(id))?;
         if !file.metadata()?.is_file() {
-            return Err(unfit("not a file".into()));
+            return Err(invalid("not a file".into()));
         }
         let mut text = Vec::new();
         file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)?;
         if text.len() as u64 > FILE_BYTES_MAX {
-            return Err(unfit(format!("more than {FILE_BYTES_MAX} bytes")));
+            return Err(invalid(format!("more than {FILE_BYTES_MAX} bytes")));
         }
-        let report: CrashReport = serde_json::from_slice(&text).map_err(|error| unfit(error.to_string()))?;
-        if report.id != id || !report.is_sound() {
-            return Err(unfit("not a report of a supervisor".into()));
+        let report: CrashReport =
+            serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;
+        if report.id != id || !report.is_valid() {
+            return Err(invalid("not a report of a supervisor".into()));
         }
         Ok(report)
     }
@@ -362,7 +367,7 @@ impl Folder {
     }
 }
 
-const LOCK: &str = ".lock";
+const LOCK_FILE: &str = ".lock";
 const REPORT_SUFFIX: &str = ".json";
 const UNFINISHED_SUFFIX: &str = ".json.new";
 
@@ -381,73 +386,73 @@ fn write_new(path: &Path, report: &CrashReport) -> io::Result<()> {
 
 // The thread.
 
-enum Message {
-    Add { report: Box<CrashReport>, place: OwnedSemaphorePermit },
+enum StoreRequest {
+    Add { report: Box<CrashReport>, permit: OwnedSemaphorePermit },
     List(oneshot::Sender<Vec<Summary>>),
     Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
 }
 
 /// Sender of requests to the thread that stores the reports.
 #[derive(Clone, Debug)]
-pub struct Crashes(mpsc::Sender<Message>);
+pub struct Crashes(mpsc::Sender<StoreRequest>);
 
 /// The thread that stores the reports. It ends when all senders are dropped.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
 /// Starts the thread that stores the reports.
-pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)> {
-    let (sender, mut messages) = mpsc::channel(MESSAGES_MAX);
+pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, CrashThread)> {
+    let (sender, mut requests) = mpsc::channel(REQUESTS_MAX);
     let (alive, ended) = blocking::channel::<()>();
     let run = move || {
         let _alive = alive;
         store.load();
-        while let Some(message) = messages.blocking_recv() {
-            match message {
-                Message::Add { report, place } => {
+        while let Some(request) = requests.blocking_recv() {
+            match request {
+                StoreRequest::Add { report, permit } => {
                     store.add(report);
-                    drop(place);
+                    drop(permit);
                 }
                 // The client may have disconnected.
-                Message::List(reply) => drop(reply.send(store.list())),
-                Message::Get(id, reply) => drop(reply.send(store.get(id))),
+                StoreRequest::List(reply) => drop(reply.send(store.list())),
+                StoreRequest::Get(id, reply) => drop(reply.send(store.get(id))),
             }
         }
     };
-    fate.spawn("crashes", run)?;
+    threads.spawn("crashes", run)?;
     Ok((Crashes(sender), CrashThread(ended)))
 }
 
 impl CrashThread {
     /// Waits until all reports are written, within a time limit, because a disk may hang.
-    pub fn settle(self) {
+    pub fn finish(self) {
         // The channel closes when the thread ends.
-        let _ = self.0.recv_timeout(SETTLE_WITHIN);
+        let _ = self.0.recv_timeout(FINISH_TIMEOUT);
     }
 }
 
 impl Crashes {
-    /// Stores a report. `place` is its permit to wait. Later requests see the report.
-    pub fn add(&self, report: Box<CrashReport>, place: OwnedSemaphorePermit) {
-        if self.0.try_send(Message::Add { report, place }).is_err() {
+    /// Stores a report. `permit` is its permit to wait. Later requests see the report.
+    pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
+        if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was lost: too many wait to be written");
         }
     }
 
     /// Returns the summaries of all reports, oldest first; `None` if the thread is too busy.
     pub async fn list(&self) -> Option<Vec<Summary>> {
-        self.ask(Message::List).await
+        self.request(StoreRequest::List).await
     }
 
     /// Returns one report; `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
-        self.ask(|reply| Message::Get(id, reply)).await
+        self.request(|reply| StoreRequest::Get(id, reply)).await
     }
 
-    async fn ask<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Option<T> {
-        let (reply, answer) = oneshot::channel();
-        self.0.try_send(message(reply)).ok()?;
-        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
+    async fn request<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> StoreRequest) -> Option<T> {
+        let (reply, receiver) = oneshot::channel();
+        self.0.try_send(request(reply)).ok()?;
+        tokio::time::timeout(REPLY_TIMEOUT, receiver).await.ok()?.ok()
     }
 }
 
@@ -470,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_and_found_again() {
+    fn keeps_newest_reports() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/crashes");
         let mut store = Store::open(Some(&path), 3).unwrap();
@@ -506,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_that_never_start_push_no_other_report_out() {
+    fn failed_starts_evict_no_other_reports() {
         for is_in_memory in [false, true] {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("crashes");
@@ -532,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_report_is_left_alone() {
+    fn ignores_foreign_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -561,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_kept_in_memory() {
+    fn keeps_unwritable_reports_in_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -569,7 +574,7 @@ mod tests {
         std::fs::remove_dir_all(&path).unwrap();
         store.add(boxed(2));
         assert_eq!(store.get(boxed(2).id).unwrap().jobs[0].payload.as_deref(), Some(&b"payload"[..]));
-        assert!(store.held_bytes > 0);
+        assert!(store.memory_bytes > 0);
         std::fs::create_dir(&path).unwrap();
         store.add(boxed(3));
         assert_eq!(numbers(&store), ["0001", "0002", "0003"]);
@@ -577,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_of_an_earlier_run_is_never_replaced() {
+    fn keeps_reports_of_earlier_runs() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -600,13 +605,13 @@ mod tests {
         for number in 0..2000 {
             store.add(Box::new(report(1_772_878_530_123, number, &payload)));
         }
-        assert!(store.held_bytes <= MEMORY_BYTES_MAX, "{}", store.held_bytes);
-        assert!(store.entries.len() > 500);
+        assert!(store.memory_bytes <= MEMORY_BYTES_MAX, "{}", store.memory_bytes);
+        assert!(store.reports.len() > 500);
         assert!(numbers(&store).contains(&"1999".to_owned()));
     }
 
     #[test]
-    fn a_folder_that_others_may_use_is_refused() {
+    fn rejects_folder_accessible_to_others() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         std::fs::create_dir(&path).unwrap();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use axum::body::Bytes;
-use bulkhead_api::{Severity, What};
+use bulkhead_api::{EventKind, Severity};
 use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, watch};
 
@@ -29,10 +29,10 @@ const FREQUENT_PER_SECOND: u64 = 10;
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
 /// Delay before followers are woken, so that concurrent events are delivered together.
-const GATHER: Duration = Duration::from_millis(50);
+const WAKE_DELAY: Duration = Duration::from_millis(50);
 
 /// Maximum number of events per piece.
-const PIECE_MAX: usize = 64;
+const PIECE_EVENTS_MAX: usize = 64;
 
 /// A rendered event.
 #[derive(Debug)]
@@ -72,11 +72,11 @@ impl Rendered {
 /// The ring of events.
 #[derive(Debug)]
 pub struct Events {
-    ring: Mutex<Ring>,
+    ring: Mutex<EventRing>,
     /// Notified when there are events that readers have not been woken for.
-    unreported: Notify,
+    new_events: Notify,
     /// Sequence number of the newest event that readers have been woken for.
-    told: watch::Sender<u64>,
+    announced: watch::Sender<u64>,
 }
 
 /// A follower and its position.
@@ -88,7 +88,7 @@ pub struct Reader {
     /// Sequence number of the newest event when the reader joined. Evicted events before it do not count as
     /// missed.
     joined: u64,
-    told: watch::Receiver<u64>,
+    announced: watch::Receiver<u64>,
 }
 
 /// Events delivered at once.
@@ -101,18 +101,18 @@ pub struct Piece {
 }
 
 /// Kind of event, and the bulkhead concerned.
-type Key = (&'static str, Option<Arc<str>>);
+type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
-struct Ring {
+struct EventRing {
     kept: BTreeMap<u64, Arc<Rendered>>,
     seq: u64,
-    flows: HashMap<Key, Flow>,
+    flows: HashMap<FlowKey, EventFlow>,
 }
 
 /// The events of one kind of one bulkhead.
 #[derive(Debug)]
-struct Flow {
+struct EventFlow {
     /// Sequence numbers of the events in the ring.
     kept: VecDeque<u64>,
     /// Number of further events that can be admitted now.
@@ -124,7 +124,7 @@ struct Flow {
     lines: u32,
 }
 
-impl Default for Flow {
+impl Default for EventFlow {
     fn default() -> Self {
         Self { kept: VecDeque::new(), allowance: FREQUENT_BURST, suppressed: 0, second: 0, lines: 0 }
     }
@@ -132,12 +132,12 @@ impl Default for Flow {
 
 impl Default for Events {
     fn default() -> Self {
-        Self { ring: Mutex::default(), unreported: Notify::new(), told: watch::channel(0).0 }
+        Self { ring: Mutex::default(), new_events: Notify::new(), announced: watch::channel(0).0 }
     }
 }
 
 impl Events {
-    fn lock(&self) -> MutexGuard<'_, Ring> {
+    fn lock(&self) -> MutexGuard<'_, EventRing> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,17 +150,17 @@ impl Events {
         }
         ring.keep(&event);
         drop(ring);
-        self.unreported.notify_one();
+        self.new_events.notify_one();
         if is_logged {
             log(&event);
         }
     }
 
     /// Emits an event for each kind that has unreported suppressed events and was silent since.
-    pub fn tell_suppressed(&self) {
+    pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
-            let what = What::EventsSuppressed { of: kind.into(), suppressed };
+            let what = EventKind::EventsSuppressed { of: kind.into(), suppressed };
             self.add(Event::new(Severity::Info, bulkhead, what));
         }
     }
@@ -184,32 +184,32 @@ impl Events {
     /// Returns a reader of the newest `limit` events after `since` and of all later events, without a gap or
     /// a repetition.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
-        self.tell();
+        self.wake_readers();
         let ring = self.lock();
         let joined = ring.seq;
         let first = ring.newest(since, bulkhead.as_deref()).take(limit).last();
         let seen = first.map_or(joined, |first| first.seq - 1);
         drop(ring);
-        Reader { bulkhead, seen, joined, told: self.told.subscribe() }
+        Reader { bulkhead, seen, joined, announced: self.announced.subscribe() }
     }
 
-    /// Wakes readers when there are new events, at most once per `GATHER`.
-    pub async fn tell_readers(&self) {
+    /// Wakes readers when there are new events, at most once per `WAKE_DELAY`.
+    pub async fn wake_readers_periodically(&self) {
         loop {
-            self.unreported.notified().await;
-            tokio::time::sleep(GATHER).await;
-            self.tell();
+            self.new_events.notified().await;
+            tokio::time::sleep(WAKE_DELAY).await;
+            self.wake_readers();
         }
     }
 
     /// Wakes readers for all events so far.
-    pub fn tell(&self) {
+    pub fn wake_readers(&self) {
         let newest = self.lock().seq;
-        self.told.send_if_modified(|told| {
+        self.announced.send_if_modified(|announced| {
             // Several threads call this. The number must never decrease.
-            let is_news = *told < newest;
-            *told = newest.max(*told);
-            is_news
+            let is_new = *announced < newest;
+            *announced = newest.max(*announced);
+            is_new
         });
     }
 }
@@ -219,35 +219,35 @@ impl Reader {
     pub async fn next(&mut self, events: &Events) -> Piece {
         loop {
             // Marks the value as seen before the ring is read, so that no wake-up is lost.
-            if *self.told.borrow_and_update() > self.seen {
+            if *self.announced.borrow_and_update() > self.seen {
                 let piece = self.take(&events.lock());
                 if piece.missed > 0 || !piece.events.is_empty() {
                     return piece;
                 }
-            } else if self.told.changed().await.is_err() {
+            } else if self.announced.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
         }
     }
 
-    fn take(&mut self, ring: &Ring) -> Piece {
+    fn take(&mut self, ring: &EventRing) -> Piece {
         let mut piece = Piece::default();
         for (seq, event) in ring.kept.range(self.seen + 1..) {
-            if piece.events.len() == PIECE_MAX {
+            if piece.events.len() == PIECE_EVENTS_MAX {
                 return piece;
             }
-            piece.missed += self.pass_to(seq - 1);
+            piece.missed += self.skip_to(seq - 1);
             self.seen = *seq;
             if event.is_of(self.bulkhead.as_deref()) {
                 piece.events.push(event.clone());
             }
         }
-        piece.missed += self.pass_to(ring.seq);
+        piece.missed += self.skip_to(ring.seq);
         piece
     }
 
     /// Skips evicted events. Returns the number of missed events.
-    fn pass_to(&mut self, seq: u64) -> u64 {
+    fn skip_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.seen.max(self.joined));
         self.seen = self.seen.max(seq);
         missed
@@ -261,12 +261,12 @@ struct Admitted {
     is_logged: bool,
 }
 
-impl Ring {
+impl EventRing {
     /// Applies the rate limit. Returns `None` if the event is suppressed.
     fn admit(&mut self, event: &Event) -> Option<Admitted> {
-        let flow = self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default();
-        flow.turn_to(second_of(event.at), (event.what.kind(), event.bulkhead.as_deref()));
-        if event.what.is_frequent() {
+        let flow = self.flows.entry((event.kind.name(), event.bulkhead.clone())).or_default();
+        flow.advance_to(second_of(event.at), (event.kind.name(), event.bulkhead.as_deref()));
+        if event.kind.is_frequent() {
             if flow.allowance == 0 {
                 flow.suppressed += 1;
                 return None;
@@ -281,9 +281,9 @@ impl Ring {
     fn keep(&mut self, event: &Event) {
         self.seq += 1;
         self.kept.insert(self.seq, Arc::new(Rendered::new(event, self.seq)));
-        self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default().kept.push_back(self.seq);
+        self.flows.entry((event.kind.name(), event.bulkhead.clone())).or_default().kept.push_back(self.seq);
         if self.kept.len() > EVENTS_MAX {
-            self.drop_one();
+            self.evict_one();
         }
     }
 
@@ -294,9 +294,9 @@ impl Ring {
     }
 
     /// Evicts the oldest event of the largest flow.
-    fn drop_one(&mut self) {
+    fn evict_one(&mut self) {
         let weight =
-            |flow: &&mut Flow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
+            |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
         let oldest = self.flows.values_mut().max_by_key(weight).and_then(|flow| flow.kept.pop_front());
         if let Some(oldest) = oldest {
             self.kept.remove(&oldest);
@@ -304,32 +304,33 @@ impl Ring {
     }
 
     /// Returns the flows with suppressed events and without an event for `UNREPORTED_SECONDS_MAX`.
-    fn take_unreported(&mut self, second: u64) -> Vec<(Key, u64)> {
+    fn take_unreported(&mut self, second: u64) -> Vec<(FlowKey, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {
-                flow.tell_unlogged((kind, bulkhead.as_deref()));
+                flow.report_unlogged((kind, bulkhead.as_deref()));
             }
         }
-        let is_due =
-            |flow: &Flow| flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNREPORTED_SECONDS_MAX;
+        let is_due = |flow: &EventFlow| {
+            flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNREPORTED_SECONDS_MAX
+        };
         let due = self.flows.iter_mut().filter(|(_, flow)| is_due(flow));
         due.map(|(key, flow)| (key.clone(), std::mem::take(&mut flow.suppressed))).collect()
     }
 }
 
-impl Flow {
+impl EventFlow {
     /// Advances to a new second and refills the allowance.
-    fn turn_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
+    fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
         }
-        self.tell_unlogged(key);
+        self.report_unlogged(key);
         let more = second.saturating_sub(self.second).saturating_mul(FREQUENT_PER_SECOND);
         self.allowance = self.allowance.saturating_add(more).min(FREQUENT_BURST);
         self.second = second;
     }
 
-    fn tell_unlogged(&mut self, (kind, bulkhead): (&'static str, Option<&str>)) {
+    fn report_unlogged(&mut self, (kind, bulkhead): (&'static str, Option<&str>)) {
         let unlogged = std::mem::take(&mut self.lines).saturating_sub(LOG_LINES_PER_SECOND);
         if unlogged > 0 {
             let bulkhead = bulkhead.unwrap_or("");
@@ -348,15 +349,15 @@ pub fn rfc3339(at: SystemTime) -> String {
 }
 
 fn render(event: &Event, seq: u64) -> String {
-    let told = bulkhead_api::Event {
+    let document = bulkhead_api::Event {
         at: rfc3339(event.at),
         seq,
         severity: event.severity.into(),
-        kind: event.what.kind().into(),
+        kind: event.kind.name().into(),
         bulkhead: event.bulkhead.as_deref().map(str::to_owned),
         fields: event.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
     };
-    line(&json!(told))
+    line(&json!(document))
 }
 
 /// Formats a JSON value in one line without control characters.
@@ -369,7 +370,7 @@ fn log(event: &Event) {
         return log_json(event);
     }
     let bulkhead = event.bulkhead.as_deref();
-    let mut text = event.what.kind().to_owned();
+    let mut text = event.kind.name().to_owned();
     for (name, value) in &event.fields() {
         if !value.is_null() {
             text.push_str(&format!(" {name}={}", line(value)));
@@ -396,18 +397,18 @@ fn log_json(event: &Event) {
         _ => return,
     };
     let mut fields = Map::new();
-    fields.insert("message".into(), json!(event.what.kind()));
-    fields.insert("kind".into(), json!(event.what.kind()));
+    fields.insert("message".into(), json!(event.kind.name()));
+    fields.insert("kind".into(), json!(event.kind.name()));
     if let Some(bulkhead) = &event.bulkhead {
         fields.insert("bulkhead".into(), json!(&**bulkhead));
     }
     let own = event.fields().into_iter().filter(|(_, value)| !value.is_null());
-    fields.extend(own.map(|(name, value)| (beside_the_lines_own(name), value)));
+    fields.extend(own.map(|(name, value)| (log_field_name(name), value)));
     logging::write_json(&level, "bulkhead", fields);
 }
 
 /// Returns the name of an event's field in a log line, prefixed if the line uses the name.
-fn beside_the_lines_own(name: &str) -> String {
+fn log_field_name(name: &str) -> String {
     if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
 
@@ -423,13 +424,13 @@ mod tests {
     }
 
     fn of_kind(kind: &'static str, bulkhead: &str, text: &str) -> Event {
-        let what = bulkhead_api::Event { kind: kind.into(), ..Default::default() }.what();
+        let what = bulkhead_api::Event { kind: kind.into(), ..Default::default() }.event_kind();
         let event = Event::new(Severity::Info, Some(bulkhead.into()), what);
         Event { stderr_tail: Some(text.to_owned()), ..event }
     }
 
     #[test]
-    fn the_ring_is_bounded_and_numbers_go_on() {
+    fn ring_is_bounded_and_keeps_numbering() {
         let events = Events::default();
         for i in 0..EVENTS_MAX + 10 {
             events.add(event(if i % 2 == 0 { "a" } else { "b" }, "x"));
@@ -444,22 +445,22 @@ mod tests {
         assert_eq!(newest.seq, EVENTS_MAX as u64 + 11);
         let json = std::str::from_utf8(newest.json()).unwrap();
         assert!(!json.contains(char::is_control), "{json}");
-        assert_eq!(told(newest)["stderr_tail"], hostile);
+        assert_eq!(announced(newest)["stderr_tail"], hostile);
         assert_eq!(newest.frame(), format!("id: {}\ndata: {json}\n\n", newest.seq).as_bytes());
     }
 
-    fn told(event: &Rendered) -> Value {
+    fn announced(event: &Rendered) -> Value {
         serde_json::from_slice(event.json()).unwrap()
     }
 
     /// Returns the sequence numbers of the events that are ready for a reader, and the number of missed
     /// events.
     fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
-        events.tell();
+        events.wake_readers();
         let mut context = Context::from_waker(Waker::noop());
         let (mut numbers, mut missed) = (Vec::new(), 0);
         while let Poll::Ready(piece) = pin!(reader.next(events)).poll(&mut context) {
-            assert!(piece.events.len() <= PIECE_MAX);
+            assert!(piece.events.len() <= PIECE_EVENTS_MAX);
             numbers.extend(piece.events.iter().map(|event| event.seq));
             missed += piece.missed;
         }
@@ -467,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn who_follows_reads_what_is_kept_and_what_comes() {
+    fn follower_reads_stored_and_new_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|i| events.add(event(["a", "b"][i % 2], "")));
         let ever = |numbers: std::ops::RangeInclusive<u64>| (numbers.collect::<Vec<_>>(), 0);
@@ -492,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_too_slowly_is_told_how_much_is_gone() {
+    fn slow_reader_gets_number_of_missed_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|_| events.add(event("a", "")));
         add(10);
@@ -509,12 +510,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_happens_together_is_told_together() {
+    async fn delivers_concurrent_events_together() {
         let events = Arc::new(Events::default());
         let mut reader = events.reader(0, None, usize::MAX);
         tokio::spawn({
             let events = events.clone();
-            async move { events.tell_readers().await }
+            async move { events.wake_readers_periodically().await }
         });
         for round in 0..3 {
             for _ in 0..4 {
@@ -529,14 +530,14 @@ mod tests {
     fn kinds(events: &Events, bulkhead: &str) -> HashMap<String, usize> {
         let mut counts = HashMap::new();
         for event in events.kept(0, Some(bulkhead), usize::MAX) {
-            *counts.entry(told(&event)["kind"].as_str().unwrap().to_owned()).or_default() += 1;
+            *counts.entry(announced(&event)["kind"].as_str().unwrap().to_owned()).or_default() += 1;
         }
         counts
     }
 
     /// Workers of one bulkhead die 600 times per second for ten minutes.
     #[test]
-    fn a_storm_pushes_out_nothing_but_its_own() {
+    fn storm_evicts_only_its_own_events() {
         let events = Events::default();
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
         for i in 0..50 {
@@ -562,20 +563,23 @@ mod tests {
         // separate event.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
-        events.tell_suppressed();
+        events.report_suppressed();
         let after = events.kept(numbers, None, usize::MAX);
         assert_eq!(after.len(), 4);
         for event in &after {
-            let told = told(event);
-            assert_eq!((&told["kind"], &told["bulkhead"]), (&"events_suppressed".into(), &"storm".into()));
-            assert_eq!(told["suppressed"], 600 - FREQUENT_PER_SECOND);
+            let announced = announced(event);
+            assert_eq!(
+                (&announced["kind"], &announced["bulkhead"]),
+                (&"events_suppressed".into(), &"storm".into())
+            );
+            assert_eq!(announced["suppressed"], 600 - FREQUENT_PER_SECOND);
         }
-        events.tell_suppressed();
+        events.report_suppressed();
         assert!(events.kept(numbers + 4, None, usize::MAX).is_empty());
     }
 
     #[test]
-    fn what_is_left_out_is_counted_by_the_next() {
+    fn next_event_reports_suppressed_count() {
         let events = Events::default();
         let at_once = FREQUENT_BURST as usize;
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
@@ -588,7 +592,7 @@ mod tests {
         add(1);
         add(1);
         let last = events.kept(at_once as u64, None, usize::MAX);
-        let suppressed = |place: usize| told(&last[place])["suppressed"].clone();
+        let suppressed = |place: usize| announced(&last[place])["suppressed"].clone();
         assert_eq!((last.len(), suppressed(0), suppressed(1)), (2, json!(88), Value::Null));
     }
 }

@@ -18,12 +18,12 @@ use tracing_subscriber::fmt::MakeWriter;
 const LINES_MAX: usize = 4096;
 
 /// Time limit at shutdown for writing the remaining lines.
-const SETTLE_WITHIN: Duration = Duration::from_secs(1);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
 /// Number of lines that are not written yet.
-static WAITING: AtomicU64 = AtomicU64::new(0);
+static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
 
 /// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(crate) const WORKER_TARGET: &str = "worker";
 
 /// Filter for log lines.
 #[derive(Clone, Copy, Debug)]
-pub struct Selection<'a> {
+pub struct LogFilter<'a> {
     /// A level, or a filter of targets and levels.
     pub level: &'a str,
     /// True if the workers' output is logged as well.
@@ -50,19 +50,19 @@ pub struct Selection<'a> {
 }
 
 /// Starts logging to standard error. The error is a message about the level.
-pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
-    let mut filter = filter(selection.level)?;
-    if !selection.has_output {
+pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> {
+    let mut filter = filter(log_filter.level)?;
+    if !log_filter.has_output {
         let off = format!("{WORKER_TARGET}=off").parse().map_err(|error| format!("{error}"))?;
         filter = filter.add_directive(off);
     }
-    let (lines, received) = sync_channel(LINES_MAX);
+    let (lines, receiver) = sync_channel(LINES_MAX);
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || {
             // Without a log, failures of the supervisor would be invisible, so the process exits. The keeper
             // ends the workers.
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&received))).is_err() {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&receiver))).is_err() {
                 std::process::exit(1);
             }
         })
@@ -70,7 +70,8 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     if format == LogFormat::Json {
         JSON_LINES.get_or_init(|| lines.clone());
     }
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines { lines, format });
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(LineWriters { lines, format });
     match format {
         LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().flatten_event(true).init(),
@@ -95,21 +96,21 @@ pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<Strin
     object.extend(fields);
     object.insert("target".into(), target.into());
     let line = format!("{}\n", Value::Object(object));
-    send(lines, safe(line.into_bytes(), LogFormat::Json));
+    send(lines, escape_unseen(line.into_bytes(), LogFormat::Json));
 }
 
 fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
-    WAITING.fetch_add(1, Ordering::Relaxed);
+    UNWRITTEN.fetch_add(1, Ordering::Relaxed);
     if lines.try_send(line).is_err() {
-        WAITING.fetch_sub(1, Ordering::Relaxed);
+        UNWRITTEN.fetch_sub(1, Ordering::Relaxed);
         DROPPED.fetch_add(1, Ordering::Relaxed);
     }
 }
 
 /// Waits until the current lines are written, or until the time limit has passed.
-pub fn settle() {
-    let began = Instant::now();
-    while WAITING.load(Ordering::Acquire) > 0 && began.elapsed() < SETTLE_WITHIN {
+pub fn finish() {
+    let start = Instant::now();
+    while UNWRITTEN.load(Ordering::Acquire) > 0 && start.elapsed() < FINISH_TIMEOUT {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -126,8 +127,8 @@ fn filter(level: &str) -> Result<EnvFilter, String> {
     Ok(EnvFilter::default().add_directive(level.into()))
 }
 
-fn write_lines(received: &Receiver<Vec<u8>>) {
-    while let Ok(line) = received.recv() {
+fn write_lines(receiver: &Receiver<Vec<u8>>) {
+    while let Ok(line) = receiver.recv() {
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         let mut out = io::stderr().lock();
         if dropped > 0 {
@@ -135,30 +136,30 @@ fn write_lines(received: &Receiver<Vec<u8>>) {
         }
         // A failure cannot be reported if standard error is closed.
         let _ = out.write_all(&line);
-        WAITING.fetch_sub(1, Ordering::Release);
+        UNWRITTEN.fetch_sub(1, Ordering::Release);
     }
 }
 
-struct Lines {
+struct LineWriters {
     lines: SyncSender<Vec<u8>>,
     format: LogFormat,
 }
 
-struct Line {
+struct LineWriter {
     lines: SyncSender<Vec<u8>>,
     format: LogFormat,
     bytes: Vec<u8>,
 }
 
-impl<'a> MakeWriter<'a> for Lines {
-    type Writer = Line;
+impl<'a> MakeWriter<'a> for LineWriters {
+    type Writer = LineWriter;
 
-    fn make_writer(&'a self) -> Line {
-        Line { lines: self.lines.clone(), format: self.format, bytes: Vec::new() }
+    fn make_writer(&'a self) -> LineWriter {
+        LineWriter { lines: self.lines.clone(), format: self.format, bytes: Vec::new() }
     }
 }
 
-impl Write for Line {
+impl Write for LineWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.bytes.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -169,23 +170,23 @@ impl Write for Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for LineWriter {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.bytes);
-        send(&self.lines, safe(bytes, self.format));
+        send(&self.lines, escape_unseen(bytes, self.format));
     }
 }
 
 /// Escapes characters of a log line that a terminal interprets or does not show. Control characters of the text
 /// format are not escaped, because they set colours. Texts of workers are already escaped.
-fn safe(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
-    let is_raw = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
+fn escape_unseen(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
+    let needs_escape = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);
     let body = whole.trim_end_matches('\n');
-    if !body.contains(is_raw) {
+    if !body.contains(needs_escape) {
         return line;
     }
-    let escape = |c: char| if is_raw(c) { c.escape_default().to_string() } else { c.to_string() };
+    let escape = |c: char| if needs_escape(c) { c.escape_default().to_string() } else { c.to_string() };
     let safe = match format {
         LogFormat::Json => text::escape_json(body),
         LogFormat::Text => body.chars().map(escape).collect(),
@@ -198,12 +199,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_have_no_unseen_characters_of_others() {
+    fn escapes_unseen_characters() {
         let plain = b"{\"a\":\"b\"}\n".to_vec();
-        assert_eq!(safe(plain.clone(), LogFormat::Json), plain);
+        assert_eq!(escape_unseen(plain.clone(), LogFormat::Json), plain);
         let hostile = "{\"a\":\"\u{9b}31m\u{7f}\u{202e}\"}\n".as_bytes().to_vec();
-        assert_eq!(safe(hostile, LogFormat::Json), b"{\"a\":\"\\u009b31m\\u007f\\u202e\"}\n");
+        assert_eq!(escape_unseen(hostile, LogFormat::Json), b"{\"a\":\"\\u009b31m\\u007f\\u202e\"}\n");
         let coloured = "\u{1b}[32m INFO\u{1b}[0m a\u{202e}b\n".as_bytes().to_vec();
-        assert_eq!(safe(coloured, LogFormat::Text), b"\x1b[32m INFO\x1b[0m a\\u{202e}b\n");
+        assert_eq!(escape_unseen(coloured, LogFormat::Text), b"\x1b[32m INFO\x1b[0m a\\u{202e}b\n");
     }
 }

@@ -2,80 +2,80 @@
 //! control plane itself are read here. This module never touches the data plane.
 
 mod families;
-mod itself;
+mod own_process;
 mod text;
 
 use bulkhead_api::Service;
 use bulkhead_policy::{BreakerState, BulkheadState, RestartCause, WORKER_STATES};
 use bulkhead_shared::{CrashReason, Priority, RejectReason};
 
-use super::process::Residents;
+use super::process::ResidentSizes;
 use bulkhead_config::OTHER_TENANTS;
+use bulkhead_plane::bulkhead_counters::{BOUNDS, Histogram, OUTCOMES};
 use bulkhead_plane::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
-use bulkhead_plane::tally::{BOUNDS, Histogram, OUTCOMES};
 
-use families::Numbers;
-use itself::Own;
+use families::SampleSource;
+use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
 /// Numbers of one moment.
-struct Moment<'m> {
+struct MetricInputs<'m> {
     scrape: &'m Scrape,
     reloads: ReloadCounts,
-    residents: &'m Residents,
+    resident_sizes: &'m ResidentSizes,
 }
 
 /// Renders all metrics as one page.
 pub(crate) fn render(
     scrape: &Scrape,
     reloads: ReloadCounts,
-    residents: &Residents,
+    resident_sizes: &ResidentSizes,
     format: Format,
 ) -> String {
     let mut page = Page::new(format);
-    write(&mut page, &Moment { scrape, reloads, residents });
+    write(&mut page, &MetricInputs { scrape, reloads, resident_sizes });
     page.finish()
 }
 
-fn write(page: &mut Page, now: &Moment<'_>) {
-    let own = Own::read();
+fn write(page: &mut Page, inputs: &MetricInputs<'_>) {
+    let own = OwnProcess::read();
     for family in families::ALL {
-        match family.numbers {
-            Numbers::Process(number) => {
+        match family.source {
+            SampleSource::Process(number) => {
                 if let Some(number) = own.as_ref().and_then(number) {
-                    page.family(&family.head);
+                    page.family(&family.info);
                     page.sample(&[], number);
                 }
                 continue;
             }
-            _ => page.family(&family.head),
+            _ => page.family(&family.info),
         }
-        for bulkhead in &now.scrape.bulkheads {
-            match family.numbers {
-                Numbers::Each(number) => page.sample(&[&bulkhead.name], number(bulkhead)),
-                Numbers::Maybe(number) => {
+        for bulkhead in &inputs.scrape.bulkheads {
+            match family.source {
+                SampleSource::Single(number) => page.sample(&[&bulkhead.name], number(bulkhead)),
+                SampleSource::Optional(number) => {
                     number(bulkhead).into_iter().for_each(|number| page.sample(&[&bulkhead.name], number));
                 }
-                Numbers::Of(write) => write(page, bulkhead),
-                Numbers::All(_) | Numbers::Process(_) => break,
+                SampleSource::Several(write) => write(page, bulkhead),
+                SampleSource::Global(_) | SampleSource::Process(_) => break,
             }
         }
-        if let Numbers::All(write) = family.numbers {
-            write(page, now);
+        if let SampleSource::Global(write) = family.source {
+            write(page, inputs);
         }
     }
 }
 
 fn write_submitted(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
-        page.sample(&[&of.name, priority.name()], of.tally.submitted[priority as usize]);
+        page.sample(&[&of.name, priority.name()], of.counters.submitted[priority as usize]);
     }
 }
 
 fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
-        let counts = OUTCOMES.into_iter().zip(of.tally.jobs[priority as usize]);
+        let counts = OUTCOMES.into_iter().zip(of.counters.jobs[priority as usize]);
         page.samples(&[&of.name, priority.name()], counts);
     }
 }
@@ -83,58 +83,59 @@ fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
 fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
         // `bulkhead_jobs` shows the number of rejected jobs from the start.
-        if priority != Priority::Normal && of.tally.submitted[priority as usize] == 0 {
+        if priority != Priority::Normal && of.counters.submitted[priority as usize] == 0 {
             continue;
         }
-        let rejected = &of.tally.rejected[priority as usize];
+        let rejected = &of.counters.rejected[priority as usize];
         let counts = RejectReason::ALL.into_iter().filter_map(|reason| {
-            let is_possible = of.possible.rejects(priority, reason);
-            told(is_possible, reason.name(), rejected[usize::from(reason.code())])
+            let is_possible = of.possible.can_reject(priority, reason);
+            named_if_possible(is_possible, reason.name(), rejected[usize::from(reason.code())])
         });
         page.samples(&[&of.name, priority.name()], counts);
     }
 }
 
 /// Returns the count, unless it is zero and cannot become anything else.
-fn told(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
-    possible(is_possible, count).map(|count| (name, count))
+fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
+    number_if_possible(is_possible, count).map(|count| (name, count))
 }
 
 fn write_crashed(page: &mut Page, of: &BulkheadNumbers) {
-    let counts = CrashReason::ALL.map(|reason| (reason.name(), of.tally.crashed[usize::from(reason.code())]));
+    let counts =
+        CrashReason::ALL.map(|reason| (reason.name(), of.counters.crashed[usize::from(reason.code())]));
     page.samples(&[&of.name], counts);
 }
 
-fn tenant_labels<'m>(now: &Moment<'m>) -> impl Iterator<Item = &'m str> {
-    now.scrape.labels.iter().map(String::as_str).chain([OTHER_TENANTS])
+fn tenant_labels<'m>(inputs: &MetricInputs<'m>) -> impl Iterator<Item = &'m str> {
+    inputs.scrape.labels.iter().map(String::as_str).chain([OTHER_TENANTS])
 }
 
-fn write_tenant_jobs(page: &mut Page, now: &Moment<'_>) {
-    for of in &now.scrape.bulkheads {
-        for (label, tenant) in tenant_labels(now).zip(&of.tally.tenants) {
+fn write_tenant_jobs(page: &mut Page, inputs: &MetricInputs<'_>) {
+    for of in &inputs.scrape.bulkheads {
+        for (label, tenant) in tenant_labels(inputs).zip(&of.counters.tenants) {
             page.samples(&[&of.name, label], OUTCOMES.into_iter().zip(tenant.jobs));
         }
     }
 }
 
-fn write_evicted(page: &mut Page, now: &Moment<'_>) {
-    for of in &now.scrape.bulkheads {
-        let is_possible = of.possible.evicts();
-        let evicted = of.tally.tenants.iter().map(|tenant| tenant.evicted);
-        let counts = tenant_labels(now).zip(evicted).filter(|(_, count)| is_possible || *count > 0);
+fn write_evicted(page: &mut Page, inputs: &MetricInputs<'_>) {
+    for of in &inputs.scrape.bulkheads {
+        let is_possible = of.possible.can_evict();
+        let evicted = of.counters.tenants.iter().map(|tenant| tenant.evicted);
+        let counts = tenant_labels(inputs).zip(evicted).filter(|(_, count)| is_possible || *count > 0);
         page.samples(&[&of.name], counts);
     }
 }
 
 fn write_fallback(page: &mut Page, of: &BulkheadNumbers) {
-    for tally in &of.tally.fallback {
-        page.samples(&[&of.name, &tally.target], OUTCOMES.into_iter().zip(tally.jobs));
+    for fallback in &of.counters.fallback {
+        page.samples(&[&of.name, &fallback.target], OUTCOMES.into_iter().zip(fallback.jobs));
     }
 }
 
 fn write_restarts(page: &mut Page, of: &BulkheadNumbers) {
     let counts = RestartCause::ALL.into_iter().filter_map(|cause| {
-        told(of.possible.restarts(cause), cause.name(), of.tally.restarts[cause as usize])
+        named_if_possible(of.possible.can_restart(cause), cause.name(), of.counters.restarts[cause as usize])
     });
     page.samples(&[&of.name], counts);
 }
@@ -142,21 +143,25 @@ fn write_restarts(page: &mut Page, of: &BulkheadNumbers) {
 fn write_transitions(page: &mut Page, of: &BulkheadNumbers) {
     for from in BreakerState::ALL {
         let counts = BreakerState::ALL.into_iter().filter_map(|to| {
-            told(of.possible.goes(from, to), to.name(), of.tally.breaker[from as usize][to as usize])
+            named_if_possible(
+                of.possible.can_change(from, to),
+                to.name(),
+                of.counters.breaker[from as usize][to as usize],
+            )
         });
         page.samples(&[&of.name, from.name()], counts);
     }
 }
 
-fn write_reloads(page: &mut Page, now: &Moment<'_>) {
-    page.sample(&["success"], now.reloads.succeeded);
-    page.sample(&["failure"], now.reloads.rejected);
+fn write_reloads(page: &mut Page, inputs: &MetricInputs<'_>) {
+    page.sample(&["success"], inputs.reloads.succeeded);
+    page.sample(&["failure"], inputs.reloads.rejected);
 }
 
 fn write_breaker(page: &mut Page, of: &BulkheadNumbers) {
-    let states = BreakerState::ALL
-        .into_iter()
-        .filter_map(|state| told(of.possible.is_state(state), state.name(), u64::from(state == of.breaker)));
+    let states = BreakerState::ALL.into_iter().filter_map(|state| {
+        named_if_possible(of.possible.can_be(state), state.name(), u64::from(state == of.breaker))
+    });
     page.samples(&[&of.name], states);
 }
 
@@ -171,23 +176,25 @@ fn write_service(page: &mut Page, of: &BulkheadNumbers) {
 fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     let count = |state| of.workers.iter().filter(|worker| worker.state == state).count() as u64;
     let is_lasting = |state| matches!(state, "ready" | "busy");
-    let counts = WORKER_STATES.into_iter().filter_map(|state| told(is_lasting(state), state, count(state)));
+    let counts = WORKER_STATES
+        .into_iter()
+        .filter_map(|state| named_if_possible(is_lasting(state), state, count(state)));
     page.samples(&[&of.name], counts);
 }
 
 /// Returns the number, unless it is zero and cannot become anything else.
-fn possible(is_possible: bool, number: u64) -> Option<u64> {
+fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }
 
 fn spares(of: &BulkheadNumbers) -> Option<u64> {
     let spares = of.workers.iter().filter(|worker| worker.is_ready_spare).count();
-    possible(of.possible.has_spares, spares as u64)
+    number_if_possible(of.possible.has_spares, spares as u64)
 }
 
-fn write_memory(page: &mut Page, now: &Moment<'_>) {
-    for of in &now.scrape.bulkheads {
-        for (slot, rss_bytes) in memory_by_slot(of, now.residents).into_iter().enumerate() {
+fn write_memory(page: &mut Page, inputs: &MetricInputs<'_>) {
+    for of in &inputs.scrape.bulkheads {
+        for (slot, rss_bytes) in memory_by_slot(of, inputs.resident_sizes).into_iter().enumerate() {
             page.sample(&[&of.name, &slot.to_string()], rss_bytes);
         }
     }
@@ -202,12 +209,12 @@ fn write_adaptive_changes(page: &mut Page, of: &BulkheadNumbers) {
 
 /// Returns the resident size of the current worker in each slot. Replaced workers and spares are not
 /// included.
-fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64> {
+fn memory_by_slot(bulkhead: &BulkheadNumbers, resident_sizes: &ResidentSizes) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();
     let mut memory = vec![0; slots as usize];
     for worker in current() {
-        if let Some(rss_bytes) = worker.pid.and_then(|pid| residents.bytes(pid)) {
+        if let Some(rss_bytes) = worker.pid.and_then(|pid| resident_sizes.bytes(pid)) {
             memory[worker.slot as usize] = rss_bytes;
         }
     }
@@ -241,7 +248,7 @@ mod tests {
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
 
     #[test]
-    fn every_family_is_told_once_and_in_order() {
+    fn writes_each_family_once_in_order() {
         let scrape = Scrape {
             clients: 0,
             buffered_bytes: 0,
@@ -250,34 +257,38 @@ mod tests {
             bulkheads: Vec::new(),
         };
         let mut page = Page::new(Format::OpenMetrics);
-        let residents = Residents::default();
+        let resident_sizes = ResidentSizes::default();
         write(
             &mut page,
-            &Moment { scrape: &scrape, reloads: ReloadCounts::default(), residents: &residents },
+            &MetricInputs {
+                scrape: &scrape,
+                reloads: ReloadCounts::default(),
+                resident_sizes: &resident_sizes,
+            },
         );
-        let names: Vec<&str> = ALL.iter().map(|family| family.head.name).collect();
+        let names: Vec<&str> = ALL.iter().map(|family| family.info.name).collect();
         assert_eq!(page.families, names);
-        let of_kind = |family: &&Family| family.head.kind == Kind::Counter;
-        assert!(ALL.iter().filter(of_kind).all(|family| !family.head.name.ends_with("_total")));
+        let of_kind = |family: &&Family| family.info.kind == Kind::Counter;
+        assert!(ALL.iter().filter(of_kind).all(|family| !family.info.name.ends_with("_total")));
         assert!(
-            ALL.iter().all(|family| family.head.help.ends_with('.')
-                && !family.head.help.contains(['\\', '"', '\n', '|']))
+            ALL.iter().all(|family| family.info.help.ends_with('.')
+                && !family.info.help.contains(['\\', '"', '\n', '|']))
         );
     }
 
     fn table() -> String {
         let mut table = String::from("| name | labels | |\n| --- | --- | --- |\n");
         for family in ALL {
-            let suffix = if family.head.kind == Kind::Counter { "_total" } else { "" };
-            let labels: Vec<String> = family.head.labels.iter().map(|label| format!("`{label}`")).collect();
-            let (name, kind, help) = (family.head.name, family.head.kind.name(), family.head.help);
+            let suffix = if family.info.kind == Kind::Counter { "_total" } else { "" };
+            let labels: Vec<String> = family.info.labels.iter().map(|label| format!("`{label}`")).collect();
+            let (name, kind, help) = (family.info.name, family.info.kind.name(), family.info.help);
             writeln!(table, "| `{name}{suffix}` | {} | {kind}: {help} |", labels.join(", ")).unwrap();
         }
         table
     }
 
     #[test]
-    fn the_documentation_names_every_metric() {
+    fn documentation_lists_all_metrics() {
         let docs = fs::read_to_string(DOCS).unwrap();
         let (marker, end) = ("<!-- metrics -->\n", "<!-- end -->");
         let start = docs.find(marker).expect("the table has its place") + marker.len();

@@ -29,8 +29,8 @@ const BYTES_PER_SECOND: usize = 960 * 1024;
 /// Maximum number of lines and bytes per second that are held back beyond the limits above, for each
 /// bulkhead. These are the last lines of the second. They are logged when the second or the process ends. All
 /// others are read, dropped and counted.
-const LAST_LINES_PER_SECOND: usize = 100;
-const LAST_BYTES_PER_SECOND: usize = 64 * 1024;
+const DELAYED_LINES_PER_SECOND: usize = 100;
+const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -46,22 +46,22 @@ const LAST_READS_MAX: usize = 16;
 
 /// Minimum number of process starts between two searches for ended processes. With many processes, the
 /// number is larger: one start for each `PROCESSES_FOR_EACH_START` processes that are being read from.
-const STARTS_BETWEEN_LOOKS: usize = 16;
+const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
 /// Output of all workers.
 #[derive(Debug, Default)]
 pub struct Output {
-    inner: Mutex<Inner>,
+    state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct State {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
     /// Processes whose pipes are being read.
-    speaking: HashMap<u32, Speaking>,
+    readers: HashMap<u32, ProcessReader>,
     /// Number of processes started since the last search for ended processes.
     starts: usize,
 }
@@ -69,34 +69,34 @@ struct Inner {
 /// A process whose pipes are being read. Reading stops some time after the process has ended, even if another
 /// process, such as the template that forked it, keeps the pipes open.
 #[derive(Debug)]
-struct Speaking {
+struct ProcessReader {
     /// Dropping this sender stops the reading. Each pipe has a receiver.
-    goes_on: watch::Sender<()>,
+    stop: watch::Sender<()>,
     /// True for a template. Its workers can write to its pipes after the template has ended.
     is_template: bool,
-    is_stderr_over: bool,
+    is_stderr_closed: bool,
     /// True if the process had ended at the last check.
-    is_gone: bool,
+    has_ended: bool,
 }
 
 #[derive(Debug, Default)]
 struct Lines {
-    kept: VecDeque<Arc<str>>,
+    lines: VecDeque<Arc<str>>,
     bytes: usize,
     /// Set only while there are followers, because the channel allocates room for many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
-    held_back: HeldBack,
+    delayed: DelayedLines,
     /// Number of held-back lines of this second that are already logged.
-    last_taken: usize,
+    delayed_logged: usize,
 }
 
 /// The last lines of a second with too many lines.
 #[derive(Debug, Default)]
-struct HeldBack {
-    lines: VecDeque<(Source, Box<[u8]>)>,
+struct DelayedLines {
+    lines: VecDeque<(LineSource, Box<[u8]>)>,
     bytes: usize,
     /// Number of lines dropped before these.
     dropped: u64,
@@ -104,28 +104,28 @@ struct HeldBack {
 
 /// Origin of a line.
 #[derive(Clone, Debug)]
-struct Source {
+struct LineSource {
     bulkhead: Arc<str>,
     pid: u32,
     stream: &'static str,
 }
 
 impl Output {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts reading the pipes of a worker.
     pub fn read(self: &Arc<Self>, output: WorkerOutput) {
         let WorkerOutput { bulkhead, pid, is_template, stdout, stderr } = output;
-        let goes_on = self.lock().begin(pid, is_template);
-        for (stream, fd, goes_on) in [("stdout", stdout, goes_on.clone()), ("stderr", stderr, goes_on)] {
-            let source = Source { bulkhead: bulkhead.clone(), pid, stream };
+        let stop = self.lock().register(pid, is_template);
+        for (stream, fd, stop) in [("stdout", stdout, stop.clone()), ("stderr", stderr, stop)] {
+            let source = LineSource { bulkhead: bulkhead.clone(), pid, stream };
             match Receiver::from_owned_fd(fd) {
-                Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe, goes_on))),
+                Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe, stop))),
                 Err(error) => {
                     tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}");
-                    self.lock().end(&source, &goes_on);
+                    self.lock().pipe_closed(&source, &stop);
                 }
             }
         }
@@ -136,19 +136,19 @@ impl Output {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
-    async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver, mut goes_on: watch::Receiver<()>) {
+    async fn read_pipe(self: Arc<Self>, source: LineSource, pipe: Receiver, mut stop: watch::Receiver<()>) {
         let mut partial = Vec::new();
         // The buffer is not held across await points, so that idle pipes need no memory.
         let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
             let count = pipe.try_read(&mut buffer)?;
-            self.take(&source, &buffer[..count], &mut partial);
+            self.split_lines(&source, &buffer[..count], &mut partial);
             Ok::<usize, std::io::Error>(count)
         };
         loop {
             tokio::select! {
                 biased;
-                _ = goes_on.changed() => {
+                _ = stop.changed() => {
                     let _ = (0..LAST_READS_MAX).all(|_| read_once().is_ok_and(|count| count > 0));
                     break;
                 }
@@ -165,18 +165,18 @@ impl Output {
         if !partial.is_empty() {
             self.line(&source, &partial);
         }
-        self.tell_held_back(&source.bulkhead);
-        self.lock().end(&source, &goes_on);
+        self.log_delayed_of(&source.bulkhead);
+        self.lock().pipe_closed(&source, &stop);
     }
 
     /// Returns true if more stderr output of the process may follow.
-    pub fn is_read_from(&self, pid: u32) -> bool {
-        self.lock().speaking.get(&pid).is_some_and(|speaking| !speaking.is_stderr_over)
+    pub fn has_open_stderr(&self, pid: u32) -> bool {
+        self.lock().readers.get(&pid).is_some_and(|readers| !readers.is_stderr_closed)
     }
 
-    fn take(self: &Arc<Self>, source: &Source, bytes: &[u8], partial: &mut Vec<u8>) {
+    fn split_lines(self: &Arc<Self>, source: &LineSource, bytes: &[u8], partial: &mut Vec<u8>) {
         if source.stream == "stderr" {
-            self.lock().keep_tail(source.pid, bytes);
+            self.lock().append_tail(source.pid, bytes);
         }
         let mut rest = bytes;
         while let Some(end) = rest.iter().position(|&b| b == b'\n') {
@@ -194,37 +194,37 @@ impl Output {
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
 
-    fn line(self: &Arc<Self>, source: &Source, bytes: &[u8]) {
-        let mut inner = self.lock();
-        let lines = inner.bulkheads.entry(source.bulkhead.clone()).or_default();
+    fn line(self: &Arc<Self>, source: &LineSource, bytes: &[u8]) {
+        let mut state = self.lock();
+        let lines = state.bulkheads.entry(source.bulkhead.clone()).or_default();
         let before = lines.begin_second();
-        if lines.may_take(bytes.len()) {
-            drop(inner);
-            self.log_held_back(&source.bulkhead, before);
+        if lines.is_within_limits(bytes.len()) {
+            drop(state);
+            self.log_delayed(&source.bulkhead, before);
             return self.log(source, bytes);
         }
-        let is_first = lines.held_back.dropped == 0 && lines.held_back.lines.is_empty();
-        lines.hold_back(source, bytes);
+        let is_first = lines.delayed.dropped == 0 && lines.delayed.lines.is_empty();
+        lines.delay(source, bytes);
         let left = lines.second.map_or(SECOND, |began| SECOND.saturating_sub(began.elapsed()));
-        drop(inner);
-        self.log_held_back(&source.bulkhead, before);
+        drop(state);
+        self.log_delayed(&source.bulkhead, before);
         if is_first {
             let (output, bulkhead) = (self.clone(), source.bulkhead.clone());
             tokio::spawn(async move {
                 tokio::time::sleep(left).await;
-                output.tell_held_back(&bulkhead);
+                output.log_delayed_of(&bulkhead);
             });
         }
     }
 
     /// Logs the held-back lines of a bulkhead and the number of dropped lines before them.
-    fn tell_held_back(&self, bulkhead: &Arc<str>) {
-        let held_back = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_held_back);
-        self.log_held_back(bulkhead, held_back.unwrap_or_default());
+    fn log_delayed_of(&self, bulkhead: &Arc<str>) {
+        let delayed = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_delayed);
+        self.log_delayed(bulkhead, delayed.unwrap_or_default());
     }
 
-    fn log_held_back(&self, bulkhead: &Arc<str>, held_back: HeldBack) {
-        let HeldBack { lines, dropped, .. } = held_back;
+    fn log_delayed(&self, bulkhead: &Arc<str>, delayed: DelayedLines) {
+        let DelayedLines { lines, dropped, .. } = delayed;
         if dropped > 0 {
             let object =
                 json!({ "at": rfc3339(SystemTime::now()), "bulkhead": &**bulkhead, "dropped": dropped });
@@ -238,7 +238,7 @@ impl Output {
         self.lock().bulkheads.entry(bulkhead.clone()).or_default().keep(line);
     }
 
-    fn log(&self, source: &Source, bytes: &[u8]) {
+    fn log(&self, source: &LineSource, bytes: &[u8]) {
         let mut text = String::from_utf8_lossy(&bytes[..bytes.len().min(LINE_BYTES_MAX)]).into_owned();
         if bytes.len() > LINE_BYTES_MAX {
             text.push_str(" [cut]");
@@ -248,7 +248,7 @@ impl Output {
             "stream": source.stream, "line": &text,
         });
         self.keep(&source.bulkhead, line(&object).into());
-        let Source { bulkhead, pid, stream } = source;
+        let LineSource { bulkhead, pid, stream } = source;
         if logging::is_json() {
             // JSON escapes control characters.
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{text}");
@@ -259,31 +259,32 @@ impl Output {
 
     /// Returns the kept lines of a bulkhead as JSON objects, and a receiver of later lines.
     pub fn follow(&self, bulkhead: &str, limit: usize) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
-        let mut inner = self.lock();
-        let lines = inner.bulkheads.entry(bulkhead.into()).or_default();
-        let skip = lines.kept.len().saturating_sub(limit);
+        let mut state = self.lock();
+        let lines = state.bulkheads.entry(bulkhead.into()).or_default();
+        let skip = lines.lines.len().saturating_sub(limit);
         let live = lines.live.get_or_insert_with(|| broadcast::channel(512).0);
-        (lines.kept.iter().skip(skip).cloned().collect(), live.subscribe())
+        (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
     /// Returns the last stderr output of a process.
     pub fn tail(&self, pid: u32) -> Option<String> {
-        let inner = self.lock();
-        let bytes: Vec<u8> = inner.tails.get(&pid)?.iter().copied().collect();
+        let state = self.lock();
+        let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 }
 
-impl Inner {
+impl State {
     /// Registers a process, and clears the stderr tail of an earlier process with the same pid.
-    fn begin(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
+    fn register(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
-        if self.starts > STARTS_BETWEEN_LOOKS.max(self.speaking.len() / PROCESSES_FOR_EACH_START) {
+        if self.starts > STARTS_BETWEEN_CHECKS.max(self.readers.len() / PROCESSES_FOR_EACH_START) {
             self.starts = 0;
-            self.look_who_has_ended();
+            self.stop_reading_ended_processes();
         }
-        let (goes_on, until) = watch::channel(());
-        self.speaking.insert(pid, Speaking { goes_on, is_template, is_stderr_over: false, is_gone: false });
+        let (stop, until) = watch::channel(());
+        self.readers
+            .insert(pid, ProcessReader { stop, is_template, is_stderr_closed: false, has_ended: false });
         if let Some(tail) = self.tails.get_mut(&pid) {
             tail.clear();
         }
@@ -292,29 +293,29 @@ impl Inner {
 
     /// Stops reading from processes that had already ended at the previous check. The extra round allows
     /// descendants to write their last output.
-    fn look_who_has_ended(&mut self) {
-        self.speaking.retain(|pid, speaking| {
+    fn stop_reading_ended_processes(&mut self) {
+        self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);
-            let is_gone = number.is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH));
-            let was_gone = std::mem::replace(&mut speaking.is_gone, is_gone);
-            !(is_gone && was_gone) || speaking.is_template
+            let has_ended = number.is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH));
+            let had_ended = std::mem::replace(&mut readers.has_ended, has_ended);
+            !(has_ended && had_ended) || readers.is_template
         });
     }
 
     /// Handles the end of one pipe.
-    fn end(&mut self, source: &Source, goes_on: &watch::Receiver<()>) {
+    fn pipe_closed(&mut self, source: &LineSource, stop: &watch::Receiver<()>) {
         // The pid may belong to another process by now.
-        let of = |speaking: &&mut Speaking| speaking.goes_on.subscribe().same_channel(goes_on);
-        if let Some(speaking) = self.speaking.get_mut(&source.pid).filter(of) {
-            speaking.is_stderr_over |= source.stream == "stderr";
+        let of = |readers: &&mut ProcessReader| readers.stop.subscribe().same_channel(stop);
+        if let Some(readers) = self.readers.get_mut(&source.pid).filter(of) {
+            readers.is_stderr_closed |= source.stream == "stderr";
             // This was the last pipe.
-            if speaking.goes_on.receiver_count() == 1 {
-                self.speaking.remove(&source.pid);
+            if readers.stop.receiver_count() == 1 {
+                self.readers.remove(&source.pid);
             }
         }
     }
 
-    fn keep_tail(&mut self, pid: u32, bytes: &[u8]) {
+    fn append_tail(&mut self, pid: u32, bytes: &[u8]) {
         if !self.tails.contains_key(&pid) {
             self.tails_order.push_back(pid);
             if self.tails_order.len() > TAILS_MAX
@@ -332,38 +333,40 @@ impl Inner {
 
 impl Lines {
     /// Returns the lines held back in the previous second, if that second has ended.
-    fn begin_second(&mut self) -> HeldBack {
+    fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
-            return HeldBack::default();
+            return DelayedLines::default();
         }
-        let held_back = self.take_held_back();
+        let delayed = self.take_delayed();
         self.second = Some(now);
-        (self.lines_this_second, self.bytes_this_second, self.last_taken) = (0, 0, 0);
-        held_back
+        (self.lines_this_second, self.bytes_this_second, self.delayed_logged) = (0, 0, 0);
+        delayed
     }
 
-    fn take_held_back(&mut self) -> HeldBack {
-        let held_back = std::mem::take(&mut self.held_back);
-        self.last_taken += held_back.lines.len();
-        held_back
+    fn take_delayed(&mut self) -> DelayedLines {
+        let delayed = std::mem::take(&mut self.delayed);
+        self.delayed_logged += delayed.lines.len();
+        delayed
     }
 
     /// Holds back a line. Drops the oldest held-back lines beyond the limits.
-    fn hold_back(&mut self, source: &Source, bytes: &[u8]) {
+    fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
         // One byte beyond the limit marks the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
-        let HeldBack { lines, bytes: held_bytes, dropped } = &mut self.held_back;
+        let DelayedLines { lines, bytes: held_bytes, dropped } = &mut self.delayed;
         lines.push_back((source.clone(), bytes.into()));
         *held_bytes += bytes.len();
-        while lines.len() + self.last_taken > LAST_LINES_PER_SECOND || *held_bytes > LAST_BYTES_PER_SECOND {
+        while lines.len() + self.delayed_logged > DELAYED_LINES_PER_SECOND
+            || *held_bytes > DELAYED_BYTES_PER_SECOND
+        {
             let Some((_, first)) = lines.pop_front() else { break };
             *held_bytes -= first.len();
             *dropped += 1;
         }
     }
 
-    fn may_take(&mut self, bytes: usize) -> bool {
+    fn is_within_limits(&mut self, bytes: usize) -> bool {
         self.lines_this_second = self.lines_this_second.saturating_add(1);
         self.bytes_this_second = self.bytes_this_second.saturating_add(bytes);
         self.lines_this_second <= LINES_PER_SECOND && self.bytes_this_second <= BYTES_PER_SECOND
@@ -371,9 +374,9 @@ impl Lines {
 
     fn keep(&mut self, line: Arc<str>) {
         self.bytes += line.len();
-        self.kept.push_back(line.clone());
-        while self.kept.len() > LINES_MAX || self.bytes > LINES_BYTES_MAX {
-            let Some(oldest) = self.kept.pop_front() else { break };
+        self.lines.push_back(line.clone());
+        while self.lines.len() > LINES_MAX || self.bytes > LINES_BYTES_MAX {
+            let Some(oldest) = self.lines.pop_front() else { break };
             self.bytes -= oldest.len();
         }
         if self.live.as_ref().is_some_and(|live| live.send(line).is_err()) {

@@ -7,37 +7,37 @@ use std::time::{Duration, Instant};
 use bulkhead_linux::process_tree::read_small;
 
 /// Maximum age of a cached value for metrics.
-const FRESH: Duration = Duration::from_secs(1);
+const CACHE_AGE_MAX: Duration = Duration::from_secs(1);
 
 /// Cache of the resident sizes of processes. Each process is read at most once per second.
 #[derive(Debug, Default)]
-pub struct Residents(Mutex<Looks>);
+pub struct ResidentSizes(Mutex<Cache>);
 
 #[derive(Debug, Default)]
-struct Looks {
-    began: Option<Instant>,
-    found: HashMap<u32, u64>,
+struct Cache {
+    started_at: Option<Instant>,
+    bytes_by_pid: HashMap<u32, u64>,
 }
 
-impl Residents {
+impl ResidentSizes {
     /// Returns the resident size of a process in bytes; `None` if the process is gone.
     pub fn bytes(&self, pid: u32) -> Option<u64> {
-        let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if looks.began.is_none_or(|began| began.elapsed() >= FRESH) {
-            *looks = Looks { began: Some(Instant::now()), found: HashMap::new() };
+        let mut cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if cache.started_at.is_none_or(|started_at| started_at.elapsed() >= CACHE_AGE_MAX) {
+            *cache = Cache { started_at: Some(Instant::now()), bytes_by_pid: HashMap::new() };
         }
-        if let Some(bytes) = looks.found.get(&pid) {
+        if let Some(bytes) = cache.bytes_by_pid.get(&pid) {
             return Some(*bytes);
         }
         let bytes = resident_bytes(pid)?;
-        looks.found.insert(pid, bytes);
+        cache.bytes_by_pid.insert(pid, bytes);
         Some(bytes)
     }
 }
 
 /// Returns the peak resident size of a process in bytes, and its processor time in milliseconds, including
 /// waited-for children; `None` if the process is gone.
-pub fn work(pid: u32) -> Option<(u64, u64)> {
+pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
     let status = read_small(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.trim().split(' ').next()?.parse().ok()?;

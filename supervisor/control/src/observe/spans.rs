@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use bulkhead_api::millis;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::span::{JobSpan, SpanSender};
-use bulkhead_plane::threads::Fate;
+use bulkhead_plane::threads::ThreadMonitor;
 use export::Export;
 use otlp::Collector;
 
@@ -23,11 +23,11 @@ use otlp::Collector;
 const SPANS_MAX: usize = 4096;
 
 /// Minimum interval between two warnings about lost spans.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time limit at shutdown for the thread. The thread itself gives up earlier (`FINISH_WITHIN`) if it is
+/// Time limit at shutdown for the thread. The thread itself gives up earlier (`EXPORT_FINISH_TIMEOUT`) if it is
 /// scheduled.
-const SETTLE_WITHIN: Duration = Duration::from_secs(3);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The running thread.
 #[derive(Debug)]
@@ -36,16 +36,19 @@ pub struct SpanThread(blocking::Receiver<()>);
 impl SpanThread {
     /// Waits, within a time limit, until all spans are written and sent. Call this after all senders are
     /// dropped.
-    pub fn settle(self) {
+    pub fn finish(self) {
         // The channel closes when the thread ends.
-        let _ = self.0.recv_timeout(SETTLE_WITHIN);
-        super::logging::settle();
+        let _ = self.0.recv_timeout(FINISH_TIMEOUT);
+        super::logging::finish();
     }
 }
 
 /// Starts the thread if spans are needed: for the log, according to its level for `bulkhead::job`, or for a
 /// collector, according to the environment.
-pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
+pub fn start(
+    counters: Arc<SharedCounters>,
+    threads: &ThreadMonitor,
+) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
         tracing::warn!("spans of jobs are not sent anywhere: {error}");
@@ -58,41 +61,41 @@ pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(Span
     let (sender, spans) = mpsc::channel(SPANS_MAX);
     let (alive, ended) = blocking::channel::<()>();
     let run = move || {
-        runtime.block_on(take_spans(spans, is_logged, collector, &pulse));
+        runtime.block_on(handle_spans(spans, is_logged, collector, &counters));
         drop(alive);
         // A thread may still resolve the collector's address, which cannot be interrupted.
         runtime.shutdown_background();
     };
-    fate.spawn("spans", run)?;
+    threads.spawn("spans", run)?;
     Ok(Some((sender, SpanThread(ended))))
 }
 
-async fn take_spans(
+async fn handle_spans(
     mut spans: mpsc::Receiver<Box<JobSpan>>,
     is_logged: bool,
     collector: Option<Collector>,
-    pulse: &SharedCounters,
+    counters: &SharedCounters,
 ) {
     let mut export = collector.map(Export::new);
-    let mut losses = Losses::default();
+    let mut losses = LossReports::default();
     loop {
         tokio::select! {
             span = spans.recv() => match span {
-                Some(span) => take(span, is_logged, export.as_mut()),
+                Some(span) => handle_span(span, is_logged, export.as_mut()),
                 None => break,
             },
             () = step(export.as_mut()) => {}
-            () = tokio::time::sleep(TELL_AGAIN_AFTER) => {}
+            () = tokio::time::sleep(LOSS_REPORT_INTERVAL) => {}
         }
-        losses.tell(pulse, export.as_ref(), false);
+        losses.report(counters, export.as_ref(), false);
     }
     if let Some(export) = &mut export {
         export.finish().await;
     }
-    losses.tell(pulse, export.as_ref(), true);
+    losses.report(counters, export.as_ref(), true);
 }
 
-fn take(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>) {
+fn handle_span(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>) {
     if is_logged {
         log(&span);
     }
@@ -111,35 +114,35 @@ async fn step(export: Option<&mut Export>) {
 
 /// Number of lost spans that were reported, and the time of the last report.
 #[derive(Default)]
-struct Losses {
-    told: u64,
-    told_at: Option<Instant>,
+struct LossReports {
+    reported: u64,
+    reported_at: Option<Instant>,
 }
 
-impl Losses {
-    fn tell(&mut self, pulse: &SharedCounters, export: Option<&Export>, is_last: bool) {
+impl LossReports {
+    fn report(&mut self, counters: &SharedCounters, export: Option<&Export>, is_last: bool) {
         let unsent = export.map_or(0, Export::lost);
-        let lost = pulse.spans_dropped.load(Ordering::Relaxed) + unsent;
-        let is_due = is_last || self.told_at.is_none_or(|at| at.elapsed() >= TELL_AGAIN_AFTER);
-        if lost > self.told && is_due {
+        let lost = counters.spans_dropped.load(Ordering::Relaxed) + unsent;
+        let is_due = is_last || self.reported_at.is_none_or(|at| at.elapsed() >= LOSS_REPORT_INTERVAL);
+        if lost > self.reported && is_due {
             tracing::warn!(
                 "{} spans of jobs were lost: too many at once, or the collector does not take them",
-                lost - self.told
+                lost - self.reported
             );
-            self.told = lost;
-            self.told_at = Some(Instant::now());
+            self.reported = lost;
+            self.reported_at = Some(Instant::now());
         }
     }
 }
 
 /// Logs a span in one line, with the fields that are sent to a collector.
 fn log(span: &JobSpan) {
-    let end = &span.end;
+    let outcome = &span.outcome;
     tracing::debug!(
         target: "bulkhead::job",
-        trace_id = span.given.trace_id(),
+        trace_id = span.parent.trace_id(),
         span_id = span.own.span_id(),
-        parent_span_id = span.given.span_id(),
+        parent_span_id = span.parent.span_id(),
         name = otlp::name(span),
         kind = "server",
         start_time = %humantime::format_rfc3339_micros(span.began),
@@ -148,15 +151,15 @@ fn log(span: &JobSpan) {
         operation = &*span.operation,
         tenant = &*span.tenant,
         priority = span.priority.name(),
-        outcome = end.outcome,
-        reason = end.reason.as_deref(),
-        executed = end.executed.name(),
-        job = end.job.map(|job| job.to_string()),
-        served_by = &*end.served_by,
-        attempts = end.attempts,
-        queued_ms = millis(end.queued),
-        ran_ms = millis(end.ran),
-        worker_pid = end.worker_pid,
+        outcome = outcome.outcome,
+        reason = outcome.reason.as_deref(),
+        executed = outcome.executed.name(),
+        job = outcome.job.map(|job| job.to_string()),
+        served_by = &*outcome.served_by,
+        attempts = outcome.attempts,
+        queued_ms = millis(outcome.queued),
+        ran_ms = millis(outcome.ran),
+        worker_pid = outcome.worker_pid,
         payload_bytes = span.payload_bytes,
         "span"
     );

@@ -3,119 +3,119 @@
 
 use bulkhead_plane::scrape::BulkheadNumbers;
 
-use super::itself::Own;
-use super::text::{Head, Kind, Page};
-use super::{Moment, write_histogram};
+use super::own_process::OwnProcess;
+use super::text::{FamilyInfo, Kind, Page};
+use super::{MetricInputs, write_histogram};
 
 /// A metric with all its label values.
 #[derive(Debug)]
 pub(super) struct Family {
-    pub(super) head: Head,
-    pub(super) numbers: Numbers,
+    pub(super) info: FamilyInfo,
+    pub(super) source: SampleSource,
 }
 
 /// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Numbers {
+pub(super) enum SampleSource {
     /// A sample for each bulkhead.
-    Each(fn(&BulkheadNumbers) -> u64),
+    Single(fn(&BulkheadNumbers) -> u64),
     /// A sample for some of the bulkheads.
-    Maybe(fn(&BulkheadNumbers) -> Option<u64>),
+    Optional(fn(&BulkheadNumbers) -> Option<u64>),
     /// Several samples for each bulkhead.
-    Of(fn(&mut Page, &BulkheadNumbers)),
+    Several(fn(&mut Page, &BulkheadNumbers)),
     /// Samples of the supervisor.
-    All(fn(&mut Page, &Moment<'_>)),
+    Global(fn(&mut Page, &MetricInputs<'_>)),
     /// A sample from `/proc` about the supervisor's process, if available.
-    Process(fn(&Own) -> Option<f64>),
+    Process(fn(&OwnProcess) -> Option<f64>),
 }
 
 /// Declares the families, one row each: kind, name, labels, source and help text.
 macro_rules! families {
-    ($($kind:ident $name:literal [$($label:literal),*] $numbers:ident $from:expr, $help:literal;)*) => {
+    ($($kind:ident $name:literal [$($label:literal),*] $source:ident $from:expr, $help:literal;)*) => {
         /// All families, in the order of the output.
         pub(super) static ALL: &[Family] = &[$(Family {
-            head: Head { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
-            numbers: Numbers::$numbers($from),
+            info: FamilyInfo { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
+            source: SampleSource::$source($from),
         },)*];
     };
 }
 
 families! {
-    Counter "bulkhead_submitted" ["bulkhead", "priority"] Of super::write_submitted,
+    Counter "bulkhead_submitted" ["bulkhead", "priority"] Several super::write_submitted,
         "Submitted jobs, with any outcome.";
-    Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Of super::write_jobs,
+    Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Several super::write_jobs,
         "Jobs by outcome, with rejected jobs. A job counts in the bulkhead to which the client sent the job.";
-    Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Of super::write_rejected,
+    Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Several super::write_rejected,
         "Rejected and evicted jobs by reason. For best-effort and critical, the series begin with the first such job.";
-    Counter "bulkhead_crashed" ["bulkhead", "reason"] Of super::write_crashed,
+    Counter "bulkhead_crashed" ["bulkhead", "reason"] Several super::write_crashed,
         "Jobs whose worker or program died, by reason.";
-    Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"] All super::write_tenant_jobs,
+    Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"] Global super::write_tenant_jobs,
         "Jobs by tenant and outcome. Tenants without a label, and jobs without a tenant, count as _other.";
-    Counter "bulkhead_evicted" ["bulkhead", "tenant"] All super::write_evicted,
+    Counter "bulkhead_evicted" ["bulkhead", "tenant"] Global super::write_evicted,
         "Jobs evicted from a full queue by a newer job. A job counts in the bulkhead where the job was queued.";
-    Counter "bulkhead_fallback" ["bulkhead", "target", "outcome"] Of super::write_fallback,
+    Counter "bulkhead_fallback" ["bulkhead", "target", "outcome"] Several super::write_fallback,
         "Jobs forwarded to a fallback, by the outcome there.";
-    Counter "bulkhead_retries" ["bulkhead"] Each |of| of.tally.retries,
+    Counter "bulkhead_retries" ["bulkhead"] Single |of| of.counters.retries,
         "Jobs dispatched to another worker because the first worker died.";
-    Counter "bulkhead_worker_restarts" ["bulkhead", "cause"] Of super::write_restarts,
+    Counter "bulkhead_worker_restarts" ["bulkhead", "cause"] Several super::write_restarts,
         "Workers that followed another worker, by how the previous worker ended.";
-    Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"] Of super::write_transitions,
+    Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"] Several super::write_transitions,
         "State changes of the breaker.";
-    Counter "bulkhead_late_replies" ["bulkhead"] Each |of| of.tally.late_replies,
+    Counter "bulkhead_late_replies" ["bulkhead"] Single |of| of.counters.late_replies,
         "Replies of workers to jobs that were already answered or that the worker never had.";
-    Counter "bulkhead_config_reloads" ["result"] All super::write_reloads,
+    Counter "bulkhead_config_reloads" ["result"] Global super::write_reloads,
         "Attempts to reload the configuration, by result.";
-    Gauge "bulkhead_active_calls" ["bulkhead"] Each |of| of.active,
+    Gauge "bulkhead_active_calls" ["bulkhead"] Single |of| of.active,
         "Jobs that a worker has and for which a client waits.";
-    Gauge "bulkhead_limit" ["bulkhead"] Each |of| of.limit,
+    Gauge "bulkhead_limit" ["bulkhead"] Single |of| of.limit,
         "Maximum number of concurrent jobs now: max_in_flight for each ready worker, at most the adaptive limit.";
-    Gauge "bulkhead_adaptive_limit" ["bulkhead"] Maybe |of| Some(of.adaptive.as_ref()?.limit),
+    Gauge "bulkhead_adaptive_limit" ["bulkhead"] Optional |of| Some(of.adaptive.as_ref()?.limit),
         "Adaptive limit; with mode = monitor, the limit that would apply. Absent without an adaptive limit.";
-    Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Of super::write_adaptive_changes,
+    Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Several super::write_adaptive_changes,
         "Increases (up) and decreases (down) of the adaptive limit. Absent without an adaptive limit.";
-    Gauge "bulkhead_queue_length" ["bulkhead"] Each |of| of.queued,
+    Gauge "bulkhead_queue_length" ["bulkhead"] Single |of| of.queued,
         "Queued jobs.";
-    Gauge "bulkhead_queue_capacity" ["bulkhead"] Each |of| of.queue_capacity,
+    Gauge "bulkhead_queue_capacity" ["bulkhead"] Single |of| of.queue_capacity,
         "Maximum number of queued jobs. With isolated tenants: the sum over all tenants with workers.";
-    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Maybe |of| super::possible(of.possible.has_fallback, of.tally.elsewhere),
+    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_fallback, of.counters.elsewhere),
         "Jobs that a fallback has now and whose outcome will count here. Absent without a fallback.";
-    Gauge "bulkhead_jobs_guests" ["bulkhead"] Maybe |of| super::possible(of.possible.has_guests, of.tally.guests),
+    Gauge "bulkhead_jobs_guests" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_guests, of.counters.guests),
         "Jobs that are active or queued here as a fallback and count elsewhere. Absent if this bulkhead is no fallback.";
-    Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Of super::write_breaker,
+    Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Several super::write_breaker,
         "1 for the state of the breaker, 0 for all other possible states. With several breakers: the most severe state.";
-    Gauge "bulkhead_state" ["bulkhead", "state"] Of super::write_state,
+    Gauge "bulkhead_state" ["bulkhead", "state"] Several super::write_state,
         "1 for the state of the workers (starting, ready, degraded, failed, draining), 0 for the others.";
-    Gauge "bulkhead_service" ["bulkhead", "state"] Of super::write_service,
+    Gauge "bulkhead_service" ["bulkhead", "state"] Several super::write_service,
         "1 for the service state (ok, degraded, failing: by the outcomes of the last minute), 0 for the others.";
-    Gauge "bulkhead_workers" ["bulkhead", "state"] Of super::write_workers,
+    Gauge "bulkhead_workers" ["bulkhead", "state"] Several super::write_workers,
         "Worker processes by state. States other than ready and busy are present only while a worker is in that state.";
-    Gauge "bulkhead_spares" ["bulkhead"] Maybe super::spares,
+    Gauge "bulkhead_spares" ["bulkhead"] Optional super::spares,
         "Spares that are ready to take over; also counted in bulkhead_workers. Absent without spares.";
-    Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] All super::write_memory,
+    Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] Global super::write_memory,
         "Resident memory of the worker in a slot, in bytes; 0 without a worker.";
-    Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Maybe |of| of.memory_limit,
+    Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Optional |of| of.memory_limit,
         "Memory limit of a worker: the lower of cgroup.memory and recycle.rss, in bytes. Absent without either.";
-    Gauge "bulkhead_clients" [] All |page, now| page.sample(&[], now.scrape.clients),
+    Gauge "bulkhead_clients" [] Global |page, inputs| page.sample(&[], inputs.scrape.clients),
         "Connections to the jobs socket.";
-    Gauge "bulkhead_buffered_bytes" [] All |page, now| page.sample(&[], now.scrape.buffered_bytes),
+    Gauge "bulkhead_buffered_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.buffered_bytes),
         "Total size of waiting payloads, names and records, in bytes. At max_buffered, jobs are rejected as overloaded.";
-    Gauge "bulkhead_memory_file_bytes" [] All |page, now| page.sample(&[], now.scrape.memory_file_bytes),
+    Gauge "bulkhead_memory_file_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.memory_file_bytes),
         "Total size of memory files for large payloads and results, in use and idle, in bytes; at most max_pooled.";
-    Gauge "bulkhead_build_info" ["version"] All |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
+    Gauge "bulkhead_build_info" ["version"] Global |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
         "Always 1; the version is in the label.";
-    Gauge "bulkhead_config_last_reload_successful" [] All |page, now| page.sample(&[], u8::from(now.reloads.was_successful)),
+    Gauge "bulkhead_config_last_reload_successful" [] Global |page, inputs| page.sample(&[], u8::from(inputs.reloads.was_successful)),
         "1 if the last configuration that was read is in force.";
-    Histogram "bulkhead_queue_wait_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.queue_wait),
+    Histogram "bulkhead_queue_wait_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.queue_wait),
         "Time that accepted jobs waited, including jobs that never ran.";
-    Histogram "bulkhead_execution_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.execution),
+    Histogram "bulkhead_execution_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.execution),
         "Time that workers had a job until the answer, summed over all attempts.";
-    Histogram "bulkhead_job_duration_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.duration),
+    Histogram "bulkhead_job_duration_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.duration),
         "Time from the arrival of an accepted job to the answer.";
     Counter "process_cpu_seconds" [] Process |own| Some(own.cpu_seconds),
         "CPU time of the supervisor process, in seconds.";
-    Gauge "process_open_fds" [] Process |_| Own::open_fds(),
+    Gauge "process_open_fds" [] Process |_| OwnProcess::open_fds(),
         "Open file descriptors of the supervisor process.";
-    Gauge "process_max_fds" [] Process |_| Own::max_fds(),
+    Gauge "process_max_fds" [] Process |_| OwnProcess::max_fds(),
         "Maximum number of open file descriptors of the supervisor process.";
     Gauge "process_virtual_memory_bytes" [] Process |own| Some(own.virtual_bytes),
         "Virtual memory of the supervisor process, in bytes.";
@@ -123,6 +123,6 @@ families! {
         "Resident memory of the supervisor process, in bytes.";
     Gauge "process_threads" [] Process |own| Some(own.threads),
         "Threads of the supervisor process.";
-    Gauge "process_start_time_seconds" [] Process Own::start_time,
+    Gauge "process_start_time_seconds" [] Process OwnProcess::start_time,
         "Start time of the supervisor process, in seconds since 1970.";
 }

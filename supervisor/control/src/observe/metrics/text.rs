@@ -23,10 +23,10 @@ impl Format {
 
     /// Selects the format with the highest weight in an `Accept` header; between equal weights, the first.
     /// Defaults to OpenMetrics.
-    pub(crate) fn asked(accept: &str) -> Self {
+    pub(crate) fn from_accept(accept: &str) -> Self {
         let mut best = None;
         for range in accept.split(',') {
-            let Some((format, weight)) = Self::of_range(range) else { continue };
+            let Some((format, weight)) = Self::from_media_range(range) else { continue };
             if weight > 0.0 && best.is_none_or(|(_, most)| weight > most) {
                 best = Some((format, weight));
             }
@@ -35,7 +35,7 @@ impl Format {
     }
 
     /// Parses one media range with its parameters; `None` if it matches neither format.
-    fn of_range(range: &str) -> Option<(Self, f64)> {
+    fn from_media_range(range: &str) -> Option<(Self, f64)> {
         let mut parts = range.split(';').map(str::trim);
         let kind = parts.next()?.to_ascii_lowercase();
         let (mut version, mut weight) = (None, 1.0);
@@ -67,7 +67,7 @@ vocabulary! {
 
 /// Metadata of a family.
 #[derive(Debug)]
-pub(super) struct Head {
+pub(super) struct FamilyInfo {
     /// Name without `_total`.
     pub(super) name: &'static str,
     pub(super) kind: Kind,
@@ -82,7 +82,7 @@ const PAGE_BYTES: usize = 256 * 1024;
 pub(super) struct Page {
     format: Format,
     text: String,
-    family: Option<&'static Head>,
+    family: Option<&'static FamilyInfo>,
     /// Buffer for the common prefix of a group of lines, kept to reuse its allocation.
     common: String,
     #[cfg(test)]
@@ -102,14 +102,14 @@ impl Page {
     }
 
     /// Begins a family. The following samples belong to it.
-    pub(super) fn family(&mut self, family: &'static Head) {
+    pub(super) fn family(&mut self, family: &'static FamilyInfo) {
         #[cfg(test)]
         self.families.push(family.name);
         let suffix = match (self.format, family.kind) {
             (Format::Classic, Kind::Counter) => "_total",
             _ => "",
         };
-        let Head { name, kind, help, .. } = family;
+        let FamilyInfo { name, kind, help, .. } = family;
         self.write(format_args!("# HELP {name}{suffix} {help}\n"));
         self.write(format_args!("# TYPE {name}{suffix} {}\n", kind.name()));
         self.family = Some(family);
@@ -122,7 +122,7 @@ impl Page {
 
     /// Writes samples of a counter or a gauge that differ only in the last label.
     pub(super) fn samples<'v>(&mut self, values: &[&str], lasts: impl IntoIterator<Item = (&'v str, u64)>) {
-        let Some(Head { labels: [.., label], .. }) = self.family else { return };
+        let Some(FamilyInfo { labels: [.., label], .. }) = self.family else { return };
         self.lines(self.suffix(), values, label, lasts);
     }
 
@@ -134,7 +134,7 @@ impl Page {
     /// Returns the suffix of sample names in the current family.
     fn suffix(&self) -> &'static str {
         match self.family {
-            Some(Head { kind: Kind::Counter, .. }) => "_total",
+            Some(FamilyInfo { kind: Kind::Counter, .. }) => "_total",
             _ => "",
         }
     }
@@ -187,7 +187,7 @@ impl Page {
 }
 
 /// Writes the name of a sample and its first labels, without the closing brace.
-fn begin(text: &mut String, family: &Head, suffix: &str, values: &[&str]) {
+fn begin(text: &mut String, family: &FamilyInfo, suffix: &str, values: &[&str]) {
     text.push_str(family.name);
     text.push_str(suffix);
     let mut before = '{';
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_scraper_decides() {
+    fn selects_format_by_accept_header() {
         let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
                           application/openmetrics-text;version=0.0.1;q=0.5,\
                           text/plain;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
@@ -237,7 +237,7 @@ mod tests {
             "text/plain;version=9, */*",
             "text/plain;q=x",
         ] {
-            assert_eq!(Format::asked(accept), Format::OpenMetrics, "{accept}");
+            assert_eq!(Format::from_accept(accept), Format::OpenMetrics, "{accept}");
         }
         for accept in [
             "text/plain",
@@ -246,13 +246,14 @@ mod tests {
             "application/openmetrics-text;version=2.0.0,text/plain;q=0.5",
             "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
         ] {
-            assert_eq!(Format::asked(accept), Format::Classic, "{accept}");
+            assert_eq!(Format::from_accept(accept), Format::Classic, "{accept}");
         }
     }
 
     #[test]
-    fn hostile_values_stay_values() {
-        static FAMILY: Head = Head { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
+    fn escapes_hostile_label_values() {
+        static FAMILY: FamilyInfo =
+            FamilyInfo { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
         for format in [Format::OpenMetrics, Format::Classic] {
             let mut page = Page::new(format);
             page.family(&FAMILY);

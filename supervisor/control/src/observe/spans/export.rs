@@ -16,17 +16,17 @@ use bulkhead_plane::span::JobSpan;
 const BATCH_SPANS: usize = 512;
 
 /// Maximum number of spans in the queue. Further spans are dropped and counted.
-const WAITING_MAX: usize = 4096;
+const QUEUED_SPANS_MAX: usize = 4096;
 
 /// Maximum time for which a span waits for others before a message is sent.
-const BATCH_WITHIN: Duration = Duration::from_secs(1);
+const BATCH_DELAY_MAX: Duration = Duration::from_secs(1);
 
 /// Pause after a failure. It doubles with each consecutive failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Time limit at shutdown for sending the remaining spans.
-const FINISH_WITHIN: Duration = Duration::from_secs(1);
+const EXPORT_FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A message and its number of spans.
 struct Batch {
@@ -36,14 +36,14 @@ struct Batch {
 
 pub(super) struct Export {
     collector: Arc<Collector>,
-    waiting: VecDeque<Box<JobSpan>>,
+    queued_spans: VecDeque<Box<JobSpan>>,
     /// Arrival time of the oldest waiting span.
     oldest_at: Instant,
     /// Encoded spans that the collector has not accepted yet.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
     /// Earliest time of the next attempt after a failure.
-    again_at: Instant,
+    retry_at: Instant,
     /// Pause after the next failure.
     pause: Duration,
     lost: u64,
@@ -54,11 +54,11 @@ impl Export {
         let now = Instant::now();
         Self {
             collector: Arc::new(collector),
-            waiting: VecDeque::new(),
+            queued_spans: VecDeque::new(),
             oldest_at: now,
             batch: None,
             sending: None,
-            again_at: now,
+            retry_at: now,
             pause: PAUSE_MIN,
             lost: 0,
         }
@@ -70,14 +70,14 @@ impl Export {
     }
 
     pub(super) fn add(&mut self, span: Box<JobSpan>) {
-        if self.waiting.len() >= WAITING_MAX {
+        if self.queued_spans.len() >= QUEUED_SPANS_MAX {
             self.lost += 1;
             return;
         }
-        if self.waiting.is_empty() {
+        if self.queued_spans.is_empty() {
             self.oldest_at = Instant::now();
         }
-        self.waiting.push_back(span);
+        self.queued_spans.push_back(span);
     }
 
     /// Performs the next step when it is due. Cancellation-safe.
@@ -98,17 +98,17 @@ impl Export {
 
     /// Returns when the next message is due.
     fn due(&self) -> Option<Instant> {
-        let is_full = self.batch.is_some() || self.waiting.len() >= BATCH_SPANS;
-        match (is_full, self.waiting.is_empty()) {
-            (true, _) => Some(self.again_at),
-            (false, false) => Some(self.again_at.max(self.oldest_at + BATCH_WITHIN)),
+        let is_full = self.batch.is_some() || self.queued_spans.len() >= BATCH_SPANS;
+        match (is_full, self.queued_spans.is_empty()) {
+            (true, _) => Some(self.retry_at),
+            (false, false) => Some(self.retry_at.max(self.oldest_at + BATCH_DELAY_MAX)),
             (false, true) => None,
         }
     }
 
     fn send(&mut self) {
         let batch = self.batch.take().unwrap_or_else(|| {
-            let spans: Vec<_> = self.waiting.drain(..self.waiting.len().min(BATCH_SPANS)).collect();
+            let spans: Vec<_> = self.queued_spans.drain(..self.queued_spans.len().min(BATCH_SPANS)).collect();
             self.oldest_at = Instant::now();
             Batch { body: self.collector.render(&spans).into(), spans: spans.len() }
         });
@@ -128,9 +128,9 @@ impl Export {
         if self.pause == PAUSE_MIN {
             tracing::warn!("failed to send spans of jobs to {}: {error}", self.collector);
         }
-        self.again_at = Instant::now() + self.pause;
+        self.retry_at = Instant::now() + self.pause;
         self.pause = (2 * self.pause).min(PAUSE_MAX);
-        if !error.is_worth_another {
+        if !error.is_retryable {
             self.lost += self.batch.take().map_or(0, |batch| batch.spans as u64);
         }
     }
@@ -138,17 +138,17 @@ impl Export {
     /// Sends the remaining spans within a time limit.
     pub(super) async fn finish(&mut self) {
         // A collector that has been failing is unlikely to accept the spans now, so they are dropped.
-        let is_hopeful = self.pause == PAUSE_MIN;
-        if is_hopeful {
-            let _ = tokio::time::timeout(FINISH_WITHIN, self.send_all()).await;
+        let last_send_succeeded = self.pause == PAUSE_MIN;
+        if last_send_succeeded {
+            let _ = tokio::time::timeout(EXPORT_FINISH_TIMEOUT, self.send_all()).await;
         }
-        self.lost += self.batch.take().map_or(0, |batch| batch.spans as u64) + self.waiting.len() as u64;
-        self.waiting.clear();
+        self.lost += self.batch.take().map_or(0, |batch| batch.spans as u64) + self.queued_spans.len() as u64;
+        self.queued_spans.clear();
     }
 
     /// Sends until the first failure.
     async fn send_all(&mut self) {
-        while self.sending.is_some() || self.batch.is_some() || !self.waiting.is_empty() {
+        while self.sending.is_some() || self.batch.is_some() || !self.queued_spans.is_empty() {
             if self.sending.is_none() {
                 self.send();
             }
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     fn span() -> Box<JobSpan> {
-        let given = Traceparent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").unwrap();
+        let parent = Traceparent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").unwrap();
         let outcome = Outcome {
             verdict: Verdict::Ok,
             job: None,
@@ -187,8 +187,8 @@ mod tests {
             report: None,
         };
         Box::new(JobSpan {
-            given,
-            own: given,
+            parent,
+            own: parent,
             began: SystemTime::now(),
             took: Duration::ZERO,
             bulkhead: "b".into(),
@@ -196,7 +196,7 @@ mod tests {
             tenant: "".into(),
             priority: Priority::Normal,
             payload_bytes: 0,
-            end: (&outcome).into(),
+            outcome: (&outcome).into(),
         })
     }
 
@@ -206,10 +206,10 @@ mod tests {
     }
 
     #[test]
-    fn a_storm_is_held_to_a_bound_and_the_rest_is_counted() {
+    fn bounds_queue_and_counts_lost_spans() {
         let mut export = export();
-        (0..WAITING_MAX + 10).for_each(|_| export.add(span()));
-        assert_eq!((export.waiting.len(), export.lost()), (WAITING_MAX, 10));
+        (0..QUEUED_SPANS_MAX + 10).for_each(|_| export.add(span()));
+        assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
     /// A few spans wait for others. A full batch is due at once.
@@ -218,14 +218,14 @@ mod tests {
         let mut export = export();
         assert_eq!(export.due(), None);
         export.add(span());
-        assert_eq!(export.due(), Some(export.oldest_at + BATCH_WITHIN));
+        assert_eq!(export.due(), Some(export.oldest_at + BATCH_DELAY_MAX));
         (1..BATCH_SPANS).for_each(|_| export.add(span()));
         assert!(export.due().is_some_and(|at| at <= Instant::now()));
 
         export.batch = Some(Batch { body: Bytes::new(), spans: 3 });
         export.sent(Err(SendError::ended()));
         assert!(export.batch.is_some() && export.lost() == 0, "it is tried again");
-        assert_eq!((export.due(), export.pause), (Some(export.again_at), 2 * PAUSE_MIN));
+        assert_eq!((export.due(), export.pause), (Some(export.retry_at), 2 * PAUSE_MIN));
         (0..20).for_each(|_| export.sent(Err(SendError::ended())));
         assert_eq!(export.pause, PAUSE_MAX);
         export.sent(Ok(()));

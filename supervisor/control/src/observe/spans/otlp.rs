@@ -26,7 +26,7 @@ const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 const SERVICE_NAME_DEFAULT: &str = "bulkhead";
 
 /// Time limit for a message, from the resolution of the collector's address to the response.
-const SEND_WITHIN: Duration = Duration::from_secs(10);
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// `SPAN_KIND_SERVER`.
 const KIND_SERVER: u32 = 2;
@@ -52,17 +52,17 @@ pub(super) struct Collector {
 pub(super) struct SendError {
     why: String,
     /// True if the message can be sent again later.
-    pub(super) is_worth_another: bool,
+    pub(super) is_retryable: bool,
 }
 
 impl SendError {
-    fn again(why: impl fmt::Display) -> Self {
-        Self { why: why.to_string(), is_worth_another: true }
+    fn retryable(why: impl fmt::Display) -> Self {
+        Self { why: why.to_string(), is_retryable: true }
     }
 
     /// The task that sent the message has ended.
     pub(super) fn ended() -> Self {
-        Self::again("it was broken off")
+        Self::retryable("it was broken off")
     }
 }
 
@@ -75,8 +75,8 @@ impl fmt::Display for Collector {
 impl Collector {
     /// Reads the collector from the environment, if one is set. The error is a message for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
-        let given = |name| variable(name).filter(|value| !value.is_empty());
-        let (name, address) = match (given(TRACES_ENDPOINT), given(ENDPOINT)) {
+        let read = |name| variable(name).filter(|value| !value.is_empty());
+        let (name, address) = match (read(TRACES_ENDPOINT), read(ENDPOINT)) {
             (Some(whole), _) => (TRACES_ENDPOINT, whole),
             (None, Some(base)) => (ENDPOINT, format!("{}/v1/traces", base.trim_end_matches('/'))),
             (None, None) => return Ok(None),
@@ -92,7 +92,7 @@ impl Collector {
         Ok(Some(Self {
             host: authority.host().to_owned(),
             port: authority.port_u16().unwrap_or(80),
-            service: given(SERVICE_NAME).unwrap_or_else(|| SERVICE_NAME_DEFAULT.to_owned()),
+            service: read(SERVICE_NAME).unwrap_or_else(|| SERVICE_NAME_DEFAULT.to_owned()),
             endpoint,
         }))
     }
@@ -112,18 +112,18 @@ impl Collector {
 
     /// Sends a message.
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
-        let status = tokio::time::timeout(SEND_WITHIN, self.post(message))
+        let status = tokio::time::timeout(SEND_TIMEOUT, self.post(message))
             .await
-            .map_err(|_| SendError::again(format!("no answer within {} s", SEND_WITHIN.as_secs())))?
-            .map_err(SendError::again)?;
+            .map_err(|_| SendError::retryable(format!("no answer within {} s", SEND_TIMEOUT.as_secs())))?
+            .map_err(SendError::retryable)?;
         match status {
             status if status.is_success() => Ok(()),
             // The protocol defines these status codes as retryable.
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::BAD_GATEWAY
             | StatusCode::SERVICE_UNAVAILABLE
-            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::again(format!("it answers {status}"))),
-            status => Err(SendError { why: format!("it answers {status}"), is_worth_another: false }),
+            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::retryable(format!("it answers {status}"))),
+            status => Err(SendError { why: format!("it answers {status}"), is_retryable: false }),
         }
     }
 
@@ -138,13 +138,13 @@ impl Collector {
             .header(header::CONTENT_TYPE, "application/json")
             .header(header::CONNECTION, "close")
             .body(Body::from(message))?;
-        let (mut connection, mut answer) = (pin!(connection), pin!(sender.send_request(request)));
-        let answer = tokio::select! {
-            answer = &mut answer => answer,
+        let (mut connection, mut response) = (pin!(connection), pin!(sender.send_request(request)));
+        let response = tokio::select! {
+            response = &mut response => response,
             // The response may have arrived together with the end of the connection.
-            _ = &mut connection => answer.await,
+            _ = &mut connection => response.await,
         };
-        Ok(answer?.status())
+        Ok(response?.status())
     }
 }
 
@@ -154,43 +154,45 @@ pub(super) fn name(span: &JobSpan) -> String {
 }
 
 fn render(span: &JobSpan) -> Value {
-    let end = &span.end;
-    let status = match end.is_error {
-        true => json!({"code": STATUS_ERROR, "message": end.message.as_deref().unwrap_or(end.outcome)}),
+    let outcome = &span.outcome;
+    let status = match outcome.is_error {
+        true => {
+            json!({"code": STATUS_ERROR, "message": outcome.message.as_deref().unwrap_or(outcome.outcome)})
+        }
         false => json!({}),
     };
-    let known = [
+    let values = [
         ("bulkhead.name", json!(&*span.bulkhead)),
         ("bulkhead.operation", json!(&*span.operation)),
         ("bulkhead.tenant", json!(&*span.tenant)),
         ("bulkhead.priority", json!(span.priority.name())),
-        ("bulkhead.outcome", json!(end.outcome)),
-        ("bulkhead.reason", json!(end.reason.as_deref())),
-        ("bulkhead.executed", json!(end.executed.name())),
-        ("bulkhead.job", json!(end.job.map(|job| job.to_string()))),
-        ("bulkhead.served_by", json!(&*end.served_by)),
-        ("bulkhead.attempts", json!(end.attempts)),
-        ("bulkhead.queued_ms", json!(millis(end.queued))),
-        ("bulkhead.ran_ms", json!(millis(end.ran))),
-        ("bulkhead.worker_pid", json!(end.worker_pid)),
+        ("bulkhead.outcome", json!(outcome.outcome)),
+        ("bulkhead.reason", json!(outcome.reason.as_deref())),
+        ("bulkhead.executed", json!(outcome.executed.name())),
+        ("bulkhead.job", json!(outcome.job.map(|job| job.to_string()))),
+        ("bulkhead.served_by", json!(&*outcome.served_by)),
+        ("bulkhead.attempts", json!(outcome.attempts)),
+        ("bulkhead.queued_ms", json!(millis(outcome.queued))),
+        ("bulkhead.ran_ms", json!(millis(outcome.ran))),
+        ("bulkhead.worker_pid", json!(outcome.worker_pid)),
         ("bulkhead.payload_bytes", json!(span.payload_bytes)),
     ];
     json!({
         "traceId": span.own.trace_id(),
         "spanId": span.own.span_id(),
-        "parentSpanId": span.given.span_id(),
+        "parentSpanId": span.parent.span_id(),
         "flags": FLAGS,
         "name": name(span),
         "kind": KIND_SERVER,
         "startTimeUnixNano": nanos(span.began),
         "endTimeUnixNano": nanos(span.began + span.took),
-        "attributes": attributes(known),
+        "attributes": attributes(values),
         "status": status,
     })
 }
 
 /// Encodes attributes, each with its type. Null values are left out.
-fn attributes<const N: usize>(known: [(&str, Value); N]) -> Vec<Value> {
+fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
     let one = |(key, value): (&str, Value)| {
         let value = match value {
             Value::Null => return None,
@@ -201,7 +203,7 @@ fn attributes<const N: usize>(known: [(&str, Value); N]) -> Vec<Value> {
         };
         Some(json!({"key": key, "value": value}))
     };
-    known.into_iter().filter_map(one).collect()
+    values.into_iter().filter_map(one).collect()
 }
 
 /// Returns nanoseconds since 1970 as text.
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_says_where_to() {
+    fn reads_collector_from_environment() {
         assert_eq!(find(&[]), Ok(None));
         assert_eq!(find(&[(ENDPOINT, ""), (SERVICE_NAME, "x")]), Ok(None));
         let found = |given: &[(&str, &str)]| find(given).unwrap().unwrap();
@@ -235,13 +237,13 @@ mod tests {
     }
 
     #[test]
-    fn each_attribute_has_its_type() {
+    fn attributes_have_types() {
         let all = [("a", json!("x")), ("b", json!(7)), ("c", json!(0.5)), ("d", Value::Null)];
-        let told = json!([
+        let reported = json!([
             {"key": "a", "value": {"stringValue": "x"}},
             {"key": "b", "value": {"intValue": "7"}},
             {"key": "c", "value": {"doubleValue": 0.5}},
         ]);
-        assert_eq!(json!(attributes(all)), told);
+        assert_eq!(json!(attributes(all)), reported);
     }
 }

@@ -3,20 +3,20 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_api::{Histogram, Late, Marks, Seen, Text};
+use bulkhead_api::{DeadlineMisses, Histogram, Marks, Observations, Text};
 use bulkhead_shared::RejectReason;
 
-use super::{ENOUGH_JOBS, ENOUGH_TIME, SHRINK_AFTER};
+use super::{LOWER_AFTER, SUFFICIENT_JOBS, SUFFICIENT_TIME};
 use bulkhead_config::format_duration;
 use bulkhead_plane::demand::Observation;
 
 /// Reasons of rejections that more permits or a longer queue would have avoided.
-const TURNED_AWAY: [RejectReason; 4] =
+const CAPACITY_REJECTIONS: [RejectReason; 4] =
     [RejectReason::QueueFull, RejectReason::Backpressure, RejectReason::Shed, RejectReason::Evicted];
 
 /// Resource usage of a bulkhead's workers, as sampled by the control plane.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Work {
+pub(crate) struct ResourceUsage {
     /// Total processor time of all workers.
     pub(crate) cpu_ms: u64,
     /// Largest resident size of a worker; `None` if the workers' memory is not meaningful.
@@ -24,46 +24,53 @@ pub(crate) struct Work {
 }
 
 /// Combines the data plane's counters with the resource usage of the workers.
-pub(crate) fn seen(observation: &Observation, work: Work) -> Seen {
+pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> Observations {
     let [current, previous] = observation.windows.both();
-    let whole = |of: fn(&bulkhead_plane::demand::Window) -> &Histogram| of(current).clone().and(of(previous));
+    let whole =
+        |of: fn(&bulkhead_plane::demand::Window) -> &Histogram| of(current).clone().merged(of(previous));
     let (run, wait) = (whole(|w| &w.run_us), whole(|w| &w.wait_us));
-    let in_flight = whole(|w| &w.bound.in_flight);
+    let in_flight = whole(|w| &w.under_limits.in_flight);
     let busy_ns = in_flight.total();
-    let sum = |of: fn(&bulkhead_plane::demand::Bound) -> u64| of(&current.bound) + of(&previous.bound);
+    let sum = |of: fn(&bulkhead_plane::demand::LimitedWindow) -> u64| {
+        of(&current.under_limits) + of(&previous.under_limits)
+    };
     let in_flight_ms = (current.in_flight_ns + previous.in_flight_ns) as f64 / 1e6;
     let (now, base) = (&observation.counters, &observation.base);
     let late = now.deadline_exceeded.saturating_sub(base.deadline_exceeded);
-    let running = sum(|b| b.late).min(late);
-    let numbers = &observation.numbers;
-    Seen {
-        watched: observation.watched,
-        was_changed: observation.was_changed,
+    let running = sum(|b| b.deadline_misses).min(late);
+    let limits = &observation.limits;
+    Observations {
+        watched: observation.duration,
+        was_changed: observation.starts_with_change,
         jobs: now.submitted.saturating_sub(base.submitted),
         busy_ms: busy_ns / 1_000_000,
         concurrency: counts(&in_flight),
         demand: counts(&whole(|w| &w.demand)),
         queued: counts(&whole(|w| &w.queued)),
-        limit: u64::from(numbers.processes) * u64::from(numbers.max_in_flight),
-        time_at_limit: share(sum(|b| b.full_ns), busy_ns),
-        time_short_of_workers: share(sum(|b| b.short_ns), busy_ns),
+        limit: u64::from(limits.processes) * u64::from(limits.max_in_flight),
+        time_at_limit: share(sum(|b| b.no_permit_ns), busy_ns),
+        time_short_of_workers: share(sum(|b| b.workers_missing_ns), busy_ns),
         ran: run.total(),
         queue_ms: millis(&wait),
         run_ms: millis(&run),
         run_mean_ms: rounded(in_flight_ms / run.total().max(1) as f64),
         rejected: rejected(&now.rejected, &base.rejected),
-        deadline_exceeded: Late { queued: late - running, running, by_own: sum(|b| b.late_by_own) },
-        processors_per_job: (in_flight_ms >= 1000.0).then(|| rounded(work.cpu_ms as f64 / in_flight_ms)),
-        rss_max_bytes: work.rss_max_bytes,
+        deadline_exceeded: DeadlineMisses {
+            queued: late - running,
+            running,
+            by_own: sum(|b| b.own_deadline_misses),
+        },
+        processors_per_job: (in_flight_ms >= 1000.0).then(|| rounded(usage.cpu_ms as f64 / in_flight_ms)),
+        rss_max_bytes: usage.rss_max_bytes,
     }
 }
 
 /// Explains which observations are still missing.
-pub(super) fn missing(seen: &Seen) -> Option<String> {
-    let jobs = (seen.jobs < ENOUGH_JOBS).then(|| format!("{} of {ENOUGH_JOBS} jobs", seen.jobs));
-    let time = (seen.watched < ENOUGH_TIME).then(|| {
+pub(super) fn missing(seen: &Observations) -> Option<String> {
+    let jobs = (seen.jobs < SUFFICIENT_JOBS).then(|| format!("{} of {SUFFICIENT_JOBS} jobs", seen.jobs));
+    let time = (seen.watched < SUFFICIENT_TIME).then(|| {
         let watched = format_duration(Duration::from_secs(seen.watched.as_secs()));
-        format!("{watched} of {}", format_duration(ENOUGH_TIME))
+        format!("{watched} of {}", format_duration(SUFFICIENT_TIME))
     });
     let missing: Vec<String> = jobs.into_iter().chain(time).collect();
     let since = if seen.was_changed { " since the limits were changed" } else { "" };
@@ -71,22 +78,22 @@ pub(super) fn missing(seen: &Seen) -> Option<String> {
 }
 
 /// Returns true if the observation is long enough to recommend a lower value.
-pub(super) fn may_shrink(seen: &Seen) -> bool {
-    missing(seen).is_none() && seen.watched >= SHRINK_AFTER
+pub(super) fn can_lower(seen: &Observations) -> bool {
+    missing(seen).is_none() && seen.watched >= LOWER_AFTER
 }
 
 /// Returns the jobs that were rejected for lack of a permit or queue place, by reason.
-pub(super) fn turned_away_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
-    TURNED_AWAY.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
+pub(super) fn rejections_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
+    CAPACITY_REJECTIONS.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
 }
 
 /// Returns the number of jobs that were rejected for lack of a permit or queue place.
-pub(super) fn turned_away(seen: &Seen) -> u64 {
-    turned_away_by(seen).map(|(_, count)| count).sum()
+pub(super) fn rejections(seen: &Observations) -> u64 {
+    rejections_by_reason(seen).map(|(_, count)| count).sum()
 }
 
 /// Returns the jobs that waited and then did not run, by reason.
-fn waited_in_vain_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
+fn expired_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     let timed_out = RejectReason::QueueTimeout.name();
     let late = Some(("deadline_exceeded/queued", seen.deadline_exceeded.queued));
     let counted = [seen.rejected.get(timed_out).map(|count| (timed_out, *count)), late];
@@ -94,13 +101,13 @@ fn waited_in_vain_by(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
 }
 
 /// Returns the number of jobs that waited and then did not run.
-pub(super) fn waited_in_vain(seen: &Seen) -> u64 {
-    waited_in_vain_by(seen).map(|(_, count)| count).sum()
+pub(super) fn expired(seen: &Observations) -> u64 {
+    expired_by_reason(seen).map(|(_, count)| count).sum()
 }
 
 /// Returns all jobs that more permits would have served, by reason.
-pub(super) fn lost(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
-    turned_away_by(seen).chain(waited_in_vain_by(seen))
+pub(super) fn not_served(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
+    rejections_by_reason(seen).chain(expired_by_reason(seen))
 }
 
 fn counts(weights: &Histogram) -> Marks<u64> {

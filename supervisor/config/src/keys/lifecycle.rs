@@ -18,15 +18,15 @@ section! {
     policy: RestartPolicy as one_of::<RestartPolicy>(), default RestartPolicy::Always;
     /// Pause before the second restart; the first is immediate. The pause then doubles for each restart, with
     /// jitter.
-    backoff: Duration as at_least(ANY), default Duration::from_millis(100);
+    backoff: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
     /// Maximum pause between restarts, and the pause between probes of a failed worker slot. At least
     /// `backoff`.
-    backoff_max: Duration as at_least(ANY), default Duration::from_secs(30);
+    backoff_max: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
     /// Number of deaths within `within` that a worker slot survives. With one more, the slot has failed. Only
     /// deaths that indicate an unfit worker count.
     max: u32 as count(1, RESTART_CEILING), default 5;
     /// Period in which deaths are counted.
-    within: Duration as at_least(SOME), default Duration::from_secs(30);
+    within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(30);
 }
 
 section! {
@@ -35,9 +35,9 @@ section! {
 
     /// Maximum time from the moment when the process runs to its hello. Until the supervisor has started the process,
     /// the limit is at least one minute.
-    handshake: Duration as at_least(SOME), default Duration::from_secs(5);
+    handshake: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(5);
     /// Maximum time from the hello to ready. The worker can ask for more time.
-    ready: Duration as at_least(SOME), default Duration::from_secs(60);
+    ready: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(60);
     /// Creation of worker processes: as new processes (`"spawn"`), or forked from a template that is
     /// initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
@@ -51,7 +51,7 @@ section! {
     HealthKeys => Health, "bulkhead.NAME.health", by rows;
 
     /// Interval between heartbeats.
-    heartbeat: Duration as at_least(SOME), default Duration::from_secs(1), reload ReplacesWorkers;
+    heartbeat: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(1), reload ReplacesWorkers;
     /// Number of consecutive missed heartbeats after which a worker counts as hung and is killed.
     missed: u32 as count(1, MISSED_CEILING), default 5;
 }
@@ -66,5 +66,5 @@ section! {
     /// Resident memory above which a worker is replaced.
     rss: u64 as size(1, NUMBER_MAX), without "off", such as "\"8MiB\"";
     /// Time after its start at which a worker is replaced.
-    age: Duration as at_least(SOME), without "off", such as "\"5s\"";
+    age: Duration as at_least(POSITIVE_DURATION), without "off", such as "\"5s\"";
 }

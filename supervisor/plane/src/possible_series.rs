@@ -8,7 +8,7 @@ use bulkhead_shared::{Priority, RejectReason};
 
 /// Events that are possible in a bulkhead.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Possible {
+pub struct PossibleSeries {
     /// `[[access]]` restricts some clients.
     pub has_access: bool,
     /// The bulkhead has fallbacks, so its jobs can meet the rejections configured there.
@@ -21,14 +21,14 @@ pub struct Possible {
     has_breaker: bool,
     has_poison: bool,
     has_rate: bool,
-    has_shares: bool,
+    has_quota: bool,
     has_pressure: bool,
     has_queue_timeout: bool,
     evicts: bool,
     recycles: [bool; 3],
 }
 
-impl Possible {
+impl PossibleSeries {
     /// Derives the events from the limits of the bulkhead and from limits of individual tenants.
     pub fn new<'t>(limits: &Limits, own: impl IntoIterator<Item = &'t TenantConfig>) -> Self {
         let (tenants, recycle) = (&limits.tenants, &limits.recycle);
@@ -37,7 +37,7 @@ impl Possible {
             has_breaker: limits.breaker.is_some(),
             has_poison: limits.poison.is_some(),
             has_rate: limits.rate_limit.is_some(),
-            has_shares: tenants.max_in_flight.is_some() || tenants.max_queue.is_some(),
+            has_quota: tenants.max_in_flight.is_some() || tenants.max_queue.is_some(),
             has_pressure: limits.pressure.reject < 1.0,
             has_queue_timeout: limits.queue_timeout.is_some(),
             evicts: limits.overflow == Overflow::EvictOldest,
@@ -46,7 +46,7 @@ impl Possible {
         };
         for tenant in own {
             possible.has_rate |= tenant.rate_limit.is_some();
-            possible.has_shares |= tenant.max_in_flight.is_some() || tenant.max_queue.is_some();
+            possible.has_quota |= tenant.max_in_flight.is_some() || tenant.max_queue.is_some();
         }
         possible
     }
@@ -62,17 +62,17 @@ impl Possible {
         self.has_breaker |= other.has_breaker;
         self.has_poison |= other.has_poison;
         self.has_rate |= other.has_rate;
-        self.has_shares |= other.has_shares;
+        self.has_quota |= other.has_quota;
         self.has_pressure |= other.has_pressure;
         self.has_queue_timeout |= other.has_queue_timeout;
         self.evicts |= other.evicts;
-        for (own, others) in self.recycles.iter_mut().zip(other.recycles) {
-            *own |= others;
+        for (possible, other) in self.recycles.iter_mut().zip(other.recycles) {
+            *possible |= other;
         }
     }
 
     /// True if jobs of this priority can be rejected for this reason.
-    pub fn rejects(&self, priority: Priority, reason: RejectReason) -> bool {
+    pub fn can_reject(&self, priority: Priority, reason: RejectReason) -> bool {
         use RejectReason::*;
         match reason {
             // These jobs belong to no bulkhead: the name is unknown, or the client was not admitted.
@@ -82,7 +82,7 @@ impl Possible {
             Forbidden => self.has_access,
             _ if self.has_fallback => true,
             RateLimited => self.has_rate,
-            TenantQuota => self.has_shares,
+            TenantQuota => self.has_quota,
             Backpressure => self.has_pressure && priority != Priority::Critical,
             QueueTimeout => self.has_queue_timeout,
             Evicted => self.evicts,
@@ -93,12 +93,12 @@ impl Possible {
     }
 
     /// True if a newer job can evict a queued one.
-    pub fn evicts(&self) -> bool {
+    pub fn can_evict(&self) -> bool {
         self.evicts
     }
 
     /// True if workers can be restarted for this cause.
-    pub fn restarts(&self, cause: RestartCause) -> bool {
+    pub fn can_restart(&self, cause: RestartCause) -> bool {
         let [jobs, memory, age] = self.recycles;
         match cause {
             RestartCause::Jobs => jobs,
@@ -110,18 +110,18 @@ impl Possible {
 
     /// True if the breaker can be in this state. Without `breaker` in the configuration, an operator can
     /// still open it.
-    pub fn is_state(&self, state: BreakerState) -> bool {
+    pub fn can_be(&self, state: BreakerState) -> bool {
         self.has_breaker || matches!(state, BreakerState::Closed | BreakerState::ForcedOpen)
     }
 
     /// True if this breaker transition is possible.
-    pub fn goes(&self, from: BreakerState, to: BreakerState) -> bool {
+    pub fn can_change(&self, from: BreakerState, to: BreakerState) -> bool {
         use BreakerState::*;
-        let is_a_way = match (from, to) {
+        let is_transition = match (from, to) {
             (Closed, HalfOpen) | (ForcedOpen, Open | HalfOpen) => false,
             _ => from != to,
         };
-        is_a_way && self.is_state(from) && self.is_state(to)
+        is_transition && self.can_be(from) && self.can_be(to)
     }
 }
 
@@ -131,24 +131,24 @@ mod tests {
     use bulkhead_policy::BreakerLimits;
     use std::time::Duration;
 
-    fn reasons(possible: &Possible, priority: Priority) -> Vec<&'static str> {
-        let is_possible = |reason: &&RejectReason| possible.rejects(priority, **reason);
+    fn reasons(possible: &PossibleSeries, priority: Priority) -> Vec<&'static str> {
+        let is_possible = |reason: &&RejectReason| possible.can_reject(priority, **reason);
         RejectReason::ALL.iter().filter(is_possible).map(|reason| reason.name()).collect()
     }
 
     #[test]
-    fn what_is_not_configured_cannot_happen() {
+    fn omits_series_that_configuration_rules_out() {
         let always = ["invalid", "too_large", "queue_full", "draining", "unavailable", "overloaded"];
-        let plain = Possible::new(&Limits::default(), []);
+        let plain = PossibleSeries::new(&Limits::default(), []);
         assert_eq!(reasons(&plain, Priority::Critical), always);
         assert_eq!(reasons(&plain, Priority::Normal).len(), always.len() + 1, "and shed");
-        let opened = Possible { was_opened: true, ..plain };
-        assert!(opened.rejects(Priority::Normal, RejectReason::CircuitOpen));
-        let ways = |possible: &Possible| {
+        let opened = PossibleSeries { was_opened: true, ..plain };
+        assert!(opened.can_reject(Priority::Normal, RejectReason::CircuitOpen));
+        let transitions = |possible: &PossibleSeries| {
             let all = BreakerState::ALL;
-            all.iter().flat_map(|from| all.iter().filter(|to| possible.goes(*from, **to))).count()
+            all.iter().flat_map(|from| all.iter().filter(|to| possible.can_change(*from, **to))).count()
         };
-        assert_eq!(ways(&plain), 2);
+        assert_eq!(transitions(&plain), 2);
         let limits = BreakerLimits {
             window: Duration::from_secs(10),
             min_calls: 1,
@@ -158,17 +158,18 @@ mod tests {
             open_for: Duration::from_secs(1),
             probes: 1,
         };
-        let breaker = Possible::new(&Limits { breaker: Some(limits), ..Limits::default() }, []);
-        assert_eq!(ways(&breaker), 9);
+        let breaker = PossibleSeries::new(&Limits { breaker: Some(limits), ..Limits::default() }, []);
+        assert_eq!(transitions(&breaker), 9);
         assert!(reasons(&breaker, Priority::Critical).contains(&"circuit_open"));
         let own = TenantConfig { max_queue: Some(1), ..TenantConfig::default() };
         assert!(
-            reasons(&Possible::new(&Limits::default(), [&own]), Priority::Normal).contains(&"tenant_quota")
+            reasons(&PossibleSeries::new(&Limits::default(), [&own]), Priority::Normal)
+                .contains(&"tenant_quota")
         );
-        let elsewhere = Possible { has_fallback: true, ..plain };
+        let elsewhere = PossibleSeries { has_fallback: true, ..plain };
         assert!(reasons(&elsewhere, Priority::Normal).contains(&"quarantined"));
         let mut reloaded = plain;
         reloaded.add(&breaker);
-        assert_eq!(ways(&reloaded), 9, "reported transitions stay");
+        assert_eq!(transitions(&reloaded), 9, "reported transitions stay");
     }
 }

@@ -4,9 +4,9 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 
-use super::columns::{self, Column, Placed};
+use super::columns::{self, Column, ColumnWidth};
 use super::sample::Bulkhead;
-use super::words::{bar, fit, fit_right};
+use super::text::{bar, fit, fit_right};
 
 pub(super) fn take_top(rest: &mut Rect, rows: u16) -> Rect {
     let taken = Rect { height: rows.min(rest.height), ..*rest };
@@ -22,7 +22,7 @@ pub(super) fn take_bottom(rest: &mut Rect, rows: u16) -> Rect {
 }
 
 /// Draws a line of text, truncated at the end of the row.
-pub(super) fn put(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
+pub(super) fn draw_line(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
     if row.height > 0 && row.width > 0 {
         let columns = usize::from(row.width);
         buffer.set_stringn(row.x, row.y, fit(text, columns), columns, style);
@@ -43,12 +43,12 @@ pub(super) fn state_style(state: &str) -> Style {
     }
 }
 
-pub(super) fn table_head(buffer: &mut Buffer, row: Rect, placed: &[Placed]) {
-    cells(buffer, row, placed, |column| (column.head().to_owned(), bold()));
+pub(super) fn table_head(buffer: &mut Buffer, row: Rect, widths: &[ColumnWidth]) {
+    cells(buffer, row, widths, |column| (column.title().to_owned(), bold()));
 }
 
-pub(super) fn table_row(buffer: &mut Buffer, row: Rect, placed: &[Placed], bulkhead: &Bulkhead) {
-    cells(buffer, row, placed, |column| match column {
+pub(super) fn table_row(buffer: &mut Buffer, row: Rect, widths: &[ColumnWidth], bulkhead: &Bulkhead) {
+    cells(buffer, row, widths, |column| match column {
         Column::Load => (bar(bulkhead.utilisation(), columns::BAR_COLUMNS), Style::new()),
         Column::State => (bulkhead.state.clone(), state_style(&bulkhead.state)),
         Column::Service => (bulkhead.service.clone(), state_style(&bulkhead.service)),
@@ -57,13 +57,13 @@ pub(super) fn table_row(buffer: &mut Buffer, row: Rect, placed: &[Placed], bulkh
     });
 }
 
-fn cells(buffer: &mut Buffer, row: Rect, placed: &[Placed], cell: impl Fn(Column) -> (String, Style)) {
+fn cells(buffer: &mut Buffer, row: Rect, widths: &[ColumnWidth], cell: impl Fn(Column) -> (String, Style)) {
     let mut x = row.x;
-    for &(column, columns) in placed {
+    for &(column, columns) in widths {
         let (text, style) = cell(column);
         let text = if column.is_number() { fit_right(&text, columns) } else { fit(&text, columns) };
         let columns = u16::try_from(columns).unwrap_or(u16::MAX);
-        put(buffer, Rect { x, width: columns, ..row }.intersection(row), &text, style);
+        draw_line(buffer, Rect { x, width: columns, ..row }.intersection(row), &text, style);
         x = x.saturating_add(columns).saturating_add(1);
     }
 }

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_worst_comes_first() {
+    fn sorts_worst_first() {
         let told = [
             ("idle", "ready", "ok"),
             ("new", "starting", "ok"),

@@ -3,7 +3,7 @@
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-use crate::output::harmless;
+use crate::output::escape;
 
 /// Maximum number of characters of a text.
 const TEXT_CHARS_MAX: usize = 2000;
@@ -14,13 +14,13 @@ const CLUSTER_CHARS_MAX: usize = 8;
 /// Formats an external text as one line that cannot control the terminal or shift neighbouring text.
 pub(super) fn clean(text: &str) -> String {
     let kept: String = text.chars().take(TEXT_CHARS_MAX).collect();
-    let line = harmless(&kept).replace(['\n', '\t'], " ");
-    line.graphemes(true).filter_map(steady).collect()
+    let line = escape(&kept).replace(['\n', '\t'], " ");
+    line.graphemes(true).filter_map(stable_width_part).collect()
 }
 
 /// Returns a grapheme cluster, or only its first character if terminals disagree about the width of the
 /// cluster.
-fn steady(cluster: &str) -> Option<&str> {
+fn stable_width_part(cluster: &str) -> Option<&str> {
     let first = cluster.chars().next()?;
     let of_all: usize = cluster.chars().filter_map(UnicodeWidthChar::width).sum();
     let is_agreed = of_all == cluster.width() && cluster.chars().count() <= CLUSTER_CHARS_MAX;
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_fit_exactly_whatever_they_are() {
+    fn texts_fit_exactly() {
         let zalgo = format!("a{}", "\u{301}".repeat(500));
         let family = "👨\u{200d}👩\u{200d}👧 ❤\u{fe0f} 🇩🇪";
         for text in
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_in_a_text_steers() {
+    fn escapes_control_characters() {
         let hostile = "\u{1b}[2J\r\n\t\u{9b}31m\u{202e}\u{2066}\0\u{7f}\u{2028}x";
         let told = clean(hostile);
         assert!(!told.contains(char::is_control), "{told:?}");
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn bars() {
+    fn draws_bars() {
         assert_eq!(bar(0.0, 4), "    ");
         assert_eq!(bar(0.5, 4), "██  ");
         assert_eq!(bar(0.001, 4), "▏   ");

@@ -20,7 +20,7 @@ vocabulary! {
 
 /// A rejected client connection.
 #[derive(Clone, Debug)]
-pub struct Refusal {
+pub struct ClientRejection {
     /// Reason code sent to the client.
     pub reason: RejectReason,
     /// Explanation sent to the client.
@@ -29,17 +29,17 @@ pub struct Refusal {
     pub peer: Option<Peer>,
     /// If the client descends from this process: the pids of the client and its ancestors, up to this
     /// process.
-    pub line: Vec<u32>,
+    pub ancestry: Vec<u32>,
 }
 
-impl Refusal {
+impl ClientRejection {
     /// Rejects an identified client that lacks permission.
     pub fn forbidden(peer: Peer, message: String) -> Self {
-        Self { reason: RejectReason::Forbidden, message, peer: Some(peer), line: Vec::new() }
+        Self { reason: RejectReason::Forbidden, message, peer: Some(peer), ancestry: Vec::new() }
     }
 
     /// Rejects a client that cannot be identified.
-    pub fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
+    pub fn unidentified(peer: Option<Peer>, error: &std::io::Error) -> Self {
         // With EMFILE or ENFILE the cause is overload, not the client.
         let is_full =
             [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
@@ -48,31 +48,34 @@ impl Refusal {
             reason,
             message: format!("the supervisor cannot identify the client: {error}"),
             peer,
-            line: Vec::new(),
+            ancestry: Vec::new(),
         }
     }
 }
 
 /// Returns the process that connected this socket.
-pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
-    Peer::of(socket).map_err(|error| Refusal::unknown(None, &error))
+pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
+    Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }
 
 /// Rejects workers and their descendants, whatever user they run as. Processes in `outsiders` have passed
 /// this check before.
-pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), Refusal> {
+pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), ClientRejection> {
     match peer.descent_beside(socket, outsiders) {
         Ok(Descent::Outside) => Ok(()),
-        Ok(Descent::Ours(line)) => {
+        Ok(Descent::Ours(ancestry)) => {
             let message = "workers and their descendants cannot connect to their own supervisor; connect from another \
                            process";
-            Err(Refusal { line, ..Refusal::forbidden(peer, message.into()) })
+            Err(ClientRejection { ancestry, ..ClientRejection::forbidden(peer, message.into()) })
         }
         Ok(Descent::Ended) => {
             let message = "the process that connected has ended, so the supervisor cannot identify the client; connect \
                            from the process that continues";
-            Err(Refusal { reason: RejectReason::Unauthenticated, ..Refusal::forbidden(peer, message.into()) })
+            Err(ClientRejection {
+                reason: RejectReason::Unauthenticated,
+                ..ClientRejection::forbidden(peer, message.into())
+            })
         }
-        Err(error) => Err(Refusal::unknown(Some(peer), &error)),
+        Err(error) => Err(ClientRejection::unidentified(Some(peer), &error)),
     }
 }

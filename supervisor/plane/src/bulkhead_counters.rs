@@ -7,7 +7,7 @@ use std::time::Duration;
 use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
-/// Outcome names of the metrics, indexed by [`outcome`].
+/// Outcome names of the metrics, indexed by [`outcome_index`].
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
@@ -18,7 +18,7 @@ const CAUSES: usize = RestartCause::ALL.len();
 const BREAKER_STATES: usize = BreakerState::ALL.len();
 
 /// Returns the index of a verdict's outcome in [`OUTCOMES`].
-pub const fn outcome(verdict: &Verdict) -> usize {
+pub const fn outcome_index(verdict: &Verdict) -> usize {
     match verdict {
         Verdict::Ok => 0,
         Verdict::Failed(_) => 1,
@@ -31,7 +31,7 @@ pub const fn outcome(verdict: &Verdict) -> usize {
 
 /// Counters of one bulkhead, for all its tenants together.
 #[derive(Clone, Debug, Default)]
-pub struct Tally {
+pub struct BulkheadCounters {
     /// Submitted jobs, by priority.
     pub submitted: [u64; PRIORITIES],
     /// Finished jobs, by priority and outcome.
@@ -41,9 +41,9 @@ pub struct Tally {
     /// Crashed jobs, by reason code.
     pub crashed: [u64; CRASH_REASONS],
     /// Counters by tenant label. The last entry is for all tenants without a label.
-    pub tenants: Vec<TenantTally>,
+    pub tenants: Vec<TenantCounters>,
     /// Outcomes of jobs that a fallback took. Former fallbacks keep their counts.
-    pub fallback: Vec<FallbackTally>,
+    pub fallback: Vec<FallbackCounters>,
     /// Number of jobs submitted here that are now at a fallback. Their outcomes will count here.
     pub elsewhere: u64,
     /// Number of jobs of other bulkheads that are here as their fallback. Their outcomes will count there.
@@ -63,50 +63,50 @@ pub struct Tally {
 
 /// Outcomes of jobs at one fallback.
 #[derive(Clone, Debug)]
-pub struct FallbackTally {
+pub struct FallbackCounters {
     pub target: Arc<str>,
     pub jobs: [u64; OUTCOMES.len()],
 }
 
 /// Counters for one tenant label.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct TenantTally {
+pub struct TenantCounters {
     pub jobs: [u64; OUTCOMES.len()],
     /// Jobs evicted from a full queue by a newer job.
     pub evicted: u64,
 }
 
-impl Tally {
+impl BulkheadCounters {
     /// Creates counters at zero for this number of tenant labels.
     pub fn new(labels: usize) -> Self {
-        Self { tenants: vec![TenantTally::default(); labels + 1], ..Self::default() }
+        Self { tenants: vec![TenantCounters::default(); labels + 1], ..Self::default() }
     }
 
     /// Adds counters for fallbacks that have none yet.
-    pub fn name_fallbacks(&mut self, targets: &[Arc<str>]) {
+    pub fn add_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
-                self.fallback.push(FallbackTally { target: target.clone(), jobs: [0; OUTCOMES.len()] });
+                self.fallback.push(FallbackCounters { target: target.clone(), jobs: [0; OUTCOMES.len()] });
             }
         }
     }
 
     /// Counts the outcome of a job at a fallback.
-    pub fn fallback(&mut self, target: &str, verdict: &Verdict) {
-        if let Some(tally) = self.fallback.iter_mut().find(|tally| &*tally.target == target) {
-            tally.jobs[outcome(verdict)] += 1;
+    pub fn count_fallback(&mut self, target: &str, verdict: &Verdict) {
+        if let Some(counters) = self.fallback.iter_mut().find(|counters| &*counters.target == target) {
+            counters.jobs[outcome_index(verdict)] += 1;
         }
     }
 
     #[inline]
-    pub fn submit(&mut self, priority: Priority) {
+    pub fn count_submitted(&mut self, priority: Priority) {
         self.submitted[priority as usize] += 1;
     }
 
     /// Counts the outcome of a submitted job.
     #[inline]
-    pub fn end(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
-        let (priority, outcome) = (priority as usize, outcome(verdict));
+    pub fn count_outcome(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
+        let (priority, outcome) = (priority as usize, outcome_index(verdict));
         self.jobs[priority][outcome] += 1;
         if let Some(tenant) = self.tenants.get_mut(label as usize) {
             tenant.jobs[outcome] += 1;
@@ -120,7 +120,7 @@ impl Tally {
 
     /// Records the waiting and run time of an accepted job, whatever its outcome.
     #[inline]
-    pub fn time(&mut self, queued: Duration, ran: Option<Duration>) {
+    pub fn record_times(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
         if let Some(ran) = ran {
             self.execution.record(ran);
@@ -128,7 +128,7 @@ impl Tally {
         self.duration.record(queued + ran.unwrap_or_default());
     }
 
-    pub fn breaker(&mut self, transition: &Transition) {
+    pub fn count_transition(&mut self, transition: &Transition) {
         self.breaker[transition.from as usize][transition.to as usize] += 1;
     }
 }
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bound_belongs_to_its_bucket() {
+    fn bucket_includes_its_upper_bound() {
         let mut histogram = Histogram::default();
         for (bound, _) in BOUNDS {
             histogram.record(Duration::from_nanos(bound));
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_are_written_as_what_they_are() {
+    fn text_of_bounds_matches_nanoseconds() {
         for (nanos, text) in BOUNDS {
             let seconds: f64 = text.parse().unwrap();
             assert_eq!((seconds * 1e9).round() as u64, nanos, "{text}");
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn outcomes_are_those_of_verdicts() {
+    fn outcome_names_match_verdicts() {
         let verdicts = [
             Verdict::Ok,
             Verdict::Failed(HandlerFailure {
@@ -221,24 +221,24 @@ mod tests {
             Verdict::Crashed { reason: CrashReason::Oom, status: None, message: String::new() },
             Verdict::Cancelled { executed: Executed::No },
         ];
-        let mut tally = Tally::new(1);
+        let mut counters = BulkheadCounters::new(1);
         for verdict in &verdicts {
-            assert_eq!(OUTCOMES[outcome(verdict)], verdict.name());
-            tally.submit(Priority::Critical);
-            tally.end(Priority::Critical, 1, verdict);
+            assert_eq!(OUTCOMES[outcome_index(verdict)], verdict.name());
+            counters.count_submitted(Priority::Critical);
+            counters.count_outcome(Priority::Critical, 1, verdict);
         }
-        assert_eq!(tally.jobs[2], [1; 6]);
-        assert_eq!(tally.tenants[1].jobs, [1; 6]);
-        assert_eq!(tally.tenants[0].jobs, [0; 6]);
+        assert_eq!(counters.jobs[2], [1; 6]);
+        assert_eq!(counters.tenants[1].jobs, [1; 6]);
+        assert_eq!(counters.tenants[0].jobs, [0; 6]);
         assert_eq!(
-            (tally.rejected[2][RejectReason::QueueFull.code() as usize], tally.submitted),
+            (counters.rejected[2][RejectReason::QueueFull.code() as usize], counters.submitted),
             (1, [0, 0, 6])
         );
-        assert_eq!(tally.crashed[CrashReason::Oom.code() as usize], 1);
+        assert_eq!(counters.crashed[CrashReason::Oom.code() as usize], 1);
     }
 
     #[test]
-    fn codes_are_places() {
+    fn codes_are_valid_indices() {
         assert!(Priority::ALL.iter().enumerate().all(|(i, &priority)| priority as usize == i));
         assert!(RestartCause::ALL.iter().enumerate().all(|(i, &cause)| cause as usize == i));
         assert!(BreakerState::ALL.iter().enumerate().all(|(i, &state)| state as usize == i));

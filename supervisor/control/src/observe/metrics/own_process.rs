@@ -7,7 +7,7 @@ use bulkhead_linux::process_tree::read_small;
 use rustix::process::{Resource, getrlimit};
 
 /// Usage in the units of the metrics.
-pub(super) struct Own {
+pub(super) struct OwnProcess {
     pub(super) cpu_seconds: f64,
     pub(super) virtual_bytes: f64,
     pub(super) resident_bytes: f64,
@@ -16,7 +16,7 @@ pub(super) struct Own {
     started_after: f64,
 }
 
-impl Own {
+impl OwnProcess {
     /// Reads `/proc/self/stat`; `None` without `/proc`.
     pub(super) fn read() -> Option<Self> {
         let stat = read_small("/proc/self/stat").ok()?;

@@ -8,14 +8,14 @@ use bulkhead_config::{BulkheadConfig, Resource, Rlimit};
 
 /// Returns the limits of a bulkhead's workers: the configured ones, and defaults for the rest. Defaults never
 /// exceed the supervisor's own hard limits, because a child cannot raise those.
-pub fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
+pub fn for_workers(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
     let mut rlimits = bulkhead.rlimits.clone();
     for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
-        if resource == Resource::Nproc && !sandbox.counts_its_processes() {
+        if resource == Resource::Nproc && !sandbox.limits_process_count() {
             continue;
         }
-        let most = getrlimit(resource.kernel()).maximum.unwrap_or(u64::MAX);
-        rlimits.push(Rlimit { resource, limit: limit.map(|limit| limit.min(most)) });
+        let max = getrlimit(resource.kernel()).maximum.unwrap_or(u64::MAX);
+        rlimits.push(Rlimit { resource, limit: limit.map(|limit| limit.min(max)) });
     }
     rlimits
 }
