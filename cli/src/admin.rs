@@ -50,7 +50,7 @@ async fn request_with(
     let socket = args.admin();
     let response = tokio::time::timeout(RESPONSE_TIMEOUT, send(&socket, method, path, body)).await;
     let response = response.unwrap_or_else(|_| {
-        Err(unreachable(&socket, &format!("no answer within {} s", RESPONSE_TIMEOUT.as_secs())))
+        Err(unreachable(&socket, &format!("no response within {} s", RESPONSE_TIMEOUT.as_secs())))
     })?;
     if response.status().is_success() {
         return Ok(response);
@@ -113,7 +113,7 @@ async fn send(
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
     let body =
-        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the answer ended early: {error}")))?;
+        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}")))?;
     Ok(body.to_bytes().to_vec())
 }
 
@@ -128,7 +128,7 @@ pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
 }
 
 fn parse_failure(error: &serde_json::Error) -> Failure {
-    Failure::new(exit::FAILED, format!("failed to parse the supervisor's answer: {error}"))
+    Failure::new(exit::FAILED, format!("failed to parse the supervisor's response: {error}"))
 }
 
 /// Percent-encodes a name for use in a path.
@@ -431,7 +431,7 @@ async fn lines(
             frame = body.frame() => frame,
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
-        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the answer ended early: {error}"));
+        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}"));
         let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {

@@ -171,7 +171,7 @@ mod tests {
         assert!(describe(&advice).contains("Nothing to change.\n\nk: r"));
         advice["kept"] = json!([]);
         advice["enough"] = json!(false);
-        advice["missing"] = json!("seen too little");
-        assert!(describe(&advice).ends_with("seen too little: no recommendations yet"));
+        advice["missing"] = json!("not enough observations");
+        assert!(describe(&advice).ends_with("not enough observations: no recommendations yet"));
     }
 }

@@ -108,7 +108,7 @@ fn describe(report: &CrashReport) -> String {
     add("life", format!("{uptime}, {served} jobs served, {in_flight} in flight"));
     if let Some(Usage { user_ms, system_ms, max_rss_bytes }) = report.usage {
         let mib = max_rss_bytes as f64 / 1_048_576.0;
-        add("usage", format!("user {user_ms}ms, system {system_ms}ms, at most {mib:.1}MiB resident"));
+        add("usage", format!("user {user_ms}ms, system {system_ms}ms, peak {mib:.1}MiB resident"));
     }
     if let Some(confinement) = &report.confinement {
         add("confinement", shown(confinement));
@@ -275,7 +275,7 @@ fn describe_result(replay: &ReplayedJob) -> String {
     let mut sentence = match (replay.outcome.as_deref(), &replay.cause) {
         (_, Some(cause)) => shown(&cause.message),
         (None, None) => return known(&replay.message),
-        (Some("ok"), _) => "ended well".to_owned(),
+        (Some("ok"), _) => "ended ok".to_owned(),
         (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
         (Some(outcome), _) => {
             let reason = replay.reason.clone().flatten();

@@ -24,7 +24,7 @@ pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
         output::line(&escape(&line))?;
     }
     if dry_run {
-        output::line("a dry run: nothing was changed")?;
+        output::line("dry run: nothing was changed")?;
     }
     Ok(exit::OK)
 }

@@ -136,7 +136,7 @@ impl StartResult {
             Err(StartFailure::Closed(status)) => {
                 let status = status.map(|status| format!(": {}", escape(&status))).unwrap_or_default();
                 let how = describe_exit(self.exit);
-                Err(format!("{what} ended before becoming ready ({how}){status}{}", quote_output(&output)))
+                Err(format!("{what} exited before it was ready ({how}){status}{}", quote_output(&output)))
             }
             Err(StartFailure::Other(why)) => Err(format!("{what} {why}{}", quote_output(&output))),
         }

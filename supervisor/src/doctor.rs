@@ -50,7 +50,7 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
 fn table(abilities: &[Ability]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(["LAYER", "AVAILABLE", "FOUND OR WHY NOT", "WHAT TO DO"]);
+    table.set_header(["LAYER", "AVAILABLE", "FOUND OR REASON", "WHAT TO DO"]);
     for ability in abilities {
         let available = if ability.is_available { "yes" } else { "no" };
         let found = ability.found.as_deref().or(ability.why_not.as_deref()).unwrap_or("-");
@@ -72,7 +72,7 @@ mod tests {
             .lines()
             .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
             .collect();
-        assert_eq!(lines[0], ["LAYER", "AVAILABLE", "FOUND OR WHY NOT", "WHAT TO DO"]);
+        assert_eq!(lines[0], ["LAYER", "AVAILABLE", "FOUND OR REASON", "WHAT TO DO"]);
         assert_eq!(lines[1], ["pidfd", "no", "Function not implemented", "run a newer kernel"]);
         assert_eq!(lines[2], ["seccomp", "yes", "-", "-"]);
     }

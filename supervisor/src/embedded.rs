@@ -66,14 +66,14 @@ pub enum KeeperProgram {
 pub enum StartError {
     /// The keeper should be this program, but the program did not call [`keeper_main_if_asked`].
     #[error(
-        "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function first thing \
-         in `main`, or name another program with `keeper`"
+        "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function at the \
+         start of `main`, or set another program with `keeper`"
     )]
     NotAKeeper,
     /// This process was started as a keeper, but runs the application.
     #[error(
-        "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` first \
-         thing in `main`"
+        "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` at the \
+         start of `main`"
     )]
     IsToBeKeeper,
     /// The configuration was read for a supervisor with sockets.
@@ -323,7 +323,7 @@ fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());
     }
-    let why = format!("the supervisor belongs to process {owner}, from which this process was forked off");
+    let why = format!("the supervisor belongs to process {owner}, and this process is a fork of it");
     Err(system("use the supervisor")(io::Error::other(why)))
 }
 

@@ -33,7 +33,7 @@ const OPEN_FILES_MIN: u64 = 128;
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
-            "the limit is {max} files, but a supervisor with workers needs {OPEN_FILES_MIN} at least; raise the \
+            "the limit is {max} files, but a supervisor with workers needs at least {OPEN_FILES_MIN}; raise the \
              limit (`ulimit -n`, LimitNOFILE= of systemd)"
         ))),
         _ => Ok(()),

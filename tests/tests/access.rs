@@ -285,7 +285,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    assert!(ran.stderr.contains("user 61001 may not use the admin socket"), "{ran:?}");
+    assert!(ran.stderr.contains("user 61001 cannot use the admin socket"), "{ran:?}");
     let told = supervisor.wait_events("access_refused", 1);
     assert_eq!((&told[0]["socket"], &told[0]["uid"]), (&"admin".into(), &ALICE.into()), "{told:?}");
 
@@ -428,7 +428,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
         kill_pid(pid, Signal::SIGCONT);
         told.join().unwrap()
     });
-    assert!(told.contains("the process that connected has ended"), "{told}");
+    assert!(told.contains("the process that connected has exited"), "{told}");
 }
 
 #[test]
@@ -503,7 +503,7 @@ fn a_connection_from_a_process_that_is_gone_is_refused() {
     let mut told = Vec::new();
     caller.stdout.take().unwrap().read_to_end(&mut told).unwrap();
     let told = String::from_utf8_lossy(&told);
-    assert!(told.contains("the process that connected has ended"), "{told}");
+    assert!(told.contains("the process that connected has exited"), "{told}");
     let events = supervisor.wait_events("access_refused", 1);
     assert_eq!((&events[0]["severity"], &events[0]["reason"]), (&"info".into(), &"unauthenticated".into()));
 }

@@ -41,7 +41,10 @@ fn one_that_is_fresh_has_seen_too_little_and_says_so() {
         (&fresh["bulkhead"], &fresh["enough"], &fresh["jobs"]),
         (&"fresh".into(), &false.into(), &0.into())
     );
-    assert!(fresh["missing"].as_str().unwrap().starts_with("seen too little: 0 of 1000 jobs, "), "{fresh}");
+    assert!(
+        fresh["missing"].as_str().unwrap().starts_with("not enough observations: 0 of 1000 jobs, "),
+        "{fresh}"
+    );
     assert_eq!((fresh["advice"].as_array().unwrap().len(), fresh["kept"].as_array().unwrap().len()), (0, 0));
     assert!(fresh["seen"]["rss_max_bytes"].as_u64().unwrap() > 100_000, "{fresh}");
     // For `exec`, the memory of the host process is not the memory of the programs.

@@ -208,7 +208,7 @@ fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     assert_eq!(told.into_keys().collect::<Vec<_>>(), expected);
     for report in &all {
         let (status, body) = supervisor.post(&format!("/v1/crashes/{}/replay", id(report)));
-        assert!(status == 422 && body.contains("nothing to run again"), "{status} {body}");
+        assert!(status == 422 && body.contains("no job to replay"), "{status} {body}");
         assert_eq!(command(&supervisor, &["replay", &id(report)]).status.code(), Some(65));
     }
 }
@@ -243,7 +243,7 @@ fn a_large_payload_is_not_kept_and_said_so() {
     assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
     let refused = command(&supervisor, &["replay", &id(&all[1])]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("65537 bytes, more than a report keeps"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("65537 bytes are more than a report keeps"));
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn payloads_are_not_kept_where_the_file_says_so() {
     assert!(shown.contains("9 bytes, not kept"), "{shown}");
     let refused = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("of its 9 bytes the report has none"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("the report contains none of the 9 bytes"));
 }
 
 #[test]
@@ -553,7 +553,7 @@ fn refuses_readable_or_occupied_crash_folder() {
     std::fs::set_permissions(&crash_dir, std::fs::Permissions::from_mode(0o700)).unwrap();
     let _first = Supervisor::start_with(&keys, B);
     let log = refused();
-    assert!(log.contains("another supervisor keeps its reports there"), "{log}");
+    assert!(log.contains("another supervisor uses the folder"), "{log}");
 }
 
 #[test]
@@ -591,7 +591,7 @@ fn what_is_no_report_is_told_once_and_harms_nothing() {
     let second = Supervisor::start_with(&keys, B);
     assert_eq!(reports(&second, 1), [report]);
     let log = second.log();
-    assert_eq!(log.matches("are no crash reports").count(), 1, "{log}");
+    assert_eq!(log.matches("that are not crash reports").count(), 1, "{log}");
     assert!(log.contains("5 files") && !log.contains('\u{1b}'), "{log}");
     assert!(crash_dir.join("mine.txt").exists());
     // A report file can also become unreadable while the supervisor runs.
@@ -613,7 +613,7 @@ fn a_report_that_cannot_be_written_is_kept_in_memory() {
     let all = reports(&supervisor, 2);
     assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
     let log = supervisor.log();
-    assert_eq!(log.matches("a crash report cannot be written").count(), 1, "{log}");
+    assert_eq!(log.matches("failed to write a crash report").count(), 1, "{log}");
     assert_eq!(send(&supervisor, "echo", "x"), "ok");
 }
 

@@ -496,7 +496,7 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
                     new: added\n\
                     [supervisor]: drain_timeout\n\
                     [supervisor]: not applied: crash_keep; restart the supervisor to apply\n\
-                    a dry run: nothing was changed\n";
+                    dry run: nothing was changed\n";
     assert_eq!((ran.status.code(), &*text(&ran.stdout)), (Some(0), expected));
     assert_eq!(names(&supervisor), ["b", "old"]);
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 0);

@@ -936,7 +936,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
         ("b", r#"{"breaker": "half_open"}"#, "forced_open"),
         ("b/tenants/t", r#"{"processes": 2}"#, "isolate"),
         ("b/tenants/t", r#"{"max_in_flight": 0}"#, "max_in_flight"),
-        ("b/tenants/t", r#"{"rate_limit": null}"#, "not taken away"),
+        ("b/tenants/t", r#"{"rate_limit": null}"#, "not removed"),
         ("b/tenants/t", r#"{"breaker": "auto"}"#, "breaker"),
         ("b/tenants/t", r#"{"rate_limit": {"per_second": -1}}"#, "per_second"),
         ("b/tenants/t%00", r#"{"max_queue": 1}"#, "tenant"),

@@ -154,5 +154,5 @@ fn advice_counts_every_rejection() {
     let advice = String::from_utf8(advice.stdout).unwrap();
     let head = advice.lines().next().unwrap();
     assert!(head.ends_with("; 30 rejected (rate_limited 30)"), "{advice}");
-    assert!(advice.contains("no job was rejected for lack of a queue place (rejected were: "), "{advice}");
+    assert!(advice.contains("no job was rejected because of a full queue (other rejections: "), "{advice}");
 }

@@ -252,8 +252,8 @@ fn keys_do_not_wait_for_a_supervisor_that_hangs() {
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     terminal.shows("? help");
     supervisor.signal(Signal::SIGSTOP);
-    // "NO ANSWER" comes first, but on a busy machine can be over before the test looks.
-    let is_told = |text: &str| text.contains("NO ANSWER for") || text.contains("NOT REACHABLE for");
+    // "NO RESPONSE" comes first, but on a busy machine can be over before the test looks.
+    let is_told = |text: &str| text.contains("NO RESPONSE for") || text.contains("NOT REACHABLE for");
     terminal.shows_as("the silence", is_told);
     terminal.press("?");
     terminal.shows("any key goes back");

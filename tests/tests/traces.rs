@@ -310,7 +310,7 @@ fn without_a_taker_no_spans_are_made() {
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
 
     let supervisor = start("https://127.0.0.1:1");
-    wait_for("it is told", || supervisor.log().contains("must begin with http://").then_some(()));
+    wait_for("it is told", || supervisor.log().contains("must start with http://").then_some(()));
     let client = connect(&supervisor);
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
 }
@@ -326,7 +326,7 @@ fn unserved() -> (SocketAddr, OwnedFd) {
 
 /// Returns the total number of lost spans that the log reports.
 fn lost(log: &str) -> u64 {
-    let before = log.lines().filter_map(|line| line.split_once(" spans of jobs were lost"));
+    let before = log.lines().filter_map(|line| line.split_once(" spans of jobs were dropped"));
     before.map(|(line, _)| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
 }
 

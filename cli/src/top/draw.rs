@@ -71,7 +71,7 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
         ConnectionState::Live => (format!("every {every}"), bold()),
         ConnectionState::Paused => ("PAUSED".to_owned(), bold().fg(Color::Yellow)),
         ConnectionState::Silent(time) => {
-            (format!("NO ANSWER for {}", seconds(time)), bold().fg(Color::Yellow))
+            (format!("NO RESPONSE for {}", seconds(time)), bold().fg(Color::Yellow))
         }
         ConnectionState::Lost(time) => {
             (format!("NOT REACHABLE for {}", seconds(time)), bold().fg(Color::Red))

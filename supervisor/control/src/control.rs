@@ -310,7 +310,7 @@ async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
             _ => control.commands.stop(),
         };
         if let Err(error) = sent {
-            tracing::error!("signal {signal} came to nothing: {error}");
+            tracing::error!("signal {signal} had no effect: {error}");
         }
     }
 }
@@ -350,7 +350,10 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
         }
         let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);
         if now_dropped > dropped {
-            tracing::error!("{} events were lost: too many at once", now_dropped - dropped);
+            tracing::error!(
+                "{} events were dropped, because too many arrived at once",
+                now_dropped - dropped
+            );
             dropped = now_dropped;
         }
     }
@@ -423,7 +426,7 @@ impl Control {
         if !self.is_embedded
             && let Err(error) = sd_notify::notify(states)
         {
-            tracing::warn!("the service manager could not be told: {error}");
+            tracing::warn!("failed to notify the service manager: {error}");
         }
     }
 

@@ -86,7 +86,7 @@ impl BoundSocket {
 
     /// Takes the listener. Fails on the second call.
     pub fn take_listener(&mut self) -> io::Result<UnixListener> {
-        self.listener.take().ok_or_else(|| io::Error::other("the listener was taken before"))
+        self.listener.take().ok_or_else(|| io::Error::other("the listener was already taken"))
     }
 }
 
@@ -108,7 +108,7 @@ fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
         let made = made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(mode)));
         match made {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                return Err(format!("the folder {} cannot be made: {error}", folder.display()));
+                return Err(format!("the folder {} cannot be created: {error}", folder.display()));
             }
             _ => {}
         }
@@ -140,12 +140,12 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {
-        return Err(format!("it cannot be kept from taking descriptors: {error}"));
+        return Err(format!("the socket option against received descriptors cannot be set: {error}"));
     }
     std::fs::set_permissions(first, Permissions::from_mode(mode))
-        .map_err(|error| format!("its mode cannot be set: {error}"))?;
+        .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
     if is_short {
-        std::fs::rename(first, path).map_err(|error| format!("it cannot be put in its place: {error}"))?;
+        std::fs::rename(first, path).map_err(|error| format!("the socket cannot be renamed: {error}"))?;
     }
     Ok(listener)
 }
@@ -182,7 +182,8 @@ fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
         LockError::Held => {
-            "another supervisor is running on this socket; stop it, or configure another path".into()
+            "another supervisor is running on this socket; stop that supervisor, or configure another path"
+                .into()
         }
         LockError::Open(error) => {
             format!("the lock file {} cannot be opened: {error}", name.display())
@@ -199,7 +200,7 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
         Err(error) => return Err(error.to_string()),
         Ok(found) if !found.file_type().is_socket() => {
             return Err(
-                "something that is not a socket is there; remove it, or configure another path".into()
+                "the path exists and is not a socket; remove the file, or configure another path".into()
             );
         }
         Ok(_) => {}
@@ -213,8 +214,10 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }
         Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Ok(error) => Err(format!("a socket is there, and whether it is in use cannot be told: {error}")),
-        Err(()) => Err("some program listens there already; stop it, or configure another path".into()),
+        Ok(error) => Err(format!("a socket exists, and checking whether it is in use failed: {error}")),
+        Err(()) => {
+            Err("another program already listens there; stop the program, or configure another path".into())
+        }
     }
 }
 

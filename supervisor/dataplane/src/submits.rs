@@ -208,7 +208,10 @@ impl DataPlane {
         };
         let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
-            return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
+            return Err((
+                RejectReason::TooLarge,
+                format!("the payload has {size} bytes; max_payload is {most}"),
+            ));
         }
         // Part of the frame may be held already.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);

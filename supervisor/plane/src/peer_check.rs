@@ -69,8 +69,8 @@ pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> R
             Err(ClientRejection { ancestry, ..ClientRejection::forbidden(peer, message.into()) })
         }
         Ok(Descent::Ended) => {
-            let message = "the process that connected has ended, so the supervisor cannot identify the client; connect \
-                           from the process that continues";
+            let message = "the process that connected has exited, so the supervisor cannot identify the client; \
+                           connect from a process that stays alive";
             Err(ClientRejection {
                 reason: RejectReason::Unauthenticated,
                 ..ClientRejection::forbidden(peer, message.into())

@@ -146,7 +146,7 @@ impl Totals {
             }
         }
         let (jobs, not_ok) = (self.jobs, self.not_ok());
-        let all = if not_ok > most { format!("; {not_ok} did not end ok") } else { String::new() };
+        let all = if not_ok > most { format!("; {not_ok} jobs were not ok") } else { String::new() };
         format!("{}: {most} of {jobs} jobs in the last minute{all}", describe(first, code))
     }
 }
@@ -248,7 +248,7 @@ mod tests {
         let crashed = |reason| Verdict::Crashed { reason, status: None, message: String::new() };
         assert_eq!(
             cause(&[(crashed(CrashReason::Signal), 6), (Verdict::DeadlineQueued, 5)]),
-            "crashed/signal: 6 of 11 jobs in the last minute; 11 did not end ok"
+            "crashed/signal: 6 of 11 jobs in the last minute; 11 jobs were not ok"
         );
         assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
         for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_callers()) {

@@ -136,7 +136,7 @@ fn draws_unreachable_supervisor() {
     buffer.reset();
     draw(&mut buffer, &mut app, now);
     assert!(!buffer[(0, 2)].modifier.contains(Modifier::DIM), "and it recovers");
-    assert!(screen(&mut app, now + Duration::from_secs(9), 80, 24)[0].contains("NO ANSWER for 9s"));
+    assert!(screen(&mut app, now + Duration::from_secs(9), 80, 24)[0].contains("NO RESPONSE for 9s"));
     press(&mut app, KeyCode::Char('p'));
     assert!(screen(&mut app, now, 80, 24)[0].contains("PAUSED"));
 }

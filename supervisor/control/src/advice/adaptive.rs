@@ -8,7 +8,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
         format!(
-            "the adaptive limit, {} of at most {}, holds jobs back: more jobs can run only if jobs take less time",
+            "the adaptive limit ({} of at most {}) is the bottleneck: more jobs can run at once only if jobs take \
+             less time",
             adaptive.limit,
             total(adaptive, adaptive.max)
         )
@@ -31,14 +32,15 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Some(latency) = adaptive.latency_ms else {
         return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
     };
-    let moved = format!("the limit grew {} times and fell {} times", adaptive.raised, adaptive.lowered);
+    let moved =
+        format!("the limit was raised {} times and lowered {} times", adaptive.raised, adaptive.lowered);
     let took = format!("90 % of the jobs took at most {latency} ms, with a target of {target_ms} ms");
     let is_late = latency > *target_ms;
     let verdict = match &adaptive.mode {
         mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
             format!("with mode = \"enforce\" the limit would let {limit} jobs run at once")
         }
-        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would hold back no job".to_owned(),
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" the limit would delay no job".to_owned(),
         _ if is_late && *limit <= min => {
             "although the limit is at the minimum: the job time does not depend on the number of concurrent jobs, so \
              check why jobs wait, or set a longer target"

@@ -74,7 +74,7 @@ pub(super) fn missing(seen: &Observations) -> Option<String> {
     });
     let missing: Vec<String> = jobs.into_iter().chain(time).collect();
     let since = if seen.was_changed { " since the limits were changed" } else { "" };
-    (!missing.is_empty()).then(|| format!("seen too little{since}: {}", missing.join(", ")))
+    (!missing.is_empty()).then(|| format!("not enough observations{since}: {}", missing.join(", ")))
 }
 
 /// Returns true if the observation is long enough to recommend a lower value.

@@ -55,7 +55,7 @@ pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine
     }
     if seen.concurrency.max == 0 {
         let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
-        let reason = format!("no job has run, so there are no measurements; rejected were: {rejected}");
+        let reason = format!("no job has run, so there are no measurements; rejected jobs: {rejected}");
         verdicts.keep("processes", Setting::Count(settings.processes.into()), reason);
         return verdicts;
     }
@@ -223,13 +223,13 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, and on the {} processors here more than {processors} jobs \
-             would only compete",
+            "; but a running job uses {} of a processor, and with {} processors more than {processors} jobs at \
+             once would only compete",
             percent(seen.processors_per_job.unwrap_or(1.0)),
             machine.processors
         ),
         (_, memory) => format!(
-            "; but more than {memory} jobs at once could need over {} of the {} of memory here",
+            "; but more than {memory} jobs at once could need over {} of this machine's memory ({})",
             percent(MEMORY_SHARE),
             size(machine.memory_bytes.unwrap_or(0))
         ),
@@ -280,13 +280,13 @@ fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> Strin
 fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
     let (key, now) = ("max_queue", u64::from(settings.max_queue));
     let (rejections, expired) = (rejections(seen), expired(seen));
-    let used = format!("at most {} of {now} places were taken", seen.queued.max);
+    let used = format!("at most {} of {now} queue places were used", seen.queued.max);
     let Some(useful) = useful_length(seen, settings, permits) else { return };
     let in_time = format!("the capacity of {permits} permits in {}", shown_wait_limit(seen, settings));
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{expired} of {} jobs waited in vain, and {in_time} is {useful} jobs: jobs that cannot be served in time \
-             should be rejected at once",
+            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful} jobs: jobs that cannot \
+             run in time should be rejected at once",
             seen.jobs
         );
         return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
@@ -296,18 +296,23 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
         let others = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let rejected = match seen.rejected.is_empty() {
             true => "no job was rejected".to_owned(),
-            false => format!("no job was rejected for lack of a queue place (rejected were: {others})"),
+            false => format!("no job was rejected because of a full queue (other rejections: {others})"),
         };
         return verdicts.keep(key, now_set, format!("{rejected}, and {used}"));
     }
     let why =
         format!("{rejections} of {} jobs were rejected ({})", seen.jobs, reasons(rejections_by_reason(seen)));
     if permits > settings.permits() {
-        return verdicts.keep(key, now_set, format!("{why}, but more permits come before a longer queue"));
+        return verdicts.keep(
+            key,
+            now_set,
+            format!("{why}, but add permits before you make the queue longer"),
+        );
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
-        let reason = format!("{why}, but {in_time} is {useful} jobs: more jobs would wait in vain");
+        let reason =
+            format!("{why}, but {in_time} is {useful} jobs: further queued jobs would not run in time");
         return verdicts.keep(key, now_set, reason);
     }
     let reason = format!("{why}; {in_time} is {useful} jobs, and one step at most doubles the queue");
@@ -350,8 +355,8 @@ fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut
     }
     let proposed = rounded_down(settings.deadline - run);
     let reason = format!(
-        "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 % of \
-         the jobs), and a client that is rejected then can still try elsewhere",
+        "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 \
+         % of the jobs), and a client that is rejected then can still try another service",
         seen.jobs,
         format_duration(proposed),
         format_duration(settings.deadline),
@@ -393,8 +398,8 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
         let reason = format!(
-            "the longest job took {} with the wait, and a job that hangs holds a permit for {}: five times the longest \
-             job is enough",
+            "the longest job took {} with the waiting time, and a job that hangs holds a permit for {}: five \
+             times the longest job is enough",
             time(longest),
             format_duration(settings.deadline)
         );
@@ -412,18 +417,19 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
     match settings.cgroup_memory {
         Some(limit) if 5 * peak > 4 * limit => {
-            let reason = format!("{most}, which is over 80 % of {}: twice as much leaves room", size(limit));
+            let reason =
+                format!("{most}, which is over 80 % of {}: twice the peak leaves headroom", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
-            let reason = format!("{most}, and {} would let a leaking worker take far more", size(limit));
+            let reason = format!("{most}, and with {} a leaking worker can use far more", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
         None if settings.has_memory_limit => {}
         None => {
             let reason = format!(
-                "{most}, and nothing bounds a leaking worker: replace workers at about twice as much"
+                "{most}, and no limit stops a leaking worker: replace workers at about twice the peak"
             );
             verdicts.propose("recycle.rss", Setting::Unset, double, reason);
         }

@@ -133,13 +133,13 @@ fn isolated_tenants_have_separate_adaptive_limits() {
 #[test]
 fn advice_from_few_jobs_is_provisional() {
     let few = advice(Observations { jobs: 312, ..overloaded() }, &settings());
-    assert_eq!(few.missing.as_deref(), Some("seen too little: 312 of 1000 jobs"));
+    assert_eq!(few.missing.as_deref(), Some("not enough observations: 312 of 1000 jobs"));
     assert!(!few.enough && !few.advice.is_empty(), "provisional: {few:?}");
     let short = advice(
         Observations { watched: Duration::from_secs(90), was_changed: true, ..overloaded() },
         &settings(),
     );
-    let missing = "seen too little since the limits were changed: 1m 30s of 10m";
+    let missing = "not enough observations since the limits were changed: 1m 30s of 10m";
     assert_eq!(short.missing.as_deref(), Some(missing));
     let hardly_any = advice(Observations { jobs: PROVISIONAL_JOBS - 1, ..overloaded() }, &settings());
     assert!(!hardly_any.enough && hardly_any.advice.is_empty() && hardly_any.kept.is_empty());
@@ -201,7 +201,7 @@ fn processors_and_memory_bound_proposals() {
     let hot = Observations { processors_per_job: Some(0.95), ..overloaded() };
     let reason = kept(hot.clone(), &Settings { processes: 5, ..settings() }, "processes");
     assert!(
-        reason.contains("95 % of a processor") && reason.contains("the 4 processors here more than 5"),
+        reason.contains("95 % of a processor") && reason.contains("with 4 processors more than 5"),
         "{reason}"
     );
     let (processes, reason) = proposed(hot, &settings(), "processes").unwrap();
@@ -210,7 +210,7 @@ fn processors_and_memory_bound_proposals() {
     let large = Observations { rss_max_bytes: Some(2 << 30), ..overloaded() };
     let (processes, reason) = proposed(large, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(6));
-    assert!(reason.contains("80 % of the 16GiB of memory here"), "{reason}");
+    assert!(reason.contains("80 % of this machine's memory (16GiB)"), "{reason}");
     let tenants = Settings { worker_sets: 64, ..settings() };
     let reason = kept(overloaded(), &tenants, "processes");
     assert!(reason.contains("more than 2 jobs at once could need"), "{reason}");
@@ -235,7 +235,7 @@ fn gives_no_advice_if_no_job_ran() {
     };
     let advice = advice(down, &settings());
     assert!(
-        advice.advice.is_empty() && advice.kept[0].reason.ends_with("rejected were: unavailable 5000"),
+        advice.advice.is_empty() && advice.kept[0].reason.ends_with("rejected jobs: unavailable 5000"),
         "{advice:?}"
     );
 }
@@ -280,20 +280,20 @@ fn queue_length_matches_capacity() {
         proposed(bound.clone(), &Settings { max_queue: 40, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(46));
     let reason = kept(bound.clone(), &Settings { max_queue: 46, ..settings.clone() }, "max_queue");
-    assert!(reason.contains("more jobs would wait in vain"), "{reason}");
+    assert!(reason.contains("further queued jobs would not run in time"), "{reason}");
     let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
-    // Too many jobs wait in vain.
+    // Too many jobs wait and then do not run.
     let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
-    assert!(reason.contains("3000 of 100000 jobs waited in vain"), "{reason}");
+    assert!(reason.contains("3000 of 100000 jobs waited and then did not run"), "{reason}");
     // A queue of 0 is the default, not a decision.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
-    assert!(kept(overloaded(), &settings, "max_queue").contains("more permits come before"));
+    assert!(kept(overloaded(), &settings, "max_queue").contains("add permits before"));
 }
 
 #[test]

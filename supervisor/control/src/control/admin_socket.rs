@@ -79,7 +79,7 @@ impl AdminListener {
         let peer = peer_check::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own_uid);
         if uid != own && uid != 0 {
-            let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
+            let message = format!("user {uid} cannot use the admin socket: only user {own} and root can");
             return Err(ClientRejection::forbidden(peer, message));
         }
         peer_check::check_descent(socket, peer, &self.outsiders)?;

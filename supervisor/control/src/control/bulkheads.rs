@@ -86,7 +86,7 @@ fn read_body<T: serde::de::DeserializeOwned>(
     let value: serde_json::Value =
         serde_json::from_slice(body).map_err(|error| format!("the body is not JSON: {error}"))?;
     if !value.is_object() {
-        return Err("the body is no JSON object: write {…} with the fields that are to change".into());
+        return Err("the body is not a JSON object: send {…} with the fields to change".into());
     }
     let change: T = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
     match judge(&change) {

@@ -293,7 +293,7 @@ pub(super) async fn serve<S: Socket>(connections: Queue<S>, router: Router) {
     };
     let service = router.into_make_service_with_connect_info::<Admission>();
     if let Err(error) = axum::serve(connections, service).with_graceful_shutdown(shutdown).await {
-        tracing::error!("the admin API is not served any more: {error}");
+        tracing::error!("the admin API has stopped: {error}");
     }
 }
 

@@ -50,7 +50,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(id): Path<String>) 
 }
 
 fn busy() -> Response {
-    problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; try again")
+    problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; retry later")
 }
 
 /// Finds a report. The text from the request is parsed first, so that it is never used as a path.
@@ -109,27 +109,27 @@ pub(super) async fn replay(
 fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
-        return Err("no job was in flight when it crashed: there is nothing to run again".into());
+        return Err("no job was in flight at the crash, so there is no job to replay".into());
     }
     if let Some(job) = job.filter(|job| *job >= count) {
-        return Err(format!("there is no job {job} in this report: it has {count}, from 0"));
+        return Err(format!("this report has no job {job}: it has {count} jobs, numbered from 0"));
     }
     match job.or(report.culprit) {
         Some(one) if report.jobs[one].is_replayable() => Ok(vec![one]),
         Some(one) => {
             let job = &report.jobs[one];
             let why = match (job.is_answered, job.payload_bytes) {
-                (true, _) => "its client had been answered before the crash".to_owned(),
+                (true, _) => "the client was answered before the crash".to_owned(),
                 (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
-                    format!("of its {bytes} bytes the report has none")
+                    format!("the report contains none of the {bytes} bytes")
                 }
-                (false, bytes) => format!("it has {bytes} bytes, more than a report keeps"),
+                (false, bytes) => format!("{bytes} bytes are more than a report keeps"),
             };
             Err(format!("the payload of job {one} was not kept: {why}"))
         }
         None => {
             let all: Vec<usize> = (0..count).filter(|&one| report.jobs[one].is_replayable()).collect();
-            if all.is_empty() { Err("the payload of none of its jobs was kept".into()) } else { Ok(all) }
+            if all.is_empty() { Err("the report contains the payload of no job".into()) } else { Ok(all) }
         }
     }
 }
@@ -175,7 +175,7 @@ async fn run(
         let Ok(receiver) = receiver else { break };
         let interrupted = || ReplayResult {
             pid: None,
-            verdict: Err("the supervisor stopped before".into()),
+            verdict: Err("the supervisor stopped before the replay ended".into()),
             cause: None,
             ran: std::time::Duration::ZERO,
         };

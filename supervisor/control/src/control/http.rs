@@ -20,9 +20,9 @@ const BODY_BYTES_MAX: usize = 64 * 1024;
 /// Builds the router that all sockets share.
 pub(super) fn router(control: Shared) -> Router {
     routes::router()
-        .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
+        .fallback(async || problem(StatusCode::NOT_FOUND, "this path does not exist"))
         .method_not_allowed_fallback(async || {
-            problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
+            problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not support this method")
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(from_fn(admit))
@@ -43,7 +43,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
         Ok(response) => response,
         Err(_) if admission.has_no_time_limit() => response.await,
         // Nothing else limits the time of a client that was sent `100 Continue`.
-        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request did not come whole in time"),
+        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request was not complete in time"),
     }
 }
 

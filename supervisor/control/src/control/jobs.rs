@@ -89,7 +89,7 @@ pub(super) async fn submit(
             }
             // The request did not become a job, and the sender is usually gone.
             Err(Failure::Broken) => {
-                rejected(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
+                rejected(&name, RejectReason::Invalid, "the payload does not match its headers".into())
             }
             Err(Failure::PlaneEnded) => data_plane_gone(&name),
             Err(Failure::Draining) => {
@@ -145,7 +145,7 @@ impl<'h> JobHeaders<'h> {
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
-                return Err(format!("the header {name} stands there more than once"));
+                return Err(format!("the header {name} occurs more than once"));
             };
             let value = std::str::from_utf8(value.as_bytes())
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
@@ -160,7 +160,7 @@ impl<'h> JobHeaders<'h> {
     }
 
     fn set(&mut self, name: &str, value: &'h str) -> Result<(), String> {
-        let number = || format!("'{}' is no number that makes sense", cut(value, 32).escape_debug());
+        let number = || format!("'{}' is not a valid number", cut(value, 32).escape_debug());
         match name {
             "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
             "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
@@ -175,7 +175,7 @@ impl<'h> JobHeaders<'h> {
                     _ => return Err("write true or false".into()),
                 }
             }
-            _ => return Err("there is no such header; see the documentation of jobs over HTTP".into()),
+            _ => return Err("unknown header; see the documentation of jobs over HTTP".into()),
         }
         Ok(())
     }
@@ -202,7 +202,11 @@ fn millis(value: &str) -> Option<Duration> {
 }
 
 fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
-    if value.len() > bytes_max { Err(format!("it is longer than {bytes_max} bytes")) } else { Ok(value) }
+    if value.len() > bytes_max {
+        Err(format!("the value is longer than {bytes_max} bytes"))
+    } else {
+        Ok(value)
+    }
 }
 
 // Payloads.
@@ -367,7 +371,7 @@ impl Spool {
     }
 
     fn memory_full(&self) -> Failure {
-        Failure::Overloaded(format!("what waits holds max_buffered ({} bytes)", self.capacity))
+        Failure::Overloaded(format!("waiting data has reached max_buffered ({} bytes)", self.capacity))
     }
 
     /// Takes all segments. From here on, the data plane counts the bytes.
@@ -403,7 +407,7 @@ async fn run(
 ) -> Result<Response, Failure> {
     // Acquires a permit first, so that no payload is received without one.
     let Ok(permit) = control.jobs.clone().try_acquire_owned() else {
-        let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
+        let sentence = format!("{JOBS_MAX} jobs over HTTP are in progress, which is the maximum");
         return Err(Failure::Overloaded(sentence));
     };
     let upload_deadline = tokio::time::Instant::now() + UPLOAD_TIMEOUT;
@@ -411,7 +415,7 @@ async fn run(
         .await
         .map_err(|_| Failure::UploadTimeout)??;
     let (here, there) = pair()
-        .map_err(|error| Failure::Overloaded(format!("the supervisor is short of descriptors: {error}")))?;
+        .map_err(|error| Failure::Overloaded(format!("the supervisor has no free descriptors: {error}")))?;
     control.commands.send(Command::AddClient { socket: there, permit, uid }).map_err(|error| {
         if data_plane_ended(control) { Failure::Draining } else { Failure::Overloaded(error.to_string()) }
     })?;
@@ -446,8 +450,8 @@ async fn run(
     {
         let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!("{bytes} bytes of payload; max_payload is {max}"),
-            Length::Unknown => format!("more than {max} bytes of payload; max_payload is {max}"),
+            Length::Known(bytes) => format!("the payload has {bytes} bytes; max_payload is {max}"),
+            Length::Unknown => format!("the payload has more than {max} bytes; max_payload is {max}"),
         };
     }
     let mut response = match outcome.verdict {
@@ -547,7 +551,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let payload = (!payload.is_empty()).then_some(payload);
     match json!(JobOutcome { signal, payload, ..JobOutcome::new(outcome) }) {
         Value::Object(fields) => fields,
-        _ => unreachable!("a structure is written as an object"),
+        _ => unreachable!("structs serialize to objects"),
     }
 }
 
@@ -646,14 +650,14 @@ fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
 
 /// Rejects a job whose payload did not arrive in time. The response has a separate status.
 fn upload_timed_out(name: &str) -> Response {
-    let message = format!("the payload did not come within {} s", UPLOAD_TIMEOUT.as_secs());
+    let message = format!("the payload did not arrive within {} s", UPLOAD_TIMEOUT.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
     outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
 }
 
 /// Responds that the data plane has ended, or dropped a result for lack of memory.
 fn data_plane_gone(name: &str) -> Response {
-    let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
+    let message = "the supervisor is stopping or out of memory; it is unknown whether the job ran".into();
     local_outcome_response(
         name,
         Verdict::Crashed { reason: CrashReason::Stopped, status: None, message },

@@ -90,20 +90,20 @@ enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigErrors),
     #[error(
-        "bulkhead '{0}' has an `exec` or a `library`, which the program bulkhead-worker runs, and that is not \
-         found: install it beside bulkhead-supervisor, or in PATH"
+        "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
+         install bulkhead-worker next to bulkhead-supervisor, or in PATH"
     )]
     HostNotFound(String),
     #[error("{0}")]
     Steer(#[from] SteerError),
-    #[error("the data plane does not answer")]
+    #[error("the data plane does not respond")]
     Stuck,
     #[error(
-        "reading the configuration, or looking at what it names, took more than {READ_TIMEOUT:?} or still hangs: see \
-         whether its file system, and those of the programs and folders in it, answer"
+        "reading the configuration and the files it names took more than {READ_TIMEOUT:?} or still hangs: check \
+         the file systems of the configuration, programs and folders"
     )]
     ReadTimeout,
-    #[error("the supervisor failed to read its configuration: {0}")]
+    #[error("failed to read the configuration: {0}")]
     Internal(String),
 }
 
@@ -283,7 +283,7 @@ async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prep
     thread.map_err(|error| ReloadError::Internal(error.to_string()))?;
     match tokio::time::timeout(READ_TIMEOUT, read_file).await {
         Ok(Ok(prepared)) => prepared,
-        Ok(Err(_)) => Err(ReloadError::Internal("the thread that reads it has panicked".to_owned())),
+        Ok(Err(_)) => Err(ReloadError::Internal("the reading thread has panicked".to_owned())),
         Err(_) => Err(ReloadError::ReadTimeout),
     }
 }
@@ -311,7 +311,7 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
 fn notify_reloading(control: &Control) {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),
-        Err(error) => tracing::warn!("the service manager could not be told: {error}"),
+        Err(error) => tracing::warn!("failed to notify the service manager: {error}"),
     }
 }
 

@@ -34,7 +34,7 @@ pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<Str
 }
 
 pub(super) fn stuck() -> Response {
-    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not answer")
+    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not respond")
 }
 
 pub(super) fn not_found(name: &str) -> Response {

@@ -70,7 +70,8 @@ impl Control {
             let is_missing = !bound.exists();
             let mut missing = self.sockets.missing.lock().unwrap_or_else(PoisonError::into_inner);
             if is_missing && !std::mem::replace(&mut missing[index], is_missing) {
-                let help = "its file was removed, so that no client can connect: SIGHUP makes it again";
+                let help = "the socket's file was removed, so clients cannot connect: send SIGHUP to create the \
+                            file again";
                 let (socket, path, message) = (socket.to_owned(), path_of(&bound), help.to_owned());
                 self.report_socket(Severity::Warning, EventKind::SocketRemoved { socket, path, message });
             }

@@ -30,7 +30,7 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
 
 pub(super) fn too_many_streams() -> Response {
-    let detail = format!("{STREAMS_MAX} streams are open already; end one, or ask with follow=false");
+    let detail = format!("{STREAMS_MAX} streams are already open; close a stream, or use follow=false");
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 

@@ -129,7 +129,8 @@ impl RequestCheck {
         let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
         let is_probe = is_open && !changes_state(request.method()) && !headers.contains_key(header::HOST);
         if !is_probe && !self.names_this_machine(headers) {
-            let detail = "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address";
+            let detail = "the Host header does not name this machine: use localhost, 127.0.0.1 or the configured \
+                          address";
             return Some(jobs::reject_request(request, RejectReason::Forbidden, detail));
         }
         if let Some(rejection) = cross_site::rejection(request) {
@@ -142,7 +143,7 @@ impl RequestCheck {
         // credentials, but the origin check above has already refused it.
         let is_change = changes_state(request.method());
         if is_change && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
-            let detail = "the body must be JSON, and the header `Content-Type: application/json` say so";
+            let detail = "the body must be JSON, with the header `Content-Type: application/json`";
             return Some(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail));
         }
         None
@@ -174,8 +175,8 @@ impl RequestCheck {
 }
 
 fn unauthorized(request: &Request) -> Response {
-    let detail = "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file; in a browser, \
-                  that as the password of any user";
+    let detail = "send the header `Authorization: Bearer TOKEN` with the token of http_token_file; in a browser, \
+                  enter any user name and the token as the password";
     let mut response = jobs::reject_request(request, RejectReason::Unauthenticated, detail);
     for challenge in CHALLENGES {
         response.headers_mut().append(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));

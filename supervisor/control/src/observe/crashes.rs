@@ -52,7 +52,7 @@ pub struct OpenError {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
     /// There is no report of this id, or it was already dropped.
-    #[error("there is no crash report of this id")]
+    #[error("there is no crash report with this id")]
     NotFound,
     /// The file is not a valid report.
     #[error("the file of this crash report cannot be read: {0}")]
@@ -128,7 +128,7 @@ impl Store {
         }
         if let Some(first) = skipped.first() {
             let (count, path) = (skipped.len(), folder.path.display());
-            tracing::warn!("{count} files in {path} are no crash reports and are ignored, such as {first:?}");
+            tracing::warn!("ignored {count} files in {path} that are not crash reports, such as {first:?}");
         }
         self.drop_surplus();
     }
@@ -172,8 +172,8 @@ impl Store {
                 if !std::mem::replace(&mut self.is_failing, true) {
                     let path = folder.path.display();
                     tracing::error!(
-                        "a crash report cannot be written to {path}: {error}; as long as this lasts they are kept \
-                         in memory"
+                        "failed to write a crash report to {path}: {error}; crash reports are kept in memory \
+                         until writing succeeds"
                     );
                 }
                 false
@@ -260,21 +260,21 @@ impl CrashFolder {
             .recursive(true)
             .mode(0o700)
             .create(path)
-            .map_err(|error| format!("the folder cannot be made: {error}"))?;
+            .map_err(|error| format!("the folder cannot be created: {error}"))?;
         let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
         let own = rustix::process::geteuid().as_raw();
         if about.uid() != own {
             let owner = about.uid();
             return Err(format!(
-                "the folder belongs to user {owner}, and reports hold the payloads of jobs: have it belong to user \
-                 {own}, or configure another `crash_dir`"
+                "the folder belongs to user {owner}, but reports contain payloads of jobs: run `chown` to give \
+                 the folder to user {own}, or configure another `crash_dir`"
             ));
         }
         let mode = about.mode() & 0o7777;
         if mode & 0o077 != 0 {
             return Err(format!(
-                "others may use the folder (its mode is {mode:04o}), and reports hold the payloads of jobs: \
-                 `chmod 700` it, or configure another `crash_dir`"
+                "other users can access the folder (mode {mode:04o}), but reports contain payloads of jobs: run \
+                 `chmod 700` on the folder, or configure another `crash_dir`"
             ));
         }
         std::fs::read_dir(path).map_err(|error| format!("the folder cannot be read: {error}"))?;
@@ -286,10 +286,10 @@ impl CrashFolder {
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
             LockError::Held => {
-                "another supervisor keeps its reports there; stop it, or configure another `crash_dir`".into()
+                "another supervisor uses the folder; stop the other supervisor, or configure another `crash_dir`".into()
             }
-            LockError::Open(error) => format!("its file {LOCK_FILE} cannot be opened: {error}"),
-            LockError::Unsupported(errno) => format!("its file {LOCK_FILE} cannot be locked: {errno}"),
+            LockError::Open(error) => format!("the file {LOCK_FILE} in the folder cannot be opened: {error}"),
+            LockError::Unsupported(errno) => format!("the file {LOCK_FILE} in the folder cannot be locked: {errno}"),
         })
     }
 
@@ -332,7 +332,7 @@ impl CrashFolder {
         let report: CrashReport =
             serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;
         if report.id != id || !report.is_valid() {
-            return Err(invalid("not a report of a supervisor".into()));
+            return Err(invalid("not a valid crash report".into()));
         }
         Ok(report)
     }
@@ -362,7 +362,7 @@ impl CrashFolder {
         if let Err(error) = std::fs::remove_file(self.file(id))
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!("the crash report {} cannot be removed: {error}", self.file(id).display());
+            tracing::warn!("failed to remove the crash report {}: {error}", self.file(id).display());
         }
     }
 }
@@ -435,7 +435,7 @@ impl Crashes {
     /// Stores a report. `permit` is its permit to wait. Later requests see the report.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
-            tracing::error!("a crash report was lost: too many wait to be written");
+            tracing::error!("a crash report was dropped, because too many wait to be written");
         }
     }
 

@@ -66,7 +66,7 @@ pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> 
                 std::process::exit(1);
             }
         })
-        .map_err(|error| format!("the logging thread cannot be started: {error}"))?;
+        .map_err(|error| format!("failed to start the logging thread: {error}"))?;
     if format == LogFormat::Json {
         JSON_LINES.get_or_init(|| lines.clone());
     }
@@ -119,7 +119,7 @@ pub fn finish() {
 /// a target that does not exist.
 fn filter(level: &str) -> Result<EnvFilter, String> {
     let fail =
-        |error| format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})");
+        |error| format!("'{level}' is not a log level: use error, warn, info, debug or trace ({error})");
     if level.contains(['=', ',']) {
         return EnvFilter::try_new(level).map_err(|error| fail(error.to_string()));
     }

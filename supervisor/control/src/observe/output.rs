@@ -124,7 +124,7 @@ impl Output {
             match Receiver::from_owned_fd(fd) {
                 Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe, stop))),
                 Err(error) => {
-                    tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}");
+                    tracing::warn!(%bulkhead, pid, stream, "failed to read the output of a worker: {error}");
                     self.lock().pipe_closed(&source, &stop);
                 }
             }

@@ -51,7 +51,7 @@ pub fn start(
 ) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
-        tracing::warn!("spans of jobs are not sent anywhere: {error}");
+        tracing::warn!("spans of jobs are not sent: {error}");
         None
     });
     if !is_logged && collector.is_none() {
@@ -126,7 +126,8 @@ impl LossReports {
         let is_due = is_last || self.reported_at.is_none_or(|at| at.elapsed() >= LOSS_REPORT_INTERVAL);
         if lost > self.reported && is_due {
             tracing::warn!(
-                "{} spans of jobs were lost: too many at once, or the collector does not take them",
+                "{} spans of jobs were dropped, because too many arrived at once or the collector did not accept \
+                 them",
                 lost - self.reported
             );
             self.reported = lost;

@@ -62,7 +62,7 @@ impl SendError {
 
     /// The task that sent the message has ended.
     pub(super) fn ended() -> Self {
-        Self::retryable("it was broken off")
+        Self::retryable("the request was interrupted")
     }
 }
 
@@ -84,8 +84,8 @@ impl Collector {
         let endpoint: Uri = address.parse().map_err(|error| format!("{name} is no address: {error}"))?;
         if endpoint.scheme_str() != Some("http") {
             return Err(format!(
-                "{name} must begin with http://, for there is no encryption here: \
-                 name a collector on this machine, which can pass them on"
+                "{name} must start with http://, because encryption is not supported: use a collector on this \
+                 machine, which can forward the spans"
             ));
         }
         let authority = endpoint.authority().ok_or_else(|| format!("{name} names no host"))?;
@@ -114,7 +114,7 @@ impl Collector {
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
         let status = tokio::time::timeout(SEND_TIMEOUT, self.post(message))
             .await
-            .map_err(|_| SendError::retryable(format!("no answer within {} s", SEND_TIMEOUT.as_secs())))?
+            .map_err(|_| SendError::retryable(format!("no response within {} s", SEND_TIMEOUT.as_secs())))?
             .map_err(SendError::retryable)?;
         match status {
             status if status.is_success() => Ok(()),
@@ -122,8 +122,13 @@ impl Collector {
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::BAD_GATEWAY
             | StatusCode::SERVICE_UNAVAILABLE
-            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::retryable(format!("it answers {status}"))),
-            status => Err(SendError { why: format!("it answers {status}"), is_retryable: false }),
+            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::retryable(format!(
+                "the collector responded with \
+                                                                               {status}"
+            ))),
+            status => {
+                Err(SendError { why: format!("the collector responded with {status}"), is_retryable: false })
+            }
         }
     }
 
