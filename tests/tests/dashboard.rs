@@ -164,7 +164,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     browser.wait("document.querySelector('#crashes .cause')?.textContent === 'SIGABRT'");
     browser.click("#crashes summary");
-    browser.wait("document.querySelector('#crashes .report')?.textContent.includes('which did it')");
+    browser.wait("document.querySelector('#crashes .report')?.textContent.includes('the suspected cause')");
 
     // The card counts running jobs.
     let client = Client::connect(site.supervisor.socket()).unwrap();
@@ -214,7 +214,7 @@ fn what_changes_something_is_confirmed_first() {
     browser.wait("document.querySelector('#details h2')?.textContent === 'thumbnail'");
     browser.wait("document.querySelectorAll('#details [aria-label=Workers] tbody tr').length === 2");
 
-    browser.wait("document.querySelector('#details .advice').textContent.startsWith('Watched for')");
+    browser.wait("document.querySelector('#details .advice').textContent.startsWith('Observed for')");
 
     // Dialogs can be cancelled.
     browser.click("[data-action=resize]");
@@ -310,7 +310,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
         "document.querySelector('#link').textContent === 'live' && document.querySelector('#trouble').hidden",
     );
     browser.wait(
-        "[...document.querySelectorAll('#feed .fields')].some((e) => e.textContent.includes('started anew'))",
+        "[...document.querySelectorAll('#feed .fields')].some((e) => e.textContent.includes('was restarted'))",
     );
     // The new supervisor uses event numbers again that the page has already seen.
     site.crash("sql");

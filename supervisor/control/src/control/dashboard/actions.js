@@ -1,4 +1,4 @@
-// Actions that change something. Each one is described first and runs only after the user confirms it.
+// Actions that change the supervisor. The user reads a description and confirms before an action runs.
 
 import { ask, bulkheadPath } from './api.js';
 import { byId, h } from './dom.js';
@@ -11,7 +11,7 @@ const NOTICES_MAX = 4;
 const NUMBERS = [
   ['max_in_flight', 'Jobs in flight in each process', (bulkhead) => bulkhead.max_in_flight, 0],
   ['processes', 'Worker processes', (bulkhead) => bulkhead.processes, 1],
-  ['max_queue', 'Jobs that may wait', (bulkhead) => bulkhead.queue_capacity, 0],
+  ['max_queue', 'Maximum queue length', (bulkhead) => bulkhead.queue_capacity, 0],
 ];
 
 const verb = (name, does) => ({
@@ -28,28 +28,28 @@ const breaker = (mode, does) => ({
 const ACTIONS = {
   resize: {
     title: 'Resize',
-    does: () => 'These numbers are in force at once, and no job is dropped. They hold until the supervisor ends, or the file says something else.',
+    does: () => 'The new numbers apply immediately, and no job is dropped. They apply until the supervisor stops, or a reload changes these keys.',
     fields: NUMBERS,
     request: resized,
   },
   drain: {
     title: 'Drain',
-    ...verb('drain', (bulkhead) => `It takes no more jobs: new ones, and the ${bulkhead.queued} that wait, are rejected as draining. The ${bulkhead.in_flight} in flight finish.`),
+    ...verb('drain', (bulkhead) => `The bulkhead accepts no more jobs: new jobs and the ${bulkhead.queued} queued jobs are rejected as draining. The ${bulkhead.in_flight} jobs in flight finish.`),
   },
-  resume: { title: 'Resume', ...verb('resume', () => 'It takes jobs again.') },
+  resume: { title: 'Resume', ...verb('resume', () => 'The bulkhead accepts jobs again.') },
   restart: {
     title: 'Restart',
-    ...verb('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one after the other, the replacement ready first. Those that are replaced finish their jobs.`),
+    ...verb('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one after the other. Each worker is replaced when the replacement is ready, and finishes its jobs.`),
   },
   reset: {
     title: 'Reset',
-    ...verb('reset', () => 'Forgets what its breaker has seen, its restart history and its quarantine. Places for workers that were given up are tried again now.'),
+    ...verb('reset', () => 'Clears the history of the breaker, the restart history and the quarantine. Worker slots that were given up are tried again immediately.'),
   },
   open: {
     title: 'Force the breaker open',
     ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or goes to a fallback, until an operator sets the breaker to auto or resets it.'),
   },
-  close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and decides by what it sees from now on.') },
+  close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and opens again only because of new failures.') },
 };
 
 function resized(bulkhead, form) {
@@ -59,7 +59,7 @@ function resized(bulkhead, form) {
     if (!Number.isInteger(value)) throw new Error(`${key} must be a whole number`);
     if (value !== now(bulkhead)) change[key] = value;
   }
-  if (!Object.keys(change).length) throw new Error('these are the numbers that are in force');
+  if (!Object.keys(change).length) throw new Error('the numbers are unchanged');
   return ['PATCH', bulkheadPath(bulkhead.name), change];
 }
 
@@ -86,35 +86,35 @@ function field(key, label, value, min) {
 export async function offerReload() {
   try {
     const changes = JSON.parse(await ask('POST', '/v1/reload?dry_run=true'));
-    const lines = changesTold(changes);
+    const lines = describeChanges(changes);
     const isNothing = lines.length === 0;
     confirm({
       title: 'Reload the configuration',
       button: isNothing ? null : 'Reload',
       content: isNothing
-        ? [h('p', {}, 'The file says what is in force: there is nothing to change.')]
-        : [h('p', {}, 'The file is read again, and this put in force. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
+        ? [h('p', {}, 'The file matches the active configuration: nothing changes.')]
+        : [h('p', {}, 'The file is read again, and the following changes apply. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
       run: async () => {
         await ask('POST', '/v1/reload');
         notice('the configuration was reloaded');
       },
     });
   } catch (problem) {
-    confirm({ title: 'The configuration cannot be reloaded', content: [h('p', {}, 'Everything goes on as it is.'), h('pre.error', {}, problem.message)] });
+    confirm({ title: 'The configuration cannot be reloaded', content: [h('p', {}, 'The active configuration stays unchanged.'), h('pre.error', {}, problem.message)] });
   }
 }
 
-function changesTold({ bulkheads, supervisor, access, ignored }) {
+function describeChanges({ bulkheads, supervisor, access, ignored }) {
   const lines = bulkheads.map((one) => {
     const keys = one.keys.length ? `: ${one.keys.join(', ')}` : '';
-    const replaced = one.replaces_workers ? '; its workers are replaced one after the other' : '';
+    const replaced = one.replaces_workers ? '; the workers are replaced one after the other' : '';
     const live = one.live_dropped ?? [];
-    const dropped = live.length ? `; set live and dropped, since it does not go together with the file: ${live.join(', ')}` : '';
+    const dropped = live.length ? `; live values dropped, because they conflict with the file: ${live.join(', ')}` : '';
     return `${one.bulkhead} ${one.change}${keys}${replaced}${dropped}`;
   });
   if (supervisor.length) lines.push(`[supervisor]: ${supervisor.join(', ')}`);
-  if (access) lines.push('who may submit ([[access]])');
-  if (ignored.length) lines.push(`not ${ignored.join(', ')}, which takes a restart of the supervisor`);
+  if (access) lines.push('access rules ([[access]])');
+  if (ignored.length) lines.push(`not applied: ${ignored.join(', ')}; restart the supervisor to apply`);
   return lines;
 }
 
@@ -153,15 +153,15 @@ export function notice(text) {
 
 export function showHelp() {
   const keys = [
-    ['j  k  or arrows', 'from card to card'],
-    ['Enter', 'details of a bulkhead'],
-    ['Esc', 'closes what is open'],
-    ['/', 'filters the bulkheads'],
-    ['p', 'holds the events'],
-    ['t', 'light or dark'],
-    ['?', 'this help'],
+    ['j  k  or arrows', 'move between cards'],
+    ['Enter', 'open the details of a bulkhead'],
+    ['Esc', 'close the dialog or the details'],
+    ['/', 'filter the bulkheads'],
+    ['p', 'pause the events'],
+    ['t', 'switch between light and dark'],
+    ['?', 'show this help'],
   ];
   const list = keys.map(([key, does]) => h('div', {}, h('dt', {}, h('kbd', {}, key)), h('dd', {}, does)));
-  const about = 'Rates are taken over the last three seconds, percentiles over the last one to two minutes; a sparkline has 90 seconds. Late jobs are those that missed their deadline.';
+  const about = 'Rates cover the last three seconds, percentiles the last one to two minutes, and a sparkline 90 seconds. Late jobs missed their deadline.';
   confirm({ title: 'Keyboard', content: [h('dl.keys', {}, ...list), h('p.muted', {}, about)] });
 }

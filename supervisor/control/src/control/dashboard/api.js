@@ -23,11 +23,11 @@ export async function ask(method, path, body) {
     response = await fetch(url(path), { method, headers, body: sent, cache: 'no-store', signal });
     text = await response.text();
   } catch {
-    throw new Problem('the supervisor does not answer');
+    throw new Problem('the supervisor does not respond');
   }
   if (response.ok) return text;
   const problem = parsed(text);
-  throw new Problem(problem.detail ?? `the supervisor answered with status ${response.status}`, problem);
+  throw new Problem(problem.detail ?? `the supervisor responded with status ${response.status}`, problem);
 }
 
 function parsed(text) {

@@ -86,7 +86,7 @@ class Card {
       h('header', {}, h('h3', {}, this.button), h('span.badges', {}, this.badge, this.serviceBadge)),
       this.permits.element,
       this.queue.element,
-      h('dl.counts', { 'aria-label': 'jobs a second' }, ...counted),
+      h('dl.counts', { 'aria-label': 'jobs per second' }, ...counted),
       this.spark.element,
       h('footer', {}, h('span', {}, 'p50 ', this.p50), h('span', {}, 'p99 ', this.p99), this.breaker),
       this.detail,
@@ -158,7 +158,7 @@ class Sparkline {
     this.good.setAttribute('d', curve(good, top));
     this.area.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
     this.bad.setAttribute('d', curve(bad, top, (at) => bad[at] > 0 || bad[at - 1] > 0 || bad[at + 1] > 0));
-    const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other a second`;
+    const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other jobs per second`;
     this.element.setAttribute('aria-label', said);
   }
 }

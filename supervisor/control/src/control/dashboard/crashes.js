@@ -41,12 +41,12 @@ export class Crashes {
 
   show(crashes) {
     const ids = crashes.map(key).join(' ');
-    setText(byId('crash-count'), crashes.length === REPORTS_MAX ? `the newest ${REPORTS_MAX}` : crashes.length ? `${crashes.length} kept` : '');
+    setText(byId('crash-count'), crashes.length === REPORTS_MAX ? `newest ${REPORTS_MAX}` : crashes.length ? `${crashes.length} reports` : '');
     if (ids === this.ids && ids) return;
     this.ids = ids;
     const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.key, one]));
     const entries = crashes.map((crash) => known.get(key(crash)) ?? entry(crash));
-    this.place.replaceChildren(...(entries.length ? entries : [h('p.muted', {}, 'Nothing has crashed.')]));
+    this.place.replaceChildren(...(entries.length ? entries : [h('p.muted', {}, 'No worker has crashed.')]));
   }
 }
 
@@ -87,11 +87,11 @@ async function fill(details, id) {
 }
 
 function report(crash) {
-  const usage = crash.usage && `user ${millis(crash.usage.user_ms)}, system ${millis(crash.usage.system_ms)}, at most ${bytes(crash.usage.max_rss_bytes)}`;
+  const usage = crash.usage && `user ${millis(crash.usage.user_ms)}, system ${millis(crash.usage.system_ms)}, peak memory ${bytes(crash.usage.max_rss_bytes)}`;
   const facts = [
-    ['what', `the ${crash.victim} ${crash.message}`],
+    ['cause', `the ${crash.victim} ${crash.message}`],
     ['worker', `pid ${crash.pid}, slot ${crash.slot}, generation ${crash.generation}, ${crash.stage}`],
-    ['life', `${duration(crash.uptime_ms)}, ${plural(crash.served, 'job', 'jobs')} served, ${crash.in_flight} in flight`],
+    ['lifetime', `${duration(crash.uptime_ms)}, ${plural(crash.served, 'job', 'jobs')} served, ${crash.in_flight} in flight`],
     ['usage', usage],
     ['report', crash.id],
   ];
@@ -109,7 +109,7 @@ function job(one, isCulprit) {
     ['trace', one.trace_id],
   ];
   const payload = one.payload ? h('pre', { tabindex: 0 }, hex(one.payload)) : null;
-  return h('div', {}, h('h4', {}, isCulprit ? `Job ${one.job}, which did it` : `Job ${one.job}`), list(facts), payload);
+  return h('div', {}, h('h4', {}, isCulprit ? `Job ${one.job}, the suspected cause` : `Job ${one.job}`), list(facts), payload);
 }
 
 function list(facts) {

@@ -70,19 +70,19 @@ export class Details {
     this.rejected = table('Rejected', ['Reason', 'Jobs']);
     this.tenants = table('Tenants', ['Tenant', 'In flight', 'Queued', 'Submitted', 'Rejected']);
     this.advice = h('div.advice');
-    this.output = h('pre', { tabindex: 0, 'aria-label': 'Output of its workers' });
+    this.output = h('pre', { tabindex: 0, 'aria-label': 'Output of the workers' });
     this.place.replaceChildren(
       h('header', {}, h('h2', {}, this.name), this.badge, this.serviceBadge, this.closer),
       this.why,
       this.buttons,
       part('Now', this.facts),
       part('Workers', this.workers.element),
-      part('How long jobs take', this.latency.element),
-      part('Since the start', this.totals),
+      part('Latency of jobs', this.latency.element),
+      part('Totals', this.totals),
       (this.rejectedPart = part('Rejected, by reason', this.rejected.element)),
-      (this.tenantsPart = part('The busiest tenants', this.tenants.element)),
+      (this.tenantsPart = part('Busiest tenants', this.tenants.element)),
       (this.advicePart = part('Advice', this.advice)),
-      part('Output of its workers', this.output),
+      part('Output of the workers', this.output),
     );
     this.advicePart.hidden = true;
   }
@@ -129,7 +129,7 @@ export class Details {
       ['in flight', `${count(bulkhead.in_flight)} of ${count(bulkhead.limit)}, ${count(bulkhead.available)} free`],
       ['queue', `${count(bulkhead.queued)} of ${count(bulkhead.queue_capacity)}`],
       ['size', `${plural(bulkhead.processes, 'process', 'processes')} × ${bulkhead.max_in_flight} in flight`],
-      ['rate limit', rate ? `${rate.per_second} a second, burst ${rate.burst}, per ${rate.per}` : 'none'],
+      ['rate limit', rate ? `${rate.per_second} per second, burst ${rate.burst}, per ${rate.per}` : 'none'],
       ['breaker', word(bulkhead.breaker)],
       ['elsewhere', bulkhead.elsewhere ? `${count(bulkhead.elsewhere)} at a fallback` : ''],
     ]);
@@ -146,7 +146,7 @@ export class Details {
     const lines = await logLines(name, LINES);
     if (this.name !== name) return;
     const told = lines.map((line) => `${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
-    setText(this.output, told.join('\n') || 'They have written nothing.');
+    setText(this.output, told.join('\n') || 'The workers have written no output.');
   }
 
   async loadAdvice(name) {
@@ -206,9 +206,9 @@ const latencyRow = (name, { p50, p90, p99, max }) => [name, millis(p50), millis(
 const tenantRow = (tenant) => [tenant.name || '(none)', count(tenant.in_flight), count(tenant.queued), count(tenant.submitted), count(tenant.rejected)];
 
 function advice(told) {
-  const seen = `Watched for ${duration(told.watched_ms)}.`;
-  if (!told.enough) return [h('p.muted', {}, `${seen} ${told.missing ?? 'That is not enough to advise anything yet.'}`)];
-  if (!told.advice.length) return [h('p.muted', {}, `${seen} The limits fit what was seen.`)];
+  const seen = `Observed for ${duration(told.watched_ms)}.`;
+  if (!told.enough) return [h('p.muted', {}, `${seen} ${told.missing ?? 'There are not enough observations for advice yet.'}`)];
+  if (!told.advice.length) return [h('p.muted', {}, `${seen} The limits fit the observations.`)];
   const text = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
   const items = told.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${one.now == null ? '' : text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
   return [h('p.muted', {}, seen), h('ul', {}, ...items)];

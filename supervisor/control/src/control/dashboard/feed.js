@@ -81,7 +81,7 @@ export class Feed {
     this.coming = [];
     this.place.prepend(...lines.reverse());
     while (this.place.children.length > LINES_MAX) this.place.lastElementChild.remove();
-    setText(byId('feed-count'), `${count(this.total)} so far`);
+    setText(byId('feed-count'), `${count(this.total)} events`);
   }
 }
 

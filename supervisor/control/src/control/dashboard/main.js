@@ -81,7 +81,7 @@ const CRASH_KINDS = new Set(['worker_exited', 'job_crashed', 'job_retried', 'wor
 
 const stream = new Stream({
   hello(hello, isAnother) {
-    if (isAnother) feed.remark('the supervisor was started anew: its events and counters begin again');
+    if (isAnother) feed.remark('the supervisor was restarted: events and counters start again');
     const isUpdated = known.version !== null && known.version !== hello.version;
     known.version = hello.version;
     setText(byId('run'), `${hello.version} · pid ${hello.pid}${isUpdated ? ' · another version: reload this page' : ''}`);
@@ -100,7 +100,7 @@ const stream = new Stream({
     if (event.kind === 'config_reloaded') learn();
   },
   missed(number) {
-    feed.remark(`${count(number)} events came faster than they could be sent, and are not shown`, 'warning');
+    feed.remark(`${count(number)} events are not shown, because they arrived faster than they could be sent`, 'warning');
   },
   state: showLink,
 });
@@ -113,10 +113,10 @@ function showLink() {
   setData(byId('link'), 'state', state);
   setData(document.body, 'link', state);
   setText(byId('link-age'), state === 'live' ? '' : duration(Date.now() - stream.changedAt));
-  const shown = known.bulkheads.length ? ` What is shown is from ${clock(known.at)}.` : '';
+  const shown = known.bulkheads.length ? ` The page shows the state of ${clock(known.at)}.` : '';
   const troubles = {
-    stuck: `The data plane does not answer.${shown}`,
-    lost: `The supervisor is not reachable.${shown} This page tries again by itself.`,
+    stuck: `The data plane does not respond.${shown}`,
+    lost: `The supervisor is not reachable.${shown} This page reconnects automatically.`,
   };
   byId('trouble').hidden = !troubles[state];
   setText(byId('trouble'), troubles[state] ?? '');
