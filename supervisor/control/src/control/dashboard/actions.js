@@ -1,6 +1,6 @@
 // Actions that change the supervisor. The user reads a description and confirms before an action runs.
 
-import { ask, bulkheadPath } from './api.js';
+import { bulkheadPath, request } from './api.js';
 import { byId, h } from './dom.js';
 import { plural } from './format.js';
 
@@ -14,13 +14,13 @@ const NUMBERS = [
   ['max_queue', 'Maximum queue length', (bulkhead) => bulkhead.queue_capacity, 0],
 ];
 
-const verb = (name, does) => ({
-  does,
+const post = (name, description) => ({
+  description,
   request: (bulkhead) => ['POST', `${bulkheadPath(bulkhead.name)}/${name}`],
 });
 
-const breaker = (mode, does) => ({
-  does,
+const breaker = (mode, description) => ({
+  description,
   request: (bulkhead) => ['PATCH', bulkheadPath(bulkhead.name), { breaker: mode }],
 });
 
@@ -28,22 +28,22 @@ const breaker = (mode, does) => ({
 const ACTIONS = {
   resize: {
     title: 'Resize',
-    does: () => 'The new numbers apply immediately, and no job is dropped. They apply until the supervisor stops, or a reload changes these keys.',
+    description: () => 'The new numbers apply immediately, and no job is dropped. They apply until the supervisor stops, or a reload changes these keys.',
     fields: NUMBERS,
     request: resized,
   },
   drain: {
     title: 'Drain',
-    ...verb('drain', (bulkhead) => `The bulkhead accepts no more jobs: new jobs and the ${bulkhead.queued} queued jobs are rejected as draining. The ${bulkhead.in_flight} jobs in flight finish.`),
+    ...post('drain', (bulkhead) => `The bulkhead accepts no more jobs: new jobs and the ${bulkhead.queued} queued jobs are rejected as draining. The ${bulkhead.in_flight} jobs in flight finish.`),
   },
-  resume: { title: 'Resume', ...verb('resume', () => 'The bulkhead accepts jobs again.') },
+  resume: { title: 'Resume', ...post('resume', () => 'The bulkhead accepts jobs again.') },
   restart: {
     title: 'Restart',
-    ...verb('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one after the other. Each worker is replaced when the replacement is ready, and finishes its jobs.`),
+    ...post('restart', (bulkhead) => `Replaces ${plural(bulkhead.workers.length, 'worker', 'workers')}, one after the other. Each worker is replaced when the replacement is ready, and finishes its jobs.`),
   },
   reset: {
     title: 'Reset',
-    ...verb('reset', () => 'Clears the history of the breaker, the restart history and the quarantine. Worker slots that were given up are tried again immediately.'),
+    ...post('reset', () => 'Clears the history of the breaker, the restart history and the quarantine. Worker slots that were given up are tried again immediately.'),
   },
   open: {
     title: 'Force the breaker open',
@@ -63,15 +63,15 @@ function resized(bulkhead, form) {
   return ['PATCH', bulkheadPath(bulkhead.name), change];
 }
 
-export function offer(what, bulkhead) {
+export function confirmAction(what, bulkhead) {
   const action = ACTIONS[what];
   const fields = (action.fields ?? []).map(([key, label, now, min]) => field(key, label, now(bulkhead), min));
   confirm({
     title: `${action.title}: ${bulkhead.name}`,
     button: action.title,
-    content: [h('p', {}, action.does(bulkhead)), ...fields],
+    content: [h('p', {}, action.description(bulkhead)), ...fields],
     run: async (form) => {
-      await ask(...action.request(bulkhead, form));
+      await request(...action.request(bulkhead, form));
       notice(`${bulkhead.name}: ${action.title.toLowerCase()}, done`);
     },
   });
@@ -83,9 +83,9 @@ function field(key, label, value, min) {
 }
 
 /** Shows the result of a dry run, and reloads on confirmation. */
-export async function offerReload() {
+export async function confirmReload() {
   try {
-    const changes = JSON.parse(await ask('POST', '/v1/reload?dry_run=true'));
+    const changes = JSON.parse(await request('POST', '/v1/reload?dry_run=true'));
     const lines = describeChanges(changes);
     const isNothing = lines.length === 0;
     confirm({
@@ -95,7 +95,7 @@ export async function offerReload() {
         ? [h('p', {}, 'The file matches the active configuration: nothing changes.')]
         : [h('p', {}, 'The file is read again, and the following changes apply. No job is lost.'), h('ul.changes', {}, ...lines.map((line) => h('li', {}, line)))],
       run: async () => {
-        await ask('POST', '/v1/reload');
+        await request('POST', '/v1/reload');
         notice('the configuration was reloaded');
       },
     });
@@ -145,10 +145,10 @@ function confirm({ title, content, button, run }) {
 
 export function notice(text) {
   const place = byId('notices');
-  const told = h('p', {}, text);
-  place.append(told);
+  const element = h('p', {}, text);
+  place.append(element);
   while (place.children.length > NOTICES_MAX) place.firstElementChild.remove();
-  setTimeout(() => told.remove(), NOTICE_MS);
+  setTimeout(() => element.remove(), NOTICE_MS);
 }
 
 export function showHelp() {
@@ -161,7 +161,7 @@ export function showHelp() {
     ['t', 'switch between light and dark'],
     ['?', 'show this help'],
   ];
-  const list = keys.map(([key, does]) => h('div', {}, h('dt', {}, h('kbd', {}, key)), h('dd', {}, does)));
+  const list = keys.map(([key, description]) => h('div', {}, h('dt', {}, h('kbd', {}, key)), h('dd', {}, description)));
   const about = 'Rates cover the last three seconds, percentiles the last one to two minutes, and a sparkline 90 seconds. Late jobs missed their deadline.';
   confirm({ title: 'Keyboard', content: [h('dl.keys', {}, ...list), h('p.muted', {}, about)] });
 }

@@ -13,7 +13,7 @@ export class Problem extends Error {
   }
 }
 
-export async function ask(method, path, body) {
+export async function request(method, path, body) {
   const headers = method === 'GET' ? {} : { 'Content-Type': 'application/json' };
   let response;
   let text;
@@ -38,10 +38,10 @@ function parsed(text) {
   }
 }
 
-export const get = async (path) => JSON.parse(await ask('GET', path));
+export const get = async (path) => JSON.parse(await request('GET', path));
 export const bulkheadPath = (name) => `/v1/bulkheads/${encodeURIComponent(name)}`;
 export const logLines = async (name, limit) => {
-  const text = await ask('GET', `${bulkheadPath(name)}/logs?limit=${limit}`);
+  const text = await request('GET', `${bulkheadPath(name)}/logs?limit=${limit}`);
   return text.split('\n').filter(Boolean).map(parsed);
 };
 export const crashList = async (limit) => (await get(`/v1/crashes?limit=${limit}`)).crashes;

@@ -158,8 +158,8 @@ class Sparkline {
     this.good.setAttribute('d', curve(good, top));
     this.area.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
     this.bad.setAttribute('d', curve(bad, top, (at) => bad[at] > 0 || bad[at - 1] > 0 || bad[at + 1] > 0));
-    const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other jobs per second`;
-    this.element.setAttribute('aria-label', said);
+    const label = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other jobs per second`;
+    this.element.setAttribute('aria-label', label);
   }
 }
 

@@ -113,8 +113,8 @@ function job(one, isCulprit) {
 }
 
 function list(facts) {
-  const told = facts.filter(([, value]) => value);
-  return h('dl.facts', {}, ...told.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]));
+  const known = facts.filter(([, value]) => value);
+  return h('dl.facts', {}, ...known.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]));
 }
 
 /** Returns the beginning of a payload as a hex dump. */

@@ -108,8 +108,8 @@ export class Details {
     this.rejectedPart.hidden = reasons.length === 0;
     fillRows(this.tenants.body, bulkhead.tenants.map(tenantRow));
     this.tenantsPart.hidden = bulkhead.tenants.length === 0;
-    this.ask('output', OUTPUT_EVERY_MS, () => this.loadOutput(bulkhead.name));
-    this.ask('advice', ADVICE_EVERY_MS, () => this.loadAdvice(bulkhead.name));
+    this.loadEvery('output', OUTPUT_EVERY_MS, () => this.loadOutput(bulkhead.name));
+    this.loadEvery('advice', ADVICE_EVERY_MS, () => this.loadAdvice(bulkhead.name));
   }
 
   showActions(bulkhead) {
@@ -135,7 +135,7 @@ export class Details {
     ]);
   }
 
-  ask(what, every, load) {
+  loadEvery(what, every, load) {
     if (performance.now() - this.askedAt[what] < every) return;
     this.askedAt[what] = performance.now();
     // Errors are ignored, because the header already shows that the supervisor cannot be reached.
@@ -145,16 +145,16 @@ export class Details {
   async loadOutput(name) {
     const lines = await logLines(name, LINES);
     if (this.name !== name) return;
-    const told = lines.map((line) => `${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
-    setText(this.output, told.join('\n') || 'The workers have written no output.');
+    const texts = lines.map((line) => `${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
+    setText(this.output, texts.join('\n') || 'The workers have written no output.');
   }
 
   async loadAdvice(name) {
     if (!this.hasAdvice()) return;
-    const told = await get(`${bulkheadPath(name)}/advice`);
+    const response = await get(`${bulkheadPath(name)}/advice`);
     if (this.name !== name) return;
     this.advicePart.hidden = false;
-    this.advice.replaceChildren(...advice(told));
+    this.advice.replaceChildren(...advice(response));
   }
 }
 
@@ -164,9 +164,9 @@ function part(title, ...children) {
 
 /** Fills a list with pairs of name and value. Pairs without a value are left out. */
 function fillPairs(list, pairs) {
-  const told = pairs.filter(([, value]) => value !== '');
-  while (list.children.length > told.length) list.lastElementChild.remove();
-  told.forEach(([name, value], at) => {
+  const known = pairs.filter(([, value]) => value !== '');
+  while (list.children.length > known.length) list.lastElementChild.remove();
+  known.forEach(([name, value], at) => {
     const pair = list.children[at] ?? list.appendChild(h('div', {}, h('dt'), h('dd')));
     setText(pair.firstElementChild, name);
     setText(pair.lastElementChild, value);
@@ -189,27 +189,27 @@ function workerRow(worker) {
   ];
 }
 
-function confinement(told) {
-  if (!told) return '–';
+function confinement(state) {
+  if (!state) return '–';
   const layers = [
-    told.seccomp === 'none' ? null : 'seccomp',
-    told.landlock == null ? null : `Landlock ${told.landlock}`,
-    told.namespaces.length ? `${told.namespaces.length} namespaces` : null,
-    told.cgroup ? 'cgroup' : null,
-    told.uid == null ? null : `user ${told.uid}`,
+    state.seccomp === 'none' ? null : 'seccomp',
+    state.landlock == null ? null : `Landlock ${state.landlock}`,
+    state.namespaces.length ? `${state.namespaces.length} namespaces` : null,
+    state.cgroup ? 'cgroup' : null,
+    state.uid == null ? null : `user ${state.uid}`,
   ];
-  const missing = told.missing.length ? `; missing: ${told.missing.join(', ')}` : '';
-  return { text: `${told.profile}: ${layers.filter(Boolean).join(', ') || 'nothing'}${missing}`, state: missing ? 'missing' : '', title: told.namespaces.join(', ') };
+  const missing = state.missing.length ? `; missing: ${state.missing.join(', ')}` : '';
+  return { text: `${state.profile}: ${layers.filter(Boolean).join(', ') || 'nothing'}${missing}`, state: missing ? 'missing' : '', title: state.namespaces.join(', ') };
 }
 
 const latencyRow = (name, { p50, p90, p99, max }) => [name, millis(p50), millis(p90), millis(p99), millis(max)];
 const tenantRow = (tenant) => [tenant.name || '(none)', count(tenant.in_flight), count(tenant.queued), count(tenant.submitted), count(tenant.rejected)];
 
-function advice(told) {
-  const seen = `Observed for ${duration(told.watched_ms)}.`;
-  if (!told.enough) return [h('p.muted', {}, `${seen} ${told.missing ?? 'There are not enough observations for advice yet.'}`)];
-  if (!told.advice.length) return [h('p.muted', {}, `${seen} The limits fit the observations.`)];
+function advice(response) {
+  const period = `Observed for ${duration(response.watched_ms)}.`;
+  if (!response.enough) return [h('p.muted', {}, `${period} ${response.missing ?? 'There are not enough observations for advice yet.'}`)];
+  if (!response.advice.length) return [h('p.muted', {}, `${period} The limits fit the observations.`)];
   const text = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
-  const items = told.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${one.now == null ? '' : text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
-  return [h('p.muted', {}, seen), h('ul', {}, ...items)];
+  const items = response.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${one.now == null ? '' : text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
+  return [h('p.muted', {}, period), h('ul', {}, ...items)];
 }

@@ -49,7 +49,7 @@ export class Feed {
   }
 
   /** Updates the bulkheads in the selection. */
-  offer(names) {
+  setBulkheads(names) {
     const select = byId('feed-bulkhead');
     const offered = [...select.options].slice(1).map((option) => option.value);
     if (offered.length === names.length && offered.every((name, at) => name === names[at])) return;
@@ -93,7 +93,7 @@ function keep(list, event, most) {
 function line(event) {
   const fields = Object.entries(event).filter(([name, value]) => !COMMON.has(name) && value !== null && value !== '');
   fields.sort(([a], [b]) => place(a) - place(b));
-  const inShort = fields.map(([name, value]) => `${name}=${said(value)}`).join('  ');
+  const summary = fields.map(([name, value]) => `${name}=${asText(value)}`).join('  ');
   const details = h(
     'details',
     {},
@@ -104,7 +104,7 @@ function line(event) {
       h('span.severity', {}, event.severity),
       h('span.kind', {}, word(event.kind)),
       h('span.who', {}, event.bulkhead ?? ''),
-      h('span.fields', {}, inShort.slice(0, LINE_CHARS_MAX)),
+      h('span.fields', {}, summary.slice(0, LINE_CHARS_MAX)),
     ),
   );
   details.addEventListener('toggle', () => details.append(all(fields)), { once: true });
@@ -113,9 +113,9 @@ function line(event) {
 
 const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
-const said = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
+const asText = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
 
 function all(fields) {
-  const pairs = fields.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, said(value))));
+  const pairs = fields.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, asText(value))));
   return h('dl.fields-all', {}, ...pairs);
 }

@@ -39,11 +39,11 @@ export class HeatMap {
   update(now, bulkheads, history) {
     this.now = now;
     this.rows = bulkheads.map(({ name }) => ({ name, samples: history.of(name) }));
-    const seen = (now - Math.min(now, ...this.rows.map(({ samples }) => samples[0].at))) / 1000;
-    this.span = SPANS.find((span) => span > seen) ?? SAMPLES_MAX;
+    const age = (now - Math.min(now, ...this.rows.map(({ samples }) => samples[0].at))) / 1000;
+    this.span = SPANS.find((span) => span > age) ?? SAMPLES_MAX;
     this.label();
     this.draw();
-    this.tell();
+    this.describe();
   }
 
   label() {
@@ -112,8 +112,8 @@ export class HeatMap {
   }
 
   /** Describes the map in text. */
-  tell() {
-    const told = this.rows.map(({ name, samples }) => {
+  describe() {
+    const rows = this.rows.map(({ name, samples }) => {
       const share = (one) => Math.min(1, one.load);
       const mean = (some) => some.reduce((total, one) => total + share(one), 0) / Math.max(1, some.length);
       const most = (what) => samples.reduce((top, one) => Math.max(top, what(one)), 0);
@@ -123,9 +123,9 @@ export class HeatMap {
     });
     fillRows(
       byId('heat-table'),
-      told.map((row) => [row.name, percent(row.now), percent(row.minute), percent(row.all), percent(row.peak), count(row.queued), count(row.crashes)]),
+      rows.map((row) => [row.name, percent(row.now), percent(row.minute), percent(row.all), percent(row.peak), count(row.queued), count(row.crashes)]),
     );
-    const said = told.slice(0, 20).map((row) => `${row.name} ${percent(row.now)} now, ${percent(row.all)} on average`);
-    this.canvas.setAttribute('aria-label', `Utilisation by bulkhead over the last minutes. ${said.join('; ')}. The table below has the numbers.`);
+    const texts = rows.slice(0, 20).map((row) => `${row.name} ${percent(row.now)} now, ${percent(row.all)} on average`);
+    this.canvas.setAttribute('aria-label', `Utilisation by bulkhead over the last minutes. ${texts.join('; ')}. The table below has the numbers.`);
   }
 }

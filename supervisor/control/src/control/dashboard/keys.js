@@ -13,16 +13,16 @@ export function listen(on) {
     if (event.ctrlKey || event.metaKey || event.altKey || byId('dialog').open) return;
     if (event.key === 'Escape') return leave(event, on);
     if (isTyping(event.target)) return;
-    if (obey(event, on)) event.preventDefault();
+    if (handleKey(event, on)) event.preventDefault();
   });
 }
 
-function obey(event, on) {
+function handleKey(event, on) {
   if (NEXT.has(event.key)) return step(event, on.buttons(), 1);
   if (PREVIOUS.has(event.key)) return step(event, on.buttons(), -1);
-  const does = { '/': () => byId('filter').focus(), '?': on.help, p: on.pause, t: on.theme }[event.key];
-  does?.();
-  return Boolean(does);
+  const action = { '/': () => byId('filter').focus(), '?': on.help, p: on.pause, t: on.theme }[event.key];
+  action?.();
+  return Boolean(action);
 }
 
 function leave(event, on) {

@@ -1,6 +1,6 @@
 // Connects the parts: passes data from the stream to history, cards, heat map, details, feed and crash reports.
 
-import { offer, offerReload, showHelp } from './actions.js';
+import { confirmAction, confirmReload, showHelp } from './actions.js';
 import { hasAdvice, withBreaker } from './api.js';
 import { Cards } from './cards.js';
 import { Crashes } from './crashes.js';
@@ -22,7 +22,7 @@ const crashes = new Crashes();
 const heat = new HeatMap();
 const cards = new Cards(byId('cards'), open);
 const details = new Details(byId('details'), {
-  act: (what, name) => offer(what, bulkheadOf(name)),
+  act: (what, name) => confirmAction(what, bulkheadOf(name)),
   closed: (name) => cards.focus(name),
   hasAdvice: () => known.hasAdvice,
 });
@@ -39,7 +39,7 @@ const render = batched(() => {
   cards.update(known.bulkheads, history, hasBreaker);
   heat.update(known.at, known.bulkheads, history);
   details.update(known.bulkheads);
-  feed.offer(known.bulkheads.map((bulkhead) => bulkhead.name));
+  feed.setBulkheads(known.bulkheads.map((bulkhead) => bulkhead.name));
   showTotals();
   showFilter();
 });
@@ -68,7 +68,7 @@ function showFilter() {
 }
 
 /** Loads data that changes rarely. Called again when it can have changed. */
-async function learn() {
+async function loadFeatures() {
   try {
     [known.breakers, known.hasAdvice] = await Promise.all([withBreaker(), hasAdvice()]);
     render();
@@ -86,18 +86,18 @@ const stream = new Stream({
     known.version = hello.version;
     setText(byId('run'), `${hello.version} · pid ${hello.pid}${isUpdated ? ' · another version: reload this page' : ''}`);
     crashes.refresh();
-    learn();
+    loadFeatures();
   },
-  bulkheads(told) {
-    known.bulkheads = told.bulkheads;
-    known.at = Date.parse(told.at);
-    history.add(known.at, told.bulkheads);
+  bulkheads(message) {
+    known.bulkheads = message.bulkheads;
+    known.at = Date.parse(message.at);
+    history.add(known.at, message.bulkheads);
     render();
   },
   event(event) {
     feed.add(event);
     if (CRASH_KINDS.has(event.kind)) crashes.refresh();
-    if (event.kind === 'config_reloaded') learn();
+    if (event.kind === 'config_reloaded') loadFeatures();
   },
   missed(number) {
     feed.remark(`${count(number)} events are not shown, because they arrived faster than they could be sent`, 'warning');
@@ -127,7 +127,7 @@ setInterval(() => {
 }, 1000);
 
 byId('filter').addEventListener('input', showFilter);
-byId('reload').addEventListener('click', offerReload);
+byId('reload').addEventListener('click', confirmReload);
 byId('help').addEventListener('click', showHelp);
 const theme = () => {
   switchTheme();

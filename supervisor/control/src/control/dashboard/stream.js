@@ -28,15 +28,15 @@ export class Stream {
 
   open() {
     this.source = openStream(PAST_MAX);
-    this.listen('hello', (hello) => this.greet(hello));
-    this.listen('bulkheads', (told) => {
-      this.become('live');
-      this.on.bulkheads(told);
+    this.listen('hello', (hello) => this.handleHello(hello));
+    this.listen('bulkheads', (message) => {
+      this.setState('live');
+      this.on.bulkheads(message);
     });
     this.listen('event', (event) => this.take(event));
     this.listen('missed', (missed) => this.on.missed(missed.count));
-    this.listen('stuck', () => this.become('stuck'));
-    this.source.onerror = () => this.lose();
+    this.listen('stuck', () => this.setState('stuck'));
+    this.source.onerror = () => this.handleError();
     this.watchSilence();
   }
 
@@ -47,7 +47,7 @@ export class Stream {
     });
   }
 
-  greet(hello) {
+  handleHello(hello) {
     const isAnother = this.started !== hello.started;
     if (isAnother) this.seq = 0;
     const isFirst = this.started === null;
@@ -64,20 +64,20 @@ export class Stream {
 
   watchSilence() {
     clearTimeout(this.silence);
-    this.silence = setTimeout(() => this.lose(), SILENCE_MS);
+    this.silence = setTimeout(() => this.handleError(), SILENCE_MS);
   }
 
-  lose() {
+  handleError() {
     clearTimeout(this.silence);
     this.source.close();
-    this.become('lost');
+    this.setState('lost');
     const wait = RETRY_MS[Math.min(this.tries, RETRY_MS.length - 1)];
     this.tries += 1;
     // Random delay, so that many dashboards do not reconnect at the same time.
     setTimeout(() => this.open(), wait * (0.75 + Math.random() / 2));
   }
 
-  become(state) {
+  setState(state) {
     if (state !== 'lost') this.tries = 0;
     if (this.state === state) return;
     this.state = state;
