@@ -155,19 +155,19 @@ mod tests {
             ],
             "kept": [{"key": "deadline", "now": "5s", "reason": "fine"}],
         });
-        let told = describe(&serde_json::from_value(advice).unwrap());
-        assert!(told.starts_with("pdf.text: 5000 jobs in 1h, busy for 1m; in flight p50 1,"), "{told}");
+        let actual = describe(&serde_json::from_value(advice).unwrap());
+        assert!(actual.starts_with("pdf.text: 5000 jobs in 1h, busy for 1m; in flight p50 1,"), "{actual}");
         let end = "bulkhead resize pdf.text --processes 5\n\n[bulkhead.\"pdf.text\"]\nprocesses = 5\n\
                    recycle.rss = \"208MiB\"";
-        assert!(told.ends_with(end), "{told}");
-        assert!(told.contains("deadline: fine") && !told.contains('\u{1b}'), "{told}");
+        assert!(actual.ends_with(end), "{actual}");
+        assert!(actual.contains("deadline: fine") && !actual.contains('\u{1b}'), "{actual}");
     }
 
     #[test]
     fn describes_empty_advice() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
-        let describe = |told: &Value| describe(&serde_json::from_value(told.clone()).unwrap());
+        let describe = |advice: &Value| describe(&serde_json::from_value(advice.clone()).unwrap());
         assert!(describe(&advice).contains("Nothing to change.\n\nk: r"));
         advice["kept"] = json!([]);
         advice["enough"] = json!(false);

@@ -318,9 +318,9 @@ mod tests {
         let replay = json!({"job": 0, "outcome": hostile, "message": hostile, "reason": hostile, "cause": null,
             "operation": hostile, "tenant": hostile, "payload_bytes": 1, "ran_ms": 1.0, "verdict": hostile,
             "worker_pid": 1, "stderr_tail": hostile});
-        let told = json!({"verdict": hostile, "before": {"cause": hostile, "message": hostile}, "replays": [replay],
+        let response = json!({"verdict": hostile, "before": {"cause": hostile, "message": hostile}, "replays": [replay],
             "bulkhead": hostile, "id": "20260307T101530123-0001"});
-        let again = describe_replay(&serde_json::from_value(told).unwrap());
+        let again = describe_replay(&serde_json::from_value(response).unwrap());
         for shown in [describe(&report), short_cause(&report.cause, &report.victim), again] {
             assert!(!shown.contains(|c: char| c.is_control() && c != '\n'), "{shown:?}");
         }

@@ -80,15 +80,15 @@ mod tests {
 
     #[test]
     fn computes_quantiles() {
-        let mut tally = JobStats::default();
-        assert_eq!(tally.quantile_ms(0.5), None);
+        let mut stats = JobStats::default();
+        assert_eq!(stats.quantile_ms(0.5), None);
         for millis in 1..=100 {
-            tally.latencies.record(millis * 1_000_000, 1);
+            stats.latencies.record(millis * 1_000_000, 1);
         }
         for (share, millis) in [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (1.0, 100.0)] {
-            let told = tally.quantile_ms(share).unwrap();
-            assert!((millis..millis * 1.016).contains(&told), "{share}: {told}");
+            let actual = stats.quantile_ms(share).unwrap();
+            assert!((millis..millis * 1.016).contains(&actual), "{share}: {actual}");
         }
-        assert_eq!(tally.quantile_ms(1.0), Some(100.0), "the longest is exact");
+        assert_eq!(stats.quantile_ms(1.0), Some(100.0), "the longest is exact");
     }
 }

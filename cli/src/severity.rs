@@ -32,7 +32,7 @@ mod tests {
 
     #[test]
     fn sorts_worst_first() {
-        let told = [
+        let snapshots = [
             ("idle", "ready", "ok"),
             ("new", "starting", "ok"),
             ("slow", "ready", "degraded"),
@@ -42,7 +42,7 @@ mod tests {
             ("half", "degraded", "ok"),
             ("also", "ready", "ok"),
         ];
-        let mut all: Vec<_> = told
+        let mut all: Vec<_> = snapshots
             .iter()
             .map(|(name, state, service)| json!({"name": name, "state": state, "service": service}))
             .collect();

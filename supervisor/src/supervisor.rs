@@ -310,9 +310,9 @@ mod tests {
             .env(MARK, "")
             .output()
             .unwrap();
-        let told = String::from_utf8_lossy(&ended.stdout);
-        let keeper = told.find("the keeper has ended").unwrap_or_else(|| panic!("{ended:?}"));
-        let rest = told.find("the rest has ended, lost: None, the data plane panicked");
+        let output = String::from_utf8_lossy(&ended.stdout);
+        let keeper = output.find("the keeper has ended").unwrap_or_else(|| panic!("{ended:?}"));
+        let rest = output.find("the rest has ended, lost: None, the data plane panicked");
         assert!(rest.is_some_and(|rest| rest > keeper), "{ended:?}");
         assert!(ended.status.success(), "{ended:?}");
     }

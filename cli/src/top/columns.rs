@@ -196,9 +196,9 @@ mod tests {
     #[test]
     fn formats_cells() {
         let mut one = bulkhead("b");
-        let told = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
-        assert_eq!(told(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");
+        let cells = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
+        assert_eq!(cells(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");
         one.rates = Some(Counts { ok: 20_000.0, rejected: 0.5, failed: 0.0, late: 1.0, crashed: 3.0 });
-        assert_eq!(told(&one), "b ready ok 0 2/8 0/100 25% 20k 0.5 0 1.0 3.0 0 closed 1.50ms 12.25ms");
+        assert_eq!(cells(&one), "b ready ok 0 2/8 0/100 25% 20k 0.5 0 1.0 3.0 0 closed 1.50ms 12.25ms");
     }
 }

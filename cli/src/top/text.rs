@@ -137,15 +137,15 @@ mod tests {
     #[test]
     fn escapes_control_characters() {
         let hostile = "\u{1b}[2J\r\n\t\u{9b}31m\u{202e}\u{2066}\0\u{7f}\u{2028}x";
-        let told = clean(hostile);
-        assert!(!told.contains(char::is_control), "{told:?}");
-        assert!(told.is_ascii() && told.ends_with('x'), "{told:?}");
+        let actual = clean(hostile);
+        assert!(!actual.contains(char::is_control), "{actual:?}");
+        assert!(actual.is_ascii() && actual.ends_with('x'), "{actual:?}");
         assert_eq!(clean(&"x".repeat(1 << 20)).len(), TEXT_CHARS_MAX);
     }
 
     #[test]
     fn numbers_are_short() {
-        for (number, told) in [
+        for (number, expected) in [
             (0, "0"),
             (9_999, "9999"),
             (10_000, "10k"),
@@ -155,9 +155,9 @@ mod tests {
             (1_950_000_000, "1.9G"),
             (u64::MAX, "18E"),
         ] {
-            assert_eq!(short(number), told);
+            assert_eq!(short(number), expected);
         }
-        for (per_second, told) in [
+        for (per_second, expected) in [
             (0.0, "0"),
             (0.01, "<0.1"),
             (0.25, "0.2"),
@@ -166,7 +166,7 @@ mod tests {
             (12_345.0, "12k"),
             (1e300, "18E"),
         ] {
-            assert_eq!(rate(per_second), told);
+            assert_eq!(rate(per_second), expected);
         }
     }
 

@@ -473,12 +473,12 @@ mod tests {
 
     #[test]
     fn reads_report_of_newer_supervisor() {
-        let told = serde_json::json!({
+        let document = serde_json::json!({
             "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
             "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,
             "generation": 1, "uptime_ms": 5, "served": 0, "in_flight": 0, "jobs": [], "mood": "sad",
         });
-        let report: CrashReport = serde_json::from_value(told).unwrap();
+        let report: CrashReport = serde_json::from_value(document).unwrap();
         assert_eq!((report.cause.kind.as_str(), report.stage.as_str()), ("boredom", "dreaming"));
         assert!(report.victim != Victim::Worker && report.is_valid());
     }

@@ -278,51 +278,52 @@ mod tests {
 
     #[test]
     fn reads_event_of_newer_supervisor() {
-        let told = json!({
+        let document = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",
         });
-        let event = Event::deserialize(&told).unwrap();
+        let event = Event::deserialize(&document).unwrap();
         assert_eq!((event.event_kind(), event.severity.as_str()), (EventKind::Unknown, "fatal"));
         assert_eq!((&*event.kind, &event.fields["phase"]), ("moon_rose", &json!("full")));
-        assert_eq!(serde_json::to_value(&event).unwrap(), told, "nothing is lost");
-        let told = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
-        let what = Event::deserialize(told).unwrap().event_kind();
+        assert_eq!(serde_json::to_value(&event).unwrap(), document, "nothing is lost");
+        let document = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
+        let kind = Event::deserialize(document).unwrap().event_kind();
         assert_eq!(what, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
-        let told = json!({"kind": "worker_started", "pid": "five"});
-        assert_eq!(Event::deserialize(told).unwrap().event_kind(), EventKind::Unknown);
+        let document = json!({"kind": "worker_started", "pid": "five"});
+        assert_eq!(Event::deserialize(document).unwrap().event_kind(), EventKind::Unknown);
         assert_eq!(Event::deserialize(json!({})).unwrap().event_kind(), EventKind::Unknown);
     }
 
     #[test]
     fn all_kinds_survive_serialization() {
         for kind in EventKind::KINDS {
-            let what = Event::deserialize(json!({"kind": kind})).unwrap().event_kind();
-            assert_eq!(what.name(), *kind);
-            let fields = what.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+            let event_kind = Event::deserialize(json!({"kind": kind})).unwrap().event_kind();
+            assert_eq!(event_kind.name(), *kind);
+            let fields =
+                event_kind.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
             let again = Event { kind: (*kind).into(), fields, ..Event::default() };
-            assert_eq!(again.event_kind(), what);
+            assert_eq!(again.event_kind(), event_kind);
         }
     }
 
     #[test]
     fn absent_values_are_left_out_or_null() {
         let open = Word::from(BreakerState::Open);
-        let what = EventKind::BreakerOpened {
+        let kind = EventKind::BreakerOpened {
             from: open.clone(),
             to: open,
             calls: None,
             failure_rate: None,
             slow_rate: None,
         };
-        assert_eq!(what.fields(), [("from", json!("open")), ("to", json!("open"))]);
-        let what = EventKind::LimitsChanged {
+        assert_eq!(kind.fields(), [("from", json!("open")), ("to", json!("open"))]);
+        let kind = EventKind::LimitsChanged {
             max_in_flight: Some(2),
             processes: None,
             max_queue: None,
             rate_limit: Some(None),
             tenant: None,
         };
-        assert_eq!(what.fields(), [("max_in_flight", json!(2)), ("rate_limit", Value::Null)]);
+        assert_eq!(kind.fields(), [("max_in_flight", json!(2)), ("rate_limit", Value::Null)]);
     }
 }

@@ -109,10 +109,13 @@ mod tests {
         let values = (0..63).flat_map(|bit| [(1_u64 << bit) - 1, 1 << bit, (1 << bit) + (1 << bit) / 3]);
         for value in values.chain([u64::MAX]) {
             let bucket = Histogram::<PRECISION_BITS>::bucket_of(value);
-            let told = Histogram::<PRECISION_BITS>::upper_bound(bucket);
+            let actual = Histogram::<PRECISION_BITS>::upper_bound(bucket);
             assert!(bucket >= last, "{value}");
-            assert!(told >= value && told as f64 <= value as f64 * (1.0 + error) + 1.0, "{value}: {told}");
-            assert_eq!(Histogram::<PRECISION_BITS>::bucket_of(told), bucket);
+            assert!(
+                actual >= value && actual as f64 <= value as f64 * (1.0 + error) + 1.0,
+                "{value}: {actual}"
+            );
+            assert_eq!(Histogram::<PRECISION_BITS>::bucket_of(actual), bucket);
             last = bucket;
         }
         let largest = Histogram::<PRECISION_BITS>::bucket_of(u64::MAX);
@@ -143,8 +146,8 @@ mod tests {
         for cumulative in [both.0, both.1] {
             assert_eq!((cumulative.total(), cumulative.max()), (7, u64::MAX));
             for (rank, value) in sorted.into_iter().enumerate() {
-                let told = cumulative.quantile((rank + 1) as f64 / 7.0);
-                assert_eq!(Histogram::<5>::bucket_of(told), Histogram::<5>::bucket_of(value), "{rank}");
+                let actual = cumulative.quantile((rank + 1) as f64 / 7.0);
+                assert_eq!(Histogram::<5>::bucket_of(actual), Histogram::<5>::bucket_of(value), "{rank}");
             }
         }
         let neither = Histogram::<5>::default().merged(&Histogram::default());

@@ -186,16 +186,16 @@ mod tests {
 
     #[test]
     fn share_of_at_least_ten_jobs_decides() {
-        let told = |ok: usize, late: usize| {
+        let level = |ok: usize, late: usize| {
             let mut window = Window::default();
             count(&mut window, at(100), &Verdict::Ok, ok);
             count(&mut window, at(100), &Verdict::DeadlineRunning, late);
             assert_eq!(window.service(at(100)), window.service_with_cause(at(100)).0);
             window.service(at(100)).name()
         };
-        assert_eq!((told(0, 0), told(0, 9), told(0, 10)), ("ok", "ok", "failing"));
-        assert_eq!((told(19, 1), told(18, 1), told(95, 5)), ("ok", "degraded", "ok"));
-        assert_eq!((told(10, 10), told(10, 11)), ("degraded", "failing"));
+        assert_eq!((level(0, 0), level(0, 9), level(0, 10)), ("ok", "ok", "failing"));
+        assert_eq!((level(19, 1), level(18, 1), level(95, 5)), ("ok", "degraded", "ok"));
+        assert_eq!((level(10, 10), level(10, 11)), ("degraded", "failing"));
     }
 
     #[test]
@@ -252,12 +252,12 @@ mod tests {
         );
         assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
         for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_callers()) {
-            let told = cause(&[(Verdict::rejected(*reason), 10)]);
-            assert!(told.starts_with(&format!("rejected/{reason}: 10 of 10")), "{told}");
+            let actual = cause(&[(Verdict::rejected(*reason), 10)]);
+            assert!(actual.starts_with(&format!("rejected/{reason}: 10 of 10")), "{actual}");
         }
         for reason in CrashReason::ALL {
-            let told = cause(&[(crashed(reason), 10)]);
-            assert!(told.starts_with(&format!("crashed/{reason}: 10 of 10")), "{told}");
+            let actual = cause(&[(crashed(reason), 10)]);
+            assert!(actual.starts_with(&format!("crashed/{reason}: 10 of 10")), "{actual}");
         }
     }
 }

@@ -129,9 +129,9 @@ fn shares_have_bounds() {
         ("retry", "budget", "0", "`retry.budget` must be above 0 and at most 1, not ", "0", "budget = 0.2`"),
         ("retry", "budget", "20", "`retry.budget` must be above 0", "", "write `budget = 0.2` for 20 %"),
     ];
-    for (table, key, value, range, told, help) in cases {
+    for (table, key, value, range, found, help) in cases {
         let text = bulkhead(&format!("{table}.{key} = {value}"));
-        folder.reject_one(&text, (3, table.len() + key.len() + 5), &format!("{range}{told}"), help);
+        folder.reject_one(&text, (3, table.len() + key.len() + 5), &format!("{range}{found}"), help);
     }
     for (line, label) in [
         ("pressure.warn = 0", "`pressure.warn` must be above 0"),

@@ -319,7 +319,7 @@ fn cgroup_limits_have_bounds() {
 #[test]
 fn summary_shows_sandbox_rlimits_unless_overridden() {
     let folder = Folder::new();
-    let told = |lines: &str| {
+    let defaults = |lines: &str| {
         let summary = folder.accept(&bulkhead(lines)).summary();
         [
             "# rlimits.fsize: 4GiB by the sandbox\n",
@@ -327,10 +327,10 @@ fn summary_shows_sandbox_rlimits_unless_overridden() {
         ]
         .map(|line| summary.contains(line))
     };
-    assert_eq!(told(""), [true, true]);
-    assert_eq!(told("rlimits = { fsize = \"1MiB\" }"), [false, true]);
-    assert_eq!(told("rlimits = { nproc = \"unlimited\" }"), [true, false]);
-    assert_eq!(told("sandbox = { profile = \"none\" }"), [false, false]);
+    assert_eq!(defaults(""), [true, true]);
+    assert_eq!(defaults("rlimits = { fsize = \"1MiB\" }"), [false, true]);
+    assert_eq!(defaults("rlimits = { nproc = \"unlimited\" }"), [true, false]);
+    assert_eq!(defaults("sandbox = { profile = \"none\" }"), [false, false]);
 }
 
 #[test]
@@ -358,8 +358,8 @@ fn summary_notes_that_default_profile_does_not_bound_tmp() {
     ] {
         let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
         let summary = config.summary();
-        let told = "\n# sandbox.tmp: a folder on disk, which is checked every second\n";
-        assert_eq!(summary.contains(told), is_told, "{entries}: {summary}");
+        let comment = "\n# sandbox.tmp: a folder on disk, which is checked every second\n";
+        assert_eq!(summary.contains(comment), is_told, "{entries}: {summary}");
         assert_eq!(folder.accept(&summary), config, "{entries}");
     }
 }

@@ -126,9 +126,9 @@ fn reader_and_schema_have_same_keys() {
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
         let text = format!("[defaults]\n{} = {}\n{}", key.name, key.example_of_table(), bulkhead(""));
         let refused = folder.parse(&text).err();
-        let told = refused.iter().flat_map(|errors| errors.problems());
+        let actual = refused.iter().flat_map(|errors| errors.problems());
         let is_invalid =
-            told.into_iter().any(|problem| problem.message.contains("is not allowed in [defaults]"));
+            actual.into_iter().any(|problem| problem.message.contains("is not allowed in [defaults]"));
         assert_eq!(shared.iter().any(|name| name == key.name), !is_invalid, "{}", key.name);
     }
 }
@@ -188,8 +188,8 @@ fn schema_rejects_values_out_of_range() {
         ("tenant = { acme = { nonsense = 3 } }", false),
         ("tenant = { \"\" = {} }", false),
     ] {
-        let told = complaints(&bulkhead(line)).expect("TOML");
-        assert_eq!(told.is_empty(), is_fine, "{line}: {told:?}");
+        let actual = complaints(&bulkhead(line)).expect("TOML");
+        assert_eq!(actual.is_empty(), is_fine, "{line}: {actual:?}");
     }
 }
 
@@ -256,8 +256,9 @@ fn schema_accepts_all_examples() {
             } else {
                 format!("{example}\n{}", bulkhead(""))
             };
-            let told = complaints(&whole).unwrap_or_else(|| panic!("{}: no TOML:\n{whole}", file.display()));
-            assert!(told.is_empty(), "{}:\n{whole}\n{told:#?}", file.display());
+            let actual =
+                complaints(&whole).unwrap_or_else(|| panic!("{}: no TOML:\n{whole}", file.display()));
+            assert!(actual.is_empty(), "{}:\n{whole}\n{actual:#?}", file.display());
             seen += 1;
         }
     }

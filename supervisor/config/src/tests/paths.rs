@@ -186,8 +186,8 @@ fn rejects_folder_that_is_not_utf8() {
     fs::create_dir(&odd).unwrap();
     let path = odd.join("workers.toml");
     fs::write(&path, "[bulkhead.a]\nexec = [\"cat\"]\n").unwrap();
-    let told = load(&path).unwrap_err().to_string();
-    assert!(told.contains("is not UTF-8") && told.contains("rename the folder"), "{told}");
+    let actual = load(&path).unwrap_err().to_string();
+    assert!(actual.contains("is not UTF-8") && actual.contains("rename the folder"), "{actual}");
 }
 
 #[test]

@@ -26,7 +26,7 @@ max_result = "1GiB"
 nonsense = true
 "#;
     let problems = folder.reject(text);
-    let told: Vec<_> =
+    let actual: Vec<_> =
         problems.iter().map(|problem| (problem.at.unwrap().line, problem.message.as_str())).collect();
     let expected = [
         (2, "`socket_mode` must be a string, not a number"),
@@ -44,7 +44,7 @@ nonsense = true
         (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
         (19, "unknown key `nonsense` in [bulkhead.TWO]"),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(actual, expected);
     assert!(problems.iter().all(|problem| problem.help.is_some()));
 }
 

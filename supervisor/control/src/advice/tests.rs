@@ -250,8 +250,8 @@ fn proposes_nothing_for_idle_bulkhead() {
         ..settings()
     };
     assert!(!advice(seen(), &large).advice.is_empty());
-    let told = advice(idle.clone(), &large);
-    assert!(told.advice.is_empty() && told.kept[0].reason.contains("in flight for 0.6 %"), "{told:?}");
+    let actual = advice(idle.clone(), &large);
+    assert!(actual.advice.is_empty() && actual.kept[0].reason.contains("in flight for 0.6 %"), "{actual:?}");
     let lost = Observations { rejected: [("queue_full".into(), 5000)].into(), ..idle };
     assert!(!advice(lost, &large).advice.is_empty(), "it is not idle when jobs find no room");
 }
@@ -259,9 +259,9 @@ fn proposes_nothing_for_idle_bulkhead() {
 #[test]
 fn lowers_value_unused_for_an_hour() {
     let advice = advice_of_large(seen());
-    let told: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
+    let actual: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
-    assert_eq!(told, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
+    assert_eq!(actual, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
     // Jobs that arrive together each need a permit or a place in the queue.
     let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let settings = Settings { processes: 64, max_queue: 0, ..settings() };
@@ -342,13 +342,13 @@ fn proposes_twice_the_peak_memory() {
 
 #[test]
 fn values_have_configuration_syntax() {
-    let told = [
+    let actual = [
         Setting::Unset,
         Setting::Count(8),
         Setting::Time(Duration::from_millis(1500)),
         Setting::Bytes(200 << 20),
     ];
-    assert_eq!(serde_json::to_value(told).unwrap(), json!([null, 8, "1s 500ms", "200MiB"]));
+    assert_eq!(serde_json::to_value(actual).unwrap(), json!([null, 8, "1s 500ms", "200MiB"]));
 }
 
 // Properties of all advice.

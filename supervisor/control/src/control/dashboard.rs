@@ -98,15 +98,15 @@ mod tests {
 
     #[test]
     fn page_is_self_contained() {
-        let said = PAGE.html.replace("http://www.w3.org/2000/svg", "");
+        let page = PAGE.html.replace("http://www.w3.org/2000/svg", "");
         for word in
             ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent", "src=\"/"]
         {
-            assert!(!said.contains(word), "{word}");
+            assert!(!page.contains(word), "{word}");
         }
-        assert!(!said.contains("{icon}") && !said.contains("{style}") && !said.contains("{script}"));
+        assert!(!page.contains("{icon}") && !page.contains("{style}") && !page.contains("{script}"));
         // A closing tag inside the script or the style would end the element too early.
-        assert_eq!((said.matches("</script").count(), said.matches("</style").count()), (1, 1));
+        assert_eq!((page.matches("</script").count(), page.matches("</style").count()), (1, 1));
         for line in script().lines() {
             assert!(!line.starts_with("import") && !line.starts_with("export"), "{line}");
         }

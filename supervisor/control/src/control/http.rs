@@ -56,8 +56,8 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
     let is_plain =
         response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
     if is_plain && (status.is_client_error() || status.is_server_error()) {
-        let said = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
-        response = problem(status, &String::from_utf8_lossy(&said));
+        let body = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
+        response = problem(status, &String::from_utf8_lossy(&body));
     }
     let headers = response.headers_mut();
     // A client with an idle connection must not hold a permit.

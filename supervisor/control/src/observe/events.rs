@@ -84,7 +84,7 @@ pub struct Events {
 pub struct Reader {
     bulkhead: Option<String>,
     /// Sequence number of the last event that was delivered or skipped.
-    seen: u64,
+    last_seq: u64,
     /// Sequence number of the newest event when the reader joined. Evicted events before it do not count as
     /// missed.
     joined: u64,
@@ -188,9 +188,9 @@ impl Events {
         let ring = self.lock();
         let joined = ring.seq;
         let first = ring.newest(since, bulkhead.as_deref()).take(limit).last();
-        let seen = first.map_or(joined, |first| first.seq - 1);
+        let last_seq = first.map_or(joined, |first| first.seq - 1);
         drop(ring);
-        Reader { bulkhead, seen, joined, announced: self.announced.subscribe() }
+        Reader { bulkhead, last_seq, joined, announced: self.announced.subscribe() }
     }
 
     /// Wakes readers when there are new events, at most once per `WAKE_DELAY`.
@@ -219,7 +219,7 @@ impl Reader {
     pub async fn next(&mut self, events: &Events) -> Piece {
         loop {
             // Marks the value as seen before the ring is read, so that no wake-up is lost.
-            if *self.announced.borrow_and_update() > self.seen {
+            if *self.announced.borrow_and_update() > self.last_seq {
                 let piece = self.take(&events.lock());
                 if piece.missed > 0 || !piece.events.is_empty() {
                     return piece;
@@ -232,12 +232,12 @@ impl Reader {
 
     fn take(&mut self, ring: &EventRing) -> Piece {
         let mut piece = Piece::default();
-        for (seq, event) in ring.kept.range(self.seen + 1..) {
+        for (seq, event) in ring.kept.range(self.last_seq + 1..) {
             if piece.events.len() == PIECE_EVENTS_MAX {
                 return piece;
             }
             piece.missed += self.skip_to(seq - 1);
-            self.seen = *seq;
+            self.last_seq = *seq;
             if event.is_of(self.bulkhead.as_deref()) {
                 piece.events.push(event.clone());
             }
@@ -248,8 +248,8 @@ impl Reader {
 
     /// Skips evicted events. Returns the number of missed events.
     fn skip_to(&mut self, seq: u64) -> u64 {
-        let missed = seq.saturating_sub(self.seen.max(self.joined));
-        self.seen = self.seen.max(seq);
+        let missed = seq.saturating_sub(self.last_seq.max(self.joined));
+        self.last_seq = self.last_seq.max(seq);
         missed
     }
 }
