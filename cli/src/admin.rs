@@ -26,10 +26,10 @@ use crate::severity;
 /// Maximum length of a line in a stream, in bytes. A longer line cannot come from a supervisor.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
-/// Maximum time for the supervisor to begin its answer.
+/// Maximum time for the supervisor to begin its response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of an answer that is read completely, in bytes. A larger answer cannot come from a
+/// Maximum size of a response that is read completely, in bytes. A larger response cannot come from a
 /// supervisor.
 const RESPONSE_BYTES_MAX: usize = 256 << 20;
 
@@ -122,7 +122,7 @@ pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<
     document(&read(request(args, Method::GET, path).await?).await?)
 }
 
-/// Parses the body of an answer.
+/// Parses the body of a response.
 pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
     serde_json::from_slice(body).map_err(|error| parse_failure(&error))
 }

@@ -353,7 +353,7 @@ fn describe_exit(exit: keeper::Exit) -> String {
     }
 }
 
-/// Why a worker did not become ready.
+/// Reasons why a worker did not become ready.
 enum StartFailure {
     /// The worker closed its link. Holds the worker's last status message, or a hint.
     Closed(Option<String>),

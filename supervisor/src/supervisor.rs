@@ -201,7 +201,7 @@ fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
     Ok((Some(jobs_listener), RunMode::Standalone { admin: admin_listener, sockets }, http))
 }
 
-/// Runs the data plane. After an error or a panic, tells the other threads to end. By then the keeper has
+/// Runs the data plane. After an error or a panic, stops the other threads. By then the keeper has
 /// been dropped, which ends the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,

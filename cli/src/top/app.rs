@@ -104,7 +104,7 @@ impl Sort {
 pub(super) enum ConnectionState {
     Live,
     Paused,
-    /// The supervisor has not answered for this time.
+    /// The supervisor has not responded for this time.
     Silent(Duration),
     /// The supervisor has been unreachable for this time.
     Lost(Duration),
@@ -134,7 +134,7 @@ pub(super) struct App {
     sampled_at: Instant,
 }
 
-/// The selected row. The selection follows a bulkhead by name, and stays in index if the bulkhead is not
+/// The selected row. The selection follows a bulkhead by name, and keeps the index if the bulkhead is not
 /// displayed.
 #[derive(Debug, Default)]
 struct Selection {

@@ -31,7 +31,6 @@ pub(super) enum Column {
     P99,
 }
 
-/// All columns, by importance.
 const BY_IMPORTANCE: [Column; 16] = [
     Column::Name,
     Column::State,

@@ -170,7 +170,7 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
     })
 }
 
-/// The supervisor's raw for one sample.
+/// The supervisor's responses for one sample.
 pub(super) struct RawSample {
     pub(super) at: Instant,
     /// Unparsed documents.

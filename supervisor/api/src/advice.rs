@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Text;
 
-/// The answer of `GET /v1/bulkheads/{name}/advice`.
+/// Response of `GET /v1/bulkheads/{name}/advice`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Advice<S: Default = Setting> {

@@ -271,7 +271,7 @@ impl CrashJob {
     }
 }
 
-/// The answer of `GET /v1/crashes`.
+/// Response of `GET /v1/crashes`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 pub struct Crashes {
     /// Crashes, oldest first.
@@ -363,7 +363,7 @@ vocabulary! {
     }
 }
 
-/// The answer of `POST /v1/crashes/{id}/replay`.
+/// Response of `POST /v1/crashes/{id}/replay`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Replay {
     /// Cause of the original crash.

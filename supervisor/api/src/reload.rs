@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::Word;
 
-/// The answer of `POST /v1/reload`.
+/// Response of `POST /v1/reload`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Reload")]
 #[serde(default)]
 pub struct Reloaded {
-    /// True if nothing was applied, because the request only asked for the changes.
+    /// True if nothing was applied, because the request was a dry run.
     pub dry_run: bool,
     /// The changes.
     #[serde(flatten)]

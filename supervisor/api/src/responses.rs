@@ -1,4 +1,4 @@
-//! Short answers of the admin API.
+//! Short responses of the admin API.
 
 use bulkhead_policy::BulkheadState;
 use schemars::JsonSchema;
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Text, Word};
 
-/// The answer of `GET /readyz`.
+/// Response of `GET /readyz`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Readiness {
@@ -31,7 +31,7 @@ pub struct ShortState {
     pub state: Word<BulkheadState>,
 }
 
-/// The answer to an operator's action.
+/// Response to an operator's action.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Done {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Service, Text, Word};
 
-/// The answer of `GET /v1/bulkheads`.
+/// Response of `GET /v1/bulkheads`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Bulkheads {
@@ -37,7 +37,7 @@ pub struct Snapshot {
     /// Explanation for people why `service` is not `ok`: the most frequent outcome and reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Limits in force: worker processes, jobs in flight in each, and the rate limit. With isolated tenants,
+    /// Active limits: worker processes, jobs in flight in each, and the rate limit. With isolated tenants,
     /// the limits of one tenant.
     pub processes: u32,
     pub max_in_flight: u32,
@@ -113,7 +113,7 @@ pub struct Adaptive {
     pub lowered: u64,
 }
 
-/// A rate limit in force.
+/// The active rate limit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names match the configuration")]

@@ -21,7 +21,6 @@ mod kinds {
 
     /// Any duration, including zero.
     pub(super) const ANY_DURATION: Duration = Duration::ZERO;
-    /// A positive duration.
     pub(super) const POSITIVE_DURATION: Duration = defaults::DURATION_MIN;
     /// A share above 0.
     pub(super) const POSITIVE_SHARE: Kind = Kind::Share { none: false, all: true };

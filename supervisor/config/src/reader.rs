@@ -69,7 +69,7 @@ impl<T> Field<T> {
     }
 }
 
-/// A key in the file, and the position of its value unless the value was refused.
+/// A key in the file, and the position of its value unless the value is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
 /// Strings of an array with their positions: a program and its arguments, or names.
@@ -303,7 +303,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Returns the position of a table's name if the table is inside this one. Returns refused if the table
+    /// Returns the position of a table's name if the table is inside this one. Returns invalid if the table
     /// contains an unknown key, because the intent of this key is unknown.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };

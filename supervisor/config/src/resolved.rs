@@ -1,4 +1,4 @@
-//! Values with their source: from the file, default, or refused. Rules between keys use the source to report
+//! Values with their source: from the file, default, or invalid. Rules between keys use the source to report
 //! a problem at the right position.
 
 use std::fmt::Display;
@@ -54,13 +54,13 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position to report when two values do not fit. `None` if one of them was refused or none is
+/// Returns the position to report when two values do not fit. `None` if one of them is invalid or none is
 /// in the file.
 pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position to report when several values do not fit. `None` if one of them was refused or none is
+/// Returns the position to report when several values do not fit. `None` if one of them is invalid or none is
 /// in the file.
 pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())

@@ -162,7 +162,7 @@ impl Lines {
         for entry in bulkhead.key_values() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
-                // `slow_rate` is refused without `slow_call`.
+                // `slow_rate` is rejected without `slow_call`.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
                     let said = breaker.key_values().into_iter().filter(|entry| entry.key != "slow_rate");
                     self.set("breaker", inline_table(said.collect()));
@@ -178,7 +178,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // `cwd` is refused with `files`.
+                // `cwd` is rejected with `files`.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the folder of each job"),
                 _ => self.entry(entry),
             }

@@ -71,7 +71,7 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// Units of durations in `humantime`, except for `M`, which is refused.
+/// Units of durations in `humantime`, except for `M`, which is rejected.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 

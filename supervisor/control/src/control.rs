@@ -95,7 +95,7 @@ pub enum RunMode {
         /// The files of both sockets.
         sockets: Arc<Sockets>,
     },
-    /// The process of an application. The supervisor takes no signals and does not notify the service
+    /// The process of an application. The supervisor handles no signals and does not notify the service
     /// manager.
     Embedded,
 }
@@ -110,13 +110,13 @@ pub struct Options {
     pub notices: NoticeReceiver,
     /// Shared counters of the data plane.
     pub counters: Arc<SharedCounters>,
-    /// The configuration in force, for reloads.
+    /// The active configuration, for reloads.
     pub active_config: ActiveConfig,
     /// The store of crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
     /// User id that can connect to the admin socket, besides root.
     pub own_uid: u32,
-    /// Configuration in force at the start.
+    /// Configuration active at the start.
     pub config: Arc<Config>,
     /// The bound TCP socket and the token, if `http` is configured.
     pub http: Option<(TcpListener, Token)>,
@@ -152,7 +152,7 @@ pub(crate) struct Control {
     /// Permits for jobs over HTTP.
     jobs: Arc<Semaphore>,
     counters: Arc<SharedCounters>,
-    /// The configuration in force. A reload replaces it.
+    /// The active configuration. A reload replaces it.
     config: RwLock<Arc<Config>>,
     /// True once the control plane must end.
     shutdown: tokio::sync::watch::Sender<bool>,
@@ -360,12 +360,12 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
 }
 
 impl Control {
-    /// Returns the configuration in force.
+    /// Returns the active configuration.
     fn config(&self) -> Arc<Config> {
         self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Replaces the configuration in force.
+    /// Replaces the active configuration.
     fn set_config(&self, config: Arc<Config>) {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
@@ -452,8 +452,8 @@ impl Control {
         self.output.tail(pid)
     }
 
-    /// Asks the data plane for snapshots of one bulkhead or of all bulkheads, and adds the resource usage
-    /// from `/proc`. Returns `None` if the data plane does not answer in time.
+    /// Requests snapshots of one bulkhead or of all bulkheads from the data plane, and adds the resource usage
+    /// from `/proc`. Returns `None` if the data plane does not respond in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
         let bulkhead = bulkhead.map(str::to_owned);
         let mut snapshots = self.commands.request(|reply| Command::Snapshot { bulkhead, reply }).await?;
@@ -461,7 +461,7 @@ impl Control {
         Some(snapshots)
     }
 
-    /// Asks the data plane for a snapshot of one tenant's part of a bulkhead, and adds the resource usage
+    /// Requests a snapshot of one tenant's part of a bulkhead from the data plane, and adds the resource usage
     /// from `/proc`.
     async fn tenant_snapshot(
         &self,

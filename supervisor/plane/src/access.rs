@@ -55,7 +55,6 @@ impl Access {
         Self { own_uid, rules: config.access.iter().map(rule).collect(), outsiders: Outsiders::default() }
     }
 
-    /// True if `[[access]]` has rules.
     pub fn has_rules(&self) -> bool {
         !self.rules.is_empty()
     }

@@ -31,13 +31,10 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// The process of a worker, with its recent activity.
 #[derive(Clone, Debug)]
 pub struct WorkerProcess {
-    /// The worker's bulkhead.
     pub bulkhead: Arc<str>,
-    /// Process id of the worker.
     pub pid: u32,
-    /// Generation of the worker.
     pub generation: u32,
-    /// Number of jobs that the bulkhead has answered.
+    /// Number of jobs with an outcome.
     pub answered: u64,
     /// True if the bulkhead has jobs in flight.
     pub is_busy: bool,
@@ -50,75 +47,58 @@ pub enum Command {
     Listen(std::os::unix::net::UnixListener),
     /// Return the state of one bulkhead, or of all.
     Snapshot {
-        /// The bulkhead, or `None` for all.
         bulkhead: Option<String>,
         /// Receives the snapshots; empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
     /// Return the short state of each bulkhead.
     States {
-        /// Receives the states of all bulkheads.
         reply: oneshot::Sender<Vec<ShortState>>,
     },
     /// Return the state of one isolated tenant's compartment.
     TenantSnapshot {
-        /// The bulkhead.
         bulkhead: String,
-        /// The tenant.
         tenant: String,
-        /// Receives the snapshot.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
     /// Return a consistent copy of all numbers behind the metrics.
     Scrape {
-        /// Receives the numbers.
         reply: oneshot::Sender<Scrape>,
     },
     /// Carry out an operator's action on one bulkhead.
     Steer {
-        /// The bulkhead.
         bulkhead: String,
-        /// The action.
         action: SteerAction,
-        /// Receives the result.
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
     /// Change limits of one bulkhead.
     Change {
-        /// The bulkhead.
         bulkhead: String,
-        /// The new values.
         change: Change,
         /// Receives the snapshot after the change.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
     /// Change limits of one tenant of a bulkhead.
     ChangeTenant {
-        /// The bulkhead.
         bulkhead: String,
-        /// The tenant.
         tenant: String,
-        /// The new values.
         change: TenantChange,
         /// Receives all limits that the tenant then has in place of the bulkhead's.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
     /// Return the recent demand of a bulkhead, for advice.
     Observe {
-        /// The bulkhead.
         bulkhead: String,
         /// Receives the observation, or `None` if there is no such bulkhead.
         reply: oneshot::Sender<Option<Box<Observation>>>,
     },
-    /// Return the processes of all workers.
-    WorkerProcesses { reply: oneshot::Sender<Vec<WorkerProcess>> },
+    WorkerProcesses {
+        reply: oneshot::Sender<Vec<WorkerProcess>>,
+    },
     /// Report the memory of a worker, as read from `/proc`.
     ReportMemory {
-        /// The worker's bulkhead.
         bulkhead: String,
-        /// Process id of the worker.
         pid: u32,
-        /// Generation of the worker.
         generation: u32,
         /// Resident set size in bytes.
         rss_bytes: u64,
@@ -137,7 +117,6 @@ pub enum Command {
     },
     /// Run a job of a crash report again, in a separate worker.
     Replay {
-        /// The job to run.
         request: ReplayRequest,
         /// Receives whether the replay has begun.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
@@ -169,16 +148,13 @@ pub enum Command {
     },
     /// Apply another version of the configuration.
     Reload {
-        /// The differences.
         reload: Box<Reload>,
         /// Receives the live changes that were dropped, or an error if nothing was applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
     /// Return the live changes that a reload would drop, without applying it.
     TryReload {
-        /// The differences.
         reload: Box<Reload>,
-        /// Receives the live changes.
         reply: oneshot::Sender<LiveDropped>,
     },
     /// Write a summary of the state to the log.
@@ -191,7 +167,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// True if the sender no longer waits for the answer and the command has no other effect.
+    /// True if the sender no longer waits for the reply and the command has no other effect.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -289,11 +265,8 @@ pub enum SteerError {
 pub struct ReplayRequest {
     /// The bulkhead whose worker died.
     pub bulkhead: String,
-    /// The operation for the handler.
     pub operation: String,
-    /// The tenant of the job.
     pub tenant: String,
-    /// The payload.
     pub payload: Vec<u8>,
 }
 
@@ -314,7 +287,6 @@ pub enum ReplayError {
 /// Maximum number of concurrent replays. Each uses a worker beyond the configured ones.
 pub const REPLAYS_MAX: usize = 2;
 
-/// The result of a replay.
 #[derive(Debug)]
 pub struct ReplayResult {
     /// Process id of the worker that was started.
@@ -390,7 +362,6 @@ pub enum DroppableNotice {
     Event(Box<Event>),
     /// A worker or program crashed. The control plane still adds the tail of its output.
     Crash {
-        /// The crash report.
         report: Box<CrashReport>,
         /// Permit that limits the number of reports that wait to be stored.
         permit: OwnedSemaphorePermit,
@@ -400,13 +371,10 @@ pub enum DroppableNotice {
 /// An event before it gets its number.
 #[derive(Clone, Debug)]
 pub struct Event {
-    /// Time of the event.
     pub at: SystemTime,
-    /// Severity.
     pub severity: Severity,
     /// Kind of the event, with its fields.
     pub kind: EventKind,
-    /// The bulkhead concerned, if any.
     pub bulkhead: Option<Arc<str>>,
     /// The isolated tenant concerned, if any.
     pub tenant: Option<Arc<str>>,
@@ -419,7 +387,6 @@ pub struct Event {
 }
 
 impl Event {
-    /// Creates an event with the current time.
     pub fn new(severity: Severity, bulkhead: Option<Arc<str>>, kind: EventKind) -> Self {
         let at = SystemTime::now();
         Self { at, severity, kind, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }

@@ -27,7 +27,7 @@ pub struct SharedCounters {
     /// Size of payloads being received by the control plane, in bytes. Counts towards `max_buffered`. Written
     /// by the control plane.
     pub spooled: AtomicUsize,
-    /// True once the data plane is ending. Jobs not received by then get no answer.
+    /// True once the data plane is ending. Jobs not received by then get no outcome.
     pub has_ended: AtomicBool,
     /// Number of bytes that the control plane must free, because others need the memory.
     pub spool_bytes_to_free: AtomicUsize,
@@ -37,17 +37,16 @@ pub struct SharedCounters {
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
     pub keeper_pid: AtomicU32,
-    /// Jobs refused by the HTTP interface before they reached the data plane.
+    /// Jobs rejected by the HTTP interface before they reached the data plane.
     pub rejected_jobs: RejectedJobs,
 }
 
-/// Number of refused jobs by bulkhead, priority and reason. The data plane reads the counts before it next
-/// answers.
+/// Number of rejected jobs by bulkhead, priority and reason. The data plane reads the counts before it next
+/// replies.
 #[derive(Debug, Default)]
 pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
 impl RejectedJobs {
-    /// Counts one job.
     pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REJECTED_KEYS_MAX {

@@ -36,7 +36,7 @@ impl Load {
 
 /// Observations of one time window. With isolated tenants, the time of each tenant counts separately, because
 /// `processes`, `max_in_flight` and `max_queue` apply to each tenant. Time without jobs does not count,
-/// because an idle night says nothing about the demand of the day.
+/// because an idle night does not show the demand of the day.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
     /// Nanoseconds by number of jobs in flight and queued.

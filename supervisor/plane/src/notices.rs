@@ -72,7 +72,6 @@ pub struct NoticeReceiver {
     notices: Receiver<DroppableNotice>,
 }
 
-/// Creates the channels.
 pub fn channels() -> (NoticeSender, NoticeReceiver) {
     let (milestones, milestones_receiver) = channel(MILESTONES_MAX);
     let (outputs, outputs_receiver) = channel(OUTPUTS_MAX);

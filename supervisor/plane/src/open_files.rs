@@ -27,7 +27,6 @@ pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
 /// replacement starts before the worker ends.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
-/// Returns the current limit of open files.
 pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }

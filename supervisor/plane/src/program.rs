@@ -194,7 +194,6 @@ pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotF
     }
 }
 
-/// True if the bulkhead needs the host program.
 pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }

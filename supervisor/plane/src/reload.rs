@@ -206,7 +206,7 @@ pub fn prepare(
     }
 }
 
-/// Returns the configuration in force after a reload: `after`, except for keys that need a restart.
+/// Returns the active configuration after a reload: `after`, except for keys that need a restart.
 pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, max_pooled, .. } =
         after.supervisor;

@@ -39,7 +39,6 @@ impl Default for ReloadCounts {
     }
 }
 
-/// The numbers of one bulkhead.
 #[derive(Debug)]
 pub struct BulkheadNumbers {
     pub name: Arc<str>,

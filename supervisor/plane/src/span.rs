@@ -31,11 +31,9 @@ pub struct JobSpan {
     pub operation: Box<str>,
     /// Tenant given by the client; untrusted.
     pub tenant: Box<str>,
-    /// Priority of the job.
     pub priority: Priority,
     /// Size of the payload in bytes.
     pub payload_bytes: usize,
-    /// Outcome of the job.
     pub outcome: SpanOutcome,
 }
 

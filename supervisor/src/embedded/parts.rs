@@ -56,7 +56,6 @@ impl Wake for PartSignal {
     }
 }
 
-/// The waker of one part.
 pub(super) struct PartWaker {
     signal: Arc<PartSignal>,
     waker: Waker,

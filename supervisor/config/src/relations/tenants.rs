@@ -221,7 +221,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns true if tenants have separate workers; `None` if the key was refused.
+/// Returns true if tenants have separate workers; `None` if the key is invalid.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
     match (&*raw.isolate, &raw.presence) {
         (Field::Given(isolate), _) => Some(isolate.value),

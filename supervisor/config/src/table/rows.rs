@@ -5,7 +5,7 @@
 //! ```text
 //! /// The sentence of the reference.
 //! open_for: Duration as at_least(SOME), default Duration::from_secs(5);
-//! /// A key without a default says in words what holds without it, and has an example.
+//! /// A key without a default describes in words the behaviour without it, and has an example.
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!

@@ -13,14 +13,14 @@ use bulkhead_linux::peer::Outsiders;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
-/// Maximum number of refused connections that are sent the reason; further refused connections are closed
-/// without a response. Also the maximum number of queued reports about refused connections.
+/// Maximum number of rejected connections that are sent the reason; further rejected connections are closed
+/// without a response. Also the maximum number of queued reports about rejected connections.
 const REJECTED_MAX: usize = 16;
 
 /// Maximum number of connections that are served at once; further connections wait.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum number of served and refused connections together.
+/// Maximum number of served and rejected connections together.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
 /// Accepts connections until the control plane ends.
@@ -86,12 +86,12 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a refused client to the data plane. Returns the response, and a permit to send it if one is
+    /// Reports a rejected client to the data plane. Returns the response, and a permit to send it if one is
     /// free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);
-        // Many refused clients must not fill the command queue. The first reports suffice.
+        // Many rejected clients must not fill the command queue. The first reports suffice.
         if let Ok(permit) = self.report_permits.clone().try_acquire_owned() {
             let _ = self.commands.send(Command::ReportRejection { rejection, _permit: permit });
         }

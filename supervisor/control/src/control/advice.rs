@@ -34,12 +34,11 @@ pub(super) struct UsageSamples {
     next: usize,
 }
 
-/// A sample of a process.
 #[derive(Clone, Copy)]
 struct ProcessSample {
     /// Processor time used so far, in milliseconds.
     cpu_ms: u64,
-    /// Number of jobs that the bulkhead had answered at that time.
+    /// Number of jobs with an outcome at that time.
     answered: u64,
 }
 
@@ -135,7 +134,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     axum::Json(advise(name, observations(&observation, usage), &settings, &machine())).into_response()
 }
 
-/// Combines the file's settings with the numbers in force, which an operator can have changed.
+/// Combines the file's settings with the active numbers, which an operator can have changed.
 fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =

@@ -66,7 +66,7 @@ pub(super) async fn change_tenant(
     done(&name, control.commands.request(command).await)
 }
 
-/// Converts the data plane's answer to a command into a response.
+/// Converts the data plane's reply to a command into a response.
 fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) -> Response {
     match answer {
         Some(Ok(state)) => axum::Json(state).into_response(),

@@ -1,4 +1,4 @@
-//! `GET /v1/config`: the configuration in force, without secrets.
+//! `GET /v1/config`: the active configuration, without secrets.
 
 use axum::extract::State;
 use axum::http::StatusCode;

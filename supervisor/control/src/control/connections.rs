@@ -23,13 +23,13 @@ use tokio::time::{Instant, Sleep};
 
 use super::paths;
 
-/// Time limit for receiving a request and answering it. After this time the connection is closed.
+/// Time limit for receiving a request and sending the response. After this time the connection is closed.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time for which a client can leave its response unread.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for the client to close an answered connection.
+/// Maximum time to wait for the client to close a connection whose response was sent.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum number of bytes that are discarded while waiting for the client to close.
@@ -47,7 +47,7 @@ const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit, once the control plane ends, for reading a request that has already arrived.
 const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time limit, once the control plane ends, for answering the remaining requests.
+/// Time limit, once the control plane ends, for responding to the remaining requests.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Number of bytes of a request that are inspected to find the requested path.
@@ -315,10 +315,9 @@ impl Drop for ActiveGuard {
     }
 }
 
-/// Phase of a connection.
 #[derive(PartialEq)]
 enum Phase {
-    /// The request is incomplete or unanswered.
+    /// The request is incomplete, or has no response yet.
     Requesting,
     /// The response is being sent as it is produced.
     Responding,

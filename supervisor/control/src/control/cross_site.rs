@@ -13,7 +13,7 @@ pub(super) fn changes_state(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Refuses requests from pages of other sites, except for links that the user follows.
+/// Rejects requests from pages of other sites, except for links that the user follows.
 pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
     let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);

@@ -51,7 +51,7 @@ const SEGMENT_BYTES: usize = 256 * 1024;
 const NUMBER: u64 = 1;
 
 /// Announced size of a payload whose size is unknown or invalid. Exceeds the size up to which payloads are
-/// sent unannounced, so that the data plane answers before it receives a byte of the payload.
+/// sent unannounced, so that the data plane replies before it receives a byte of the payload.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -421,7 +421,7 @@ async fn run(
     })?;
     let (mut reader, mut writer) = here.into_split();
     let frame = submit_frame(name, job, &announced)?;
-    // If the write fails, the data plane's answer gives the reason.
+    // If the write fails, the data plane's reply gives the reason.
     let _ = writer.write_all(&frame).await;
     let (metadata, result_bytes) = {
         let mut outcome = pin!(read_outcome(control, &mut reader));
@@ -471,7 +471,7 @@ async fn run(
     Ok(response)
 }
 
-/// Returns true if the data plane has sent its last answers.
+/// Returns true if the data plane has sent its last replies.
 fn data_plane_ended(control: &Shared) -> bool {
     control.counters.has_ended.load(Ordering::SeqCst)
 }
@@ -508,7 +508,7 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
     let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // Before the data plane ends, it answers every job that it has received. A job without any answer was
+        // Before the data plane ends, it sends an outcome for every job that it has received. A job without one was
         // never received.
         let end = |_| {
             if !has_response && data_plane_ended(control) { Failure::Draining } else { Failure::PlaneEnded }
@@ -521,7 +521,7 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
         reader.read_exact(&mut metadata).await.map_err(|_| Failure::PlaneEnded)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
-            // The frame was not completed in time. The data plane refuses frames for no other reason here.
+            // The frame was not completed in time. The data plane rejects frames for no other reason here.
             kind::REFUSED => {
                 let (refused, _) =
                     codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::PlaneEnded)?;
@@ -631,7 +631,7 @@ fn outcome_problem(
     response
 }
 
-/// Refuses a request at admission. For a job request, the response has the form of an outcome.
+/// Rejects a request at admission. For a job request, the response has the form of an outcome.
 pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
     let path = request.uri().path();
     let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));

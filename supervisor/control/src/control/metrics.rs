@@ -1,4 +1,4 @@
-//! `GET /metrics`: asks the data plane for its numbers, and formats them on this thread.
+//! `GET /metrics`: requests the numbers of the data plane, and formats them on this thread.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};

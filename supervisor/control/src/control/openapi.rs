@@ -20,7 +20,6 @@ pub(super) struct Route {
     pub(super) id: &'static str,
     pub(super) about: &'static str,
     pub(super) handler: fn() -> MethodRouter<Shared>,
-    /// Query parameters.
     pub(super) query: &'static [Parameter],
     /// Request headers with a meaning for this route.
     pub(super) headers: &'static [Parameter],
@@ -51,7 +50,7 @@ pub(super) enum Schema {
 /// A query or header parameter: name, schema and description.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Status codes of every route: invalid request, forbidden, timeout, and a data plane that does not answer.
+/// Status codes of every route: invalid request, forbidden, timeout, and a data plane that does not respond.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
 /// Builds the OpenAPI document of these routes.

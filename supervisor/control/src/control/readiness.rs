@@ -1,5 +1,5 @@
 //! `/healthz` and `/readyz`. Clients can ask `/readyz` at any rate, because the states of the bulkheads are
-//! cached. The data plane is asked at most ten times per second, and once more after each operator command.
+//! cached. The data plane is queried at most ten times per second, and once more after each operator command.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -38,7 +38,7 @@ struct CachedStates {
 }
 
 impl Readiness {
-    /// Returns the states; `None` if the data plane does not answer in time.
+    /// Returns the states; `None` if the data plane does not respond in time.
     pub(super) async fn states(&self, commands: &CommandSender, counters: &SharedCounters) -> Option<States> {
         let mut cached = self.cached.lock().await;
         let revision = counters.revision.load(Ordering::SeqCst);

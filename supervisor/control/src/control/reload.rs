@@ -35,14 +35,14 @@ const READ_TIMEOUT: Duration = Duration::from_secs(7);
 /// Maximum number of problems in one event. The HTTP response lists all problems.
 const EVENT_PROBLEMS_MAX: usize = 10;
 
-/// The configuration in force, and the inputs for resolving another version of it.
+/// The active configuration, and the inputs for resolving another version of it.
 #[derive(Clone)]
 pub struct ActiveConfig {
     /// The configuration as last loaded, except that keys that need a restart keep their first values.
     pub config: Arc<Config>,
     /// Sandbox support of this machine.
     pub support: Arc<SandboxSupport>,
-    /// The limit of open files in force.
+    /// The active limit of open files.
     pub open_files: OpenFiles,
     /// The supervisor's own user.
     pub own_uid: u32,
@@ -50,7 +50,7 @@ pub struct ActiveConfig {
     pub labels: Arc<[String]>,
 }
 
-/// The configuration in force, and the number of reloads.
+/// The active configuration, and the number of reloads.
 pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
     /// Permit of the thread that reads the file.
@@ -61,7 +61,7 @@ pub(super) struct Reloads {
     counts: Mutex<ReloadCounts>,
 }
 
-/// Cached values of the configuration in force.
+/// Cached values of the active configuration.
 #[derive(Default)]
 struct CachedValues {
     bulkheads: Vec<String>,
@@ -107,7 +107,7 @@ enum ReloadError {
     Internal(String),
 }
 
-/// A configuration that was read and validated, with the changes that put it in force.
+/// A configuration that was read and validated, with the changes that activate it.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -156,7 +156,6 @@ impl Reloads {
         counts.was_successful = is_success;
     }
 
-    /// Requests a reload.
     pub(super) fn request(&self) {
         self.requested.notify_one();
     }
@@ -212,7 +211,7 @@ impl IntoResponse for ReloadError {
     }
 }
 
-/// Reads the file and puts it in force. A dry run changes nothing and emits no event.
+/// Reads the file and activates the configuration. A dry run changes nothing and emits no event.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError> {
     // Reloads run one at a time.
     let mut active_config = control.reloads.active_config.lock().await;
@@ -244,8 +243,8 @@ async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Ch
         let (reply, receiver) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commands.send(command).map_err(|_| ReloadError::Stuck)?;
-        // Waits without a time limit, because otherwise it would be unknown which configuration is in force.
-        // The data plane answers or ends.
+        // Waits without a time limit, because otherwise it would be unknown which configuration is active.
+        // The data plane responds or ends.
         add_dropped_live_changes(&mut changes, receiver.await.map_err(|_| ReloadError::Stuck)??);
     }
     let after = effective_config(&active_config.config.supervisor, Arc::unwrap_or_clone(after));

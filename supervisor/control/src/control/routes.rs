@@ -22,7 +22,7 @@ use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
 
-/// Maximum number of bytes of a refused query in the error message.
+/// Maximum number of bytes of a rejected query in the error message.
 const QUERY_BYTES_SHOWN: usize = 200;
 
 const NDJSON: &str = "application/x-ndjson";
@@ -147,13 +147,13 @@ pub(super) fn router() -> Router<Shared> {
         let handler = (route.handler)();
         router.route(
             route.path,
-            // For a route with query parameters, the extractor refuses unknown keys.
+            // For a route with query parameters, the extractor rejects unknown keys.
             if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler },
         )
     })
 }
 
-/// Refuses requests with a query on routes without query parameters, because the client may expect an effect.
+/// Rejects requests with a query on routes without query parameters, because the client may expect an effect.
 async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,

@@ -26,7 +26,6 @@ pub(super) const LIMIT_DEFAULT: usize = 4096;
 /// Maximum silence of a stream before a keep-alive comment is sent.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// Keep-alive comment.
 const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
 
 pub(super) fn too_many_streams() -> Response {

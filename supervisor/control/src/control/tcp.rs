@@ -140,7 +140,7 @@ impl RequestCheck {
             return Some(unauthorized(request));
         }
         // Payloads can have any content type. A form of another site could send a payload with stored
-        // credentials, but the origin check above has already refused it.
+        // credentials, but the origin check above has already rejected the request.
         let is_change = changes_state(request.method());
         if is_change && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
             let detail = "the body must be JSON, with the header `Content-Type: application/json`";

@@ -1,5 +1,5 @@
 //! `GET /v1/watch`: one stream for watchers such as the dashboard, with the state of all bulkheads once per
-//! second and all events. The data plane is asked once for all watchers, and not at all without watchers.
+//! second and all events. The data plane is queried once for all watchers, and not at all without watchers.
 
 use std::time::{Duration, SystemTime};
 
@@ -67,7 +67,7 @@ pub(super) async fn publish(control: Shared) {
                     let document = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
                     frame("bulkheads", &document.to_string())
                 }
-                // The data plane did not answer in time.
+                // The data plane did not respond in time.
                 None => frame("stuck", "{}"),
             };
             control.watch.states.send_replace(Some(states));

@@ -34,7 +34,7 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum number of folder entries that are read when the folder is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Time limit for an answer of the thread. After this time the client is asked to retry.
+/// Time limit for a reply of the thread. After this time the client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit at shutdown for writing the remaining reports.

@@ -34,7 +34,6 @@ const WAKE_DELAY: Duration = Duration::from_millis(50);
 /// Maximum number of events per piece.
 const PIECE_EVENTS_MAX: usize = 64;
 
-/// A rendered event.
 #[derive(Debug)]
 pub struct Rendered {
     /// Sequence number, starting at 1.

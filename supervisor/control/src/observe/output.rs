@@ -26,7 +26,7 @@ const LINES_BYTES_MAX: usize = 256 * 1024;
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of lines and bytes per second that are held back beyond the limits above, for each
+/// Maximum number of lines and bytes per second that are delayed beyond the limits above, for each
 /// bulkhead. These are the last lines of the second. They are logged when the second or the process ends. All
 /// others are read, dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;
@@ -89,7 +89,7 @@ struct Lines {
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of held-back lines of this second that are already logged.
+    /// Number of delayed lines of this second that are already logged.
     delayed_logged: usize,
 }
 
@@ -217,7 +217,7 @@ impl Output {
         }
     }
 
-    /// Logs the held-back lines of a bulkhead and the number of dropped lines before them.
+    /// Logs the delayed lines of a bulkhead and the number of dropped lines before them.
     fn log_delayed_of(&self, bulkhead: &Arc<str>) {
         let delayed = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_delayed);
         self.log_delayed(bulkhead, delayed.unwrap_or_default());
@@ -332,7 +332,7 @@ impl State {
 }
 
 impl Lines {
-    /// Returns the lines held back in the previous second, if that second has ended.
+    /// Returns the lines delayed in the previous second, if that second has ended.
     fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
@@ -350,7 +350,7 @@ impl Lines {
         delayed
     }
 
-    /// Holds back a line. Drops the oldest held-back lines beyond the limits.
+    /// Delays a line. Drops the oldest delayed lines beyond the limits.
     fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
         // One byte beyond the limit marks the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];

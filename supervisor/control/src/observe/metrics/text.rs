@@ -7,7 +7,6 @@ use bulkhead_shared::vocabulary;
 /// Text format of metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// OpenMetrics 1.0.
     OpenMetrics,
     /// `text/plain; version=0.0.4`.
     Classic,

@@ -110,7 +110,6 @@ impl Collector {
         .into_bytes()
     }
 
-    /// Sends a message.
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
         let status = tokio::time::timeout(SEND_TIMEOUT, self.post(message))
             .await
