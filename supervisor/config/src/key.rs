@@ -92,6 +92,7 @@ pub enum Kind {
     Statuses,
     /// A value for setrlimit(2).
     Limit(Resource),
+    /// A table.
     Table,
     /// An array of tables, with the maximum number.
     Tables(usize),
@@ -100,6 +101,7 @@ pub enum Kind {
 /// Value or behaviour of an absent key. `Display` writes the value as TOML, or describes the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DefaultValue {
+    /// A duration.
     Duration(Duration),
     /// A number of bytes.
     Size(u64),
@@ -113,6 +115,7 @@ pub enum DefaultValue {
     Boolean(bool),
     /// Octal digits.
     Mode(u32),
+    /// A word from a list.
     Word(&'static str),
     /// A description, for a computed value or no value.
     Described(&'static str),

@@ -182,8 +182,7 @@ fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
         LockError::Held => {
-            "another supervisor is running on this socket; stop that supervisor, or configure another path"
-                .into()
+            "another supervisor uses this socket; stop that supervisor, or configure another path".into()
         }
         LockError::Open(error) => {
             format!("the lock file {} cannot be opened: {error}", name.display())
@@ -214,10 +213,8 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }
         Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Ok(error) => Err(format!("a socket exists, and checking whether it is in use failed: {error}")),
-        Err(()) => {
-            Err("another program already listens there; stop the program, or configure another path".into())
-        }
+        Ok(error) => Err(format!("failed to check whether the existing socket is in use: {error}")),
+        Err(()) => Err("a program already listens there; stop the program, or configure another path".into()),
     }
 }
 
@@ -246,7 +243,7 @@ mod tests {
         drop(removed);
         assert!(path.exists(), "another's socket");
         let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
-        assert!(error.contains("listens there already"), "{error}");
+        assert!(error.contains("already listens there"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();

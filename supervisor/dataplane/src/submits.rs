@@ -210,7 +210,7 @@ impl DataPlane {
         if size > most {
             return Err((
                 RejectReason::TooLarge,
-                format!("the payload has {size} bytes; max_payload is {most}"),
+                format!("a payload of {size} bytes; max_payload is {most}"),
             ));
         }
         // Part of the frame may be held already.

@@ -73,14 +73,11 @@ pub struct NoticeReceiver {
 }
 
 pub fn channels() -> (NoticeSender, NoticeReceiver) {
-    let (milestones, milestones_receiver) = channel(MILESTONES_MAX);
-    let (outputs, outputs_receiver) = channel(OUTPUTS_MAX);
-    let (notices, notices_receiver) = channel(DROPPABLE_MAX);
-    let receiver = NoticeReceiver {
-        milestones: milestones_receiver,
-        outputs: outputs_receiver,
-        notices: notices_receiver,
-    };
+    let (milestones, from_milestones) = channel(MILESTONES_MAX);
+    let (outputs, from_outputs) = channel(OUTPUTS_MAX);
+    let (notices, from_notices) = channel(DROPPABLE_MAX);
+    let receiver =
+        NoticeReceiver { milestones: from_milestones, outputs: from_outputs, notices: from_notices };
     (NoticeSender { milestones, outputs, notices }, receiver)
 }
 

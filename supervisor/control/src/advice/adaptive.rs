@@ -32,7 +32,7 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Some(latency) = adaptive.latency_ms else {
         return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
     };
-    let moved =
+    let steps =
         format!("the limit was raised {} times and lowered {} times", adaptive.raised, adaptive.lowered);
     let took = format!("90 % of the jobs took at most {latency} ms, with a target of {target_ms} ms");
     let is_late = latency > *target_ms;
@@ -49,5 +49,5 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
         _ if !is_below_max(adaptive) => format!("so all {max} can run at once"),
         _ => format!("and {limit} can run at once"),
     };
-    format!("{took}; {verdict}; {moved}")
+    format!("{took}; {verdict}; {steps}")
 }

@@ -73,7 +73,7 @@ pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine
             verdicts.keep(SizingKey::of(settings).key, Setting::Count(SizingKey::of(settings).now), reason);
             settings.permits()
         }
-        None => advise_permits(seen, settings, machine, &mut verdicts),
+        None => advise_size(seen, settings, machine, &mut verdicts),
     };
     if let Some(adaptive) = &settings.adaptive {
         verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::describe(adaptive));
@@ -126,12 +126,7 @@ impl SizingKey {
 }
 
 /// Judges the number of permits. Returns the number of permits after the proposed change.
-fn advise_permits(
-    seen: &Observations,
-    settings: &Settings,
-    machine: &Machine,
-    verdicts: &mut Verdicts,
-) -> u64 {
+fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
     let (sizing, limit) = (SizingKey::of(settings), settings.permits());
     let now = Setting::Count(sizing.now);
     if seen.time_short_of_workers > MISSING_WORKERS_MAX {
@@ -146,9 +141,9 @@ fn advise_permits(
     let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
     let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
     let proposed = if wanted > limit {
-        raised_value(&sizing, wanted, seen, settings, machine)
+        raised(&sizing, wanted, seen, settings, machine)
     } else {
-        lowered_value(&sizing, wanted, seen, settings, is_capped)
+        lowered(&sizing, wanted, seen, settings, is_capped)
     };
     let permits = proposed.map_or(limit, |proposed| proposed * sizing.permits_each);
     let held = if permits < wanted { bound_by(seen, settings, machine) } else { String::new() };
@@ -238,7 +233,7 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
 
 /// Returns a higher value for the key, up to the maximum that this machine supports; `None` if the value
 /// cannot be raised.
-fn raised_value(
+fn raised(
     sizing: &SizingKey,
     wanted: u64,
     seen: &Observations,
@@ -252,7 +247,7 @@ fn raised_value(
 }
 
 /// Returns a lower value for the key if the current value was far above the need for a long time.
-fn lowered_value(
+fn lowered(
     sizing: &SizingKey,
     wanted: u64,
     seen: &Observations,
@@ -282,7 +277,7 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} queue places were used", seen.queued.max);
     let Some(useful) = useful_length(seen, settings, permits) else { return };
-    let in_time = format!("the capacity of {permits} permits in {}", shown_wait_limit(seen, settings));
+    let in_time = format!("the capacity of {permits} permits in {}", describe_wait_limit(seen, settings));
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
             "{expired} of {} jobs waited and then did not run, and {in_time} is {useful} jobs: jobs that cannot \
@@ -303,16 +298,11 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     let why =
         format!("{rejections} of {} jobs were rejected ({})", seen.jobs, reasons(rejections_by_reason(seen)));
     if permits > settings.permits() {
-        return verdicts.keep(
-            key,
-            now_set,
-            format!("{why}, but add permits before you make the queue longer"),
-        );
+        return verdicts.keep(key, now_set, format!("{why}, but first add permits"));
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
-        let reason =
-            format!("{why}, but {in_time} is {useful} jobs: further queued jobs would not run in time");
+        let reason = format!("{why}, but {in_time} is {useful} jobs: further jobs would not run in time");
         return verdicts.keep(key, now_set, reason);
     }
     let reason = format!("{why}; {in_time} is {useful} jobs, and one step at most doubles the queue");
@@ -332,7 +322,7 @@ fn wait_limit_ms(seen: &Observations, settings: &Settings) -> f64 {
     settings.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
 }
 
-fn shown_wait_limit(seen: &Observations, settings: &Settings) -> String {
+fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     let wait_limit = time(wait_limit_ms(seen, settings));
     match settings.queue_timeout {
         Some(timeout) if millis(timeout) <= wait_limit_ms(seen, settings) => {
@@ -417,8 +407,7 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
     match settings.cgroup_memory {
         Some(limit) if 5 * peak > 4 * limit => {
-            let reason =
-                format!("{most}, which is over 80 % of {}: twice the peak leaves headroom", size(limit));
+            let reason = format!("{most}, which is over 80 % of {}: allow twice the peak", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) if 2 * wanted <= limit && can_lower(seen) => {

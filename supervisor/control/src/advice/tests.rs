@@ -280,7 +280,7 @@ fn queue_length_matches_capacity() {
         proposed(bound.clone(), &Settings { max_queue: 40, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(46));
     let reason = kept(bound.clone(), &Settings { max_queue: 46, ..settings.clone() }, "max_queue");
-    assert!(reason.contains("further queued jobs would not run in time"), "{reason}");
+    assert!(reason.contains("further jobs would not run in time"), "{reason}");
     let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
@@ -293,7 +293,7 @@ fn queue_length_matches_capacity() {
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
-    assert!(kept(overloaded(), &settings, "max_queue").contains("add permits before"));
+    assert!(kept(overloaded(), &settings, "max_queue").contains("but first add permits"));
 }
 
 #[test]

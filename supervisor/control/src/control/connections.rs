@@ -143,13 +143,13 @@ impl Socket for TcpStream {
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
-    accepted_at: Instant,
+    accepted: Instant,
     permit: OwnedSemaphorePermit,
 }
 
 impl<S> NewConnection<S> {
     pub(super) fn new(socket: S, admission: Admission, permit: OwnedSemaphorePermit) -> Self {
-        Self { socket, admission, accepted_at: Instant::now(), permit }
+        Self { socket, admission, accepted: Instant::now(), permit }
     }
 }
 
@@ -176,37 +176,35 @@ impl<S: Socket> Dispatcher<S> {
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {
-            let NewConnection { socket, admission, accepted_at, permit } = connection;
+            let NewConnection { socket, admission, accepted, permit } = connection;
             let mut head = [0; HEAD_BYTES];
             let count = match &admission.rejection {
                 Some(_) => 0,
-                None => match dispatcher.peek_request(&socket, &mut head, accepted_at).await {
+                None => match dispatcher.peek_head(&socket, &mut head, accepted).await {
                     Some(count) => count,
                     None => return,
                 },
             };
-            dispatcher.dispatch_to(NewConnection { socket, admission, accepted_at, permit }, &head[..count]);
+            dispatcher.dispatch_to(NewConnection { socket, admission, accepted, permit }, &head[..count]);
         });
     }
 
     /// Waits for the beginning of a request. Returns the number of bytes that were peeked.
-    pub(super) async fn peek_request(
+    pub(super) async fn peek_head(
         &mut self,
         socket: &S,
         head: &mut [u8],
-        accepted_at: Instant,
+        accepted: Instant,
     ) -> Option<usize> {
         let shutdown_timeout = async {
             let _ = self.shutdown.wait_for(|has_begun| *has_begun).await;
-            tokio::time::sleep_until(
-                (Instant::now() + LAST_ACCEPT_TIMEOUT).max(accepted_at + LAST_REQUEST_TIMEOUT),
-            )
-            .await;
+            let end = (Instant::now() + LAST_ACCEPT_TIMEOUT).max(accepted + LAST_REQUEST_TIMEOUT);
+            tokio::time::sleep_until(end).await;
         };
         let has_begun = tokio::select! {
             biased;
             count = socket.peek(head) => return count.ok(),
-            () = tokio::time::sleep_until(accepted_at + REQUEST_TIMEOUT) => false,
+            () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
         };
         // The runtime does not report bytes that arrived just now before it has polled once.
@@ -216,11 +214,11 @@ impl<S: Socket> Dispatcher<S> {
 
     /// Passes a connection on, to the thread that serves requests with this beginning.
     pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
-        let NewConnection { socket, admission, accepted_at, permit } = connection;
+        let NewConnection { socket, admission, accepted, permit } = connection;
         let sender = if paths::is_for_readers(head) { &self.readers } else { &self.main };
         // If the socket cannot move or the thread has stopped serving, the socket is closed.
         if let Ok(socket) = socket.into_std_socket() {
-            let _ = sender.try_send(NewConnection { socket, admission, accepted_at, permit });
+            let _ = sender.try_send(NewConnection { socket, admission, accepted, permit });
         }
     }
 }
@@ -256,7 +254,7 @@ impl<S: Socket> axum::serve::Listener for Queue<S> {
 
     async fn accept(&mut self) -> (Connection<S>, Admission) {
         loop {
-            let Some(NewConnection { socket, admission, accepted_at, permit }) = self.receiver.recv().await
+            let Some(NewConnection { socket, admission, accepted, permit }) = self.receiver.recv().await
             else {
                 // The listener is closed. Accepted connections are still served.
                 self.is_empty.send_replace(true);
@@ -265,7 +263,7 @@ impl<S: Socket> axum::serve::Listener for Queue<S> {
             if let Ok(socket) = S::from_std_socket(socket) {
                 self.active.send_modify(|active| *active += 1);
                 let active = ActiveGuard(self.active.clone());
-                return (Connection::new(socket, &admission, accepted_at, (permit, active)), admission);
+                return (Connection::new(socket, &admission, accepted, (permit, active)), admission);
             }
         }
     }
@@ -332,10 +330,10 @@ impl<S> Connection<S> {
     fn new(
         socket: S,
         admission: &Admission,
-        accepted_at: Instant,
+        accepted: Instant,
         permit: (OwnedSemaphorePermit, ActiveGuard),
     ) -> Self {
-        let timer = Box::pin(tokio::time::sleep_until(accepted_at + REQUEST_TIMEOUT));
+        let timer = Box::pin(tokio::time::sleep_until(accepted + REQUEST_TIMEOUT));
         let has_no_time_limit = admission.has_no_time_limit.clone();
         Self { socket, timer, has_no_time_limit, state: Phase::Requesting, _permit: permit }
     }

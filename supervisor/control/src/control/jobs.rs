@@ -79,7 +79,7 @@ pub(super) async fn submit(
             .await
         {
             Ok(response) => response,
-            Err(Failure::UploadTimeout) => {
+            Err(Failure::Timeout) => {
                 count(job.priority, RejectReason::Invalid);
                 upload_timed_out(&name)
             }
@@ -91,7 +91,7 @@ pub(super) async fn submit(
             Err(Failure::Broken) => {
                 rejected(&name, RejectReason::Invalid, "the payload does not match its headers".into())
             }
-            Err(Failure::PlaneEnded) => data_plane_gone(&name),
+            Err(Failure::Dropped) => dropped(&name),
             Err(Failure::Draining) => {
                 rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
             }
@@ -112,13 +112,13 @@ fn set_traceparent(response: &mut Response, trace: Traceparent) {
 /// Reasons why a job has no outcome.
 enum Failure {
     /// The payload took too long.
-    UploadTimeout,
+    Timeout,
     /// There is no memory or permit for the job.
     Overloaded(String),
     /// The sender aborted the request or violated HTTP.
     Broken,
     /// The data plane dropped the job.
-    PlaneEnded,
+    Dropped,
     /// The data plane ended before it received the job.
     Draining,
 }
@@ -201,12 +201,8 @@ fn millis(value: &str) -> Option<Duration> {
     Some(Duration::from_millis(ms.min(LIMIT_MS_MAX)))
 }
 
-fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
-    if value.len() > bytes_max {
-        Err(format!("the value is longer than {bytes_max} bytes"))
-    } else {
-        Ok(value)
-    }
+fn text(value: &str, max: usize) -> Result<&str, String> {
+    if value.len() > max { Err(format!("the value is longer than {max} bytes")) } else { Ok(value) }
 }
 
 // Payloads.
@@ -245,12 +241,12 @@ impl Upload {
             _ => Length::Known(0),
         };
         let config = control.config();
-        let max = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        let max_bytes = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
         let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
         Self {
             body: body.into_data_stream(),
             length,
-            max_bytes: max,
+            max_bytes,
             spool: Spool::new(control.counters.clone(), capacity),
         }
     }
@@ -290,7 +286,7 @@ impl Upload {
             Announced::TooLarge(_) => std::future::pending().await,
             Announced::Spooled(_) => {
                 for segment in self.spool.take_segments() {
-                    socket.write_all(&segment).await.map_err(|_| Failure::PlaneEnded)?;
+                    socket.write_all(&segment).await.map_err(|_| Failure::Dropped)?;
                 }
             }
             Announced::Streamed(bytes) => {
@@ -298,7 +294,7 @@ impl Upload {
                 while left > 0 {
                     let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
                     left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
-                    socket.write_all(&chunk).await.map_err(|_| Failure::PlaneEnded)?;
+                    socket.write_all(&chunk).await.map_err(|_| Failure::Dropped)?;
                 }
             }
         }
@@ -410,10 +406,9 @@ async fn run(
         let sentence = format!("{JOBS_MAX} jobs over HTTP are in progress, which is the maximum");
         return Err(Failure::Overloaded(sentence));
     };
-    let upload_deadline = tokio::time::Instant::now() + UPLOAD_TIMEOUT;
-    let announced = tokio::time::timeout_at(upload_deadline, upload.announce())
-        .await
-        .map_err(|_| Failure::UploadTimeout)??;
+    let deadline = tokio::time::Instant::now() + UPLOAD_TIMEOUT;
+    let announced =
+        tokio::time::timeout_at(deadline, upload.announce()).await.map_err(|_| Failure::Timeout)??;
     let (here, there) = pair()
         .map_err(|error| Failure::Overloaded(format!("the supervisor has no free descriptors: {error}")))?;
     control.commands.send(Command::AddClient { socket: there, permit, uid }).map_err(|error| {
@@ -425,21 +420,21 @@ async fn run(
     let _ = writer.write_all(&frame).await;
     let (metadata, result_bytes) = {
         let mut outcome = pin!(read_outcome(control, &mut reader));
-        let sent = tokio::time::timeout_at(upload_deadline, upload.send(&announced, &mut writer));
+        let sent = tokio::time::timeout_at(deadline, upload.send(&announced, &mut writer));
         tokio::select! {
             // The payload of a rejected job need not be received.
             biased;
             result = &mut outcome => result?,
             sent = sent => match sent {
-                Ok(Ok(())) | Ok(Err(Failure::PlaneEnded)) => outcome.await?,
+                Ok(Ok(())) | Ok(Err(Failure::Dropped)) => outcome.await?,
                 Ok(Err(error)) => return Err(error),
-                Err(_) => return Err(Failure::UploadTimeout),
+                Err(_) => return Err(Failure::Timeout),
             },
         }
     };
     let (message, extensions) =
-        codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::PlaneEnded)?;
-    let mut outcome = message.to_outcome().ok_or(Failure::PlaneEnded)?;
+        codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;
+    let mut outcome = message.to_outcome().ok_or(Failure::Dropped)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
@@ -450,8 +445,8 @@ async fn run(
     {
         let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!("the payload has {bytes} bytes; max_payload is {max}"),
-            Length::Unknown => format!("the payload has more than {max} bytes; max_payload is {max}"),
+            Length::Known(bytes) => format!("a payload of {bytes} bytes; max_payload is {max}"),
+            Length::Unknown => format!("a payload of more than {max} bytes; max_payload is {max}"),
         };
     }
     let mut response = match outcome.verdict {
@@ -460,7 +455,7 @@ async fn run(
             let mut payload = Vec::new();
             // The data plane sends no more than this for a failed job.
             let max = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
-            reader.take(max).read_to_end(&mut payload).await.map_err(|_| Failure::PlaneEnded)?;
+            reader.take(max).read_to_end(&mut payload).await.map_err(|_| Failure::Dropped)?;
             outcome_problem(None, &outcome, payload, job.traceparent)
         }
     };
@@ -511,25 +506,25 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
         // Before the data plane ends, it sends an outcome for every job that it has received. A job without one was
         // never received.
         let end = |_| {
-            if !has_response && data_plane_ended(control) { Failure::Draining } else { Failure::PlaneEnded }
+            if !has_response && data_plane_ended(control) { Failure::Draining } else { Failure::Dropped }
         };
         bytes[0] = reader.read_u8().await.map_err(end)?;
         has_response = true;
-        reader.read_exact(&mut bytes[1..]).await.map_err(|_| Failure::PlaneEnded)?;
-        let header = Header::decode(&bytes).check().map_err(|_| Failure::PlaneEnded)?;
+        reader.read_exact(&mut bytes[1..]).await.map_err(|_| Failure::Dropped)?;
+        let header = Header::decode(&bytes).check().map_err(|_| Failure::Dropped)?;
         let mut metadata = vec![0; usize::from(header.metadata_length)];
-        reader.read_exact(&mut metadata).await.map_err(|_| Failure::PlaneEnded)?;
+        reader.read_exact(&mut metadata).await.map_err(|_| Failure::Dropped)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
             // The frame was not completed in time. The data plane rejects frames for no other reason here.
             kind::REFUSED => {
                 let (refused, _) =
-                    codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::PlaneEnded)?;
+                    codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;
                 let is_for_memory = refused.reason == RejectReason::Overloaded.code();
                 return Err(if is_for_memory {
                     Failure::Overloaded(refused.message.into())
                 } else {
-                    Failure::UploadTimeout
+                    Failure::Timeout
                 });
             }
             // Usually a progress message. Only outcomes have a payload.
@@ -656,7 +651,7 @@ fn upload_timed_out(name: &str) -> Response {
 }
 
 /// Responds that the data plane has ended, or dropped a result for lack of memory.
-fn data_plane_gone(name: &str) -> Response {
+fn dropped(name: &str) -> Response {
     let message = "the supervisor is stopping or out of memory; it is unknown whether the job ran".into();
     local_outcome_response(
         name,

@@ -66,16 +66,15 @@ impl<S: Socket> WaitingConnections<S> {
         let wait = WaitGuard { number: self.last_number, waiting: self.waiting.clone() };
         let (mut dispatcher, permits) =
             (self.dispatcher.clone(), [self.permits.clone(), self.health_permits.clone()]);
-        let accepted_at = Instant::now();
+        let accepted = Instant::now();
         let mut waiting = self.waiting.lock();
         let task = tokio::spawn(async move {
             let mut head = [0; HEAD_BYTES];
-            let Some(count) = dispatcher.peek_request(&socket, &mut head, accepted_at).await else { return };
+            let Some(count) = dispatcher.peek_head(&socket, &mut head, accepted).await else { return };
             let [permits, health_permits] = permits;
             let is_health = paths::is_health_check(&head[..count]);
             let permits = if is_health { health_permits } else { permits };
-            let Ok(Ok(permit)) = timeout_at(accepted_at + REQUEST_TIMEOUT, permits.acquire_owned()).await
-            else {
+            let Ok(Ok(permit)) = timeout_at(accepted + REQUEST_TIMEOUT, permits.acquire_owned()).await else {
                 return;
             };
             drop(wait);

@@ -34,6 +34,7 @@ const WAKE_DELAY: Duration = Duration::from_millis(50);
 /// Maximum number of events per piece.
 const PIECE_EVENTS_MAX: usize = 64;
 
+/// A rendered event.
 #[derive(Debug)]
 pub struct Rendered {
     /// Sequence number, starting at 1.
@@ -333,13 +334,7 @@ impl EventFlow {
         let unlogged = std::mem::take(&mut self.lines).saturating_sub(LOG_LINES_PER_SECOND);
         if unlogged > 0 {
             let bulkhead = bulkhead.unwrap_or("");
-            tracing::warn!(
-                kind,
-                bulkhead,
-                suppressed = unlogged,
-                "events were not logged, because there were too \
-                                                                   many"
-            );
+            tracing::warn!(kind, bulkhead, suppressed = unlogged, "events were not logged: too many");
         }
     }
 }

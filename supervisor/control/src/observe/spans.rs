@@ -126,8 +126,7 @@ impl LossReports {
         let is_due = is_last || self.reported_at.is_none_or(|at| at.elapsed() >= LOSS_REPORT_INTERVAL);
         if lost > self.reported && is_due {
             tracing::warn!(
-                "{} spans of jobs were dropped, because too many arrived at once or the collector did not accept \
-                 them",
+                "{} spans of jobs were dropped, because of overload or errors of the collector",
                 lost - self.reported
             );
             self.reported = lost;

@@ -121,13 +121,8 @@ impl Collector {
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::BAD_GATEWAY
             | StatusCode::SERVICE_UNAVAILABLE
-            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::retryable(format!(
-                "the collector responded with \
-                                                                               {status}"
-            ))),
-            status => {
-                Err(SendError { why: format!("the collector responded with {status}"), is_retryable: false })
-            }
+            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::retryable(format!("status {status}"))),
+            status => Err(SendError { why: format!("status {status}"), is_retryable: false }),
         }
     }
 
