@@ -276,7 +276,7 @@ class BulkheadExecutor(_Calls):
         self._pool.terminate()
 
     def status(self) -> dict[str, Any]:
-        """Returns the supervisor's view of the pool: workers, running and waiting calls, outcomes (docs/operations.md).
+        """Returns the supervisor's snapshot of the pool: workers, calls, outcomes (docs/operations/http.md).
 
         Raises ``RuntimeError`` if no supervisor is running: before the first call, and after shutdown.
         """
