@@ -102,7 +102,7 @@ fn the_document_has_what_is_tested() {
         std::fs::write(DOCS, current).unwrap();
         return;
     }
-    assert!(docs == current, "docs/confinement/attempts.md is not what is tested; run this test with UPDATE_DOCS=1");
+    assert!(docs == current, "docs/confinement/attempts.md is old; run this test with UPDATE_DOCS=1");
 }
 
 /// Also proves that the attempts work. A refusal under another profile therefore comes from the layer in the table.

@@ -273,7 +273,7 @@ mod tests {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/events.md is out of date; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations/events.md is old; run this test with UPDATE_DOCS=1");
     }
 
     #[test]

@@ -288,6 +288,6 @@ mod tests {
             fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/metrics.md is out of date; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations/metrics.md is old; run this test with UPDATE_DOCS=1");
     }
 }
