@@ -13,7 +13,7 @@ use bulkhead_tests::confined::{
 use bulkhead_tests::subuid::User;
 use bulkhead_tests::{descriptors, programs, refuses_descriptors, wait_for};
 
-const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement.md");
+const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement/attempts.md");
 const MARKER: &str = "<!-- attempts -->\n";
 
 fn all() -> impl Iterator<Item = &'static Attempt> {
@@ -102,7 +102,7 @@ fn the_document_has_what_is_tested() {
         std::fs::write(DOCS, current).unwrap();
         return;
     }
-    assert!(docs == current, "docs/confinement.md is not what is tested; run this test with UPDATE_DOCS=1");
+    assert!(docs == current, "docs/confinement/attempts.md is old; run this test with UPDATE_DOCS=1");
 }
 
 /// Also proves that the attempts work. A refusal under another profile therefore comes from the layer in the table.

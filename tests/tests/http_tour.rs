@@ -1,4 +1,4 @@
-//! Runs the commands that `docs/operations.md` shows.
+//! Runs the commands that `docs/operations/http.md` shows.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use bulkhead_tests::{Supervisor, wait_for};
 
 /// Returns the commands of a section, each on one line.
 fn commands(section: &str) -> Vec<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
     let text = std::fs::read_to_string(path).expect("the documentation is there");
     let (_, rest) = text.split_once(&format!("\n## {section}\n")).expect("the section is there");
     let section = rest.split("\n## ").next().expect("its end");

@@ -143,7 +143,7 @@ class BulkheadExecutor(_Calls):
         Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. An allocation beyond the
         limit raises ``MemoryError``.
     ``sandbox``
-        ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement.md).
+        ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement/profiles.md).
     ``pickler``
         ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or the name of a module with ``dumps`` and
         ``loads``.
@@ -276,7 +276,7 @@ class BulkheadExecutor(_Calls):
         self._pool.terminate()
 
     def status(self) -> dict[str, Any]:
-        """Returns the supervisor's view of the pool: workers, running and waiting calls, outcomes (docs/operations.md).
+        """Returns the supervisor's snapshot of the pool: workers, calls, outcomes (docs/operations/http.md).
 
         Raises ``RuntimeError`` if no supervisor is running: before the first call, and after shutdown.
         """

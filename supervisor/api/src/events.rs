@@ -251,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
+    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations/events.md");
 
     fn table() -> String {
         let mut table = String::from("| kind | fields | |\n| --- | --- | --- |\n");
@@ -273,7 +273,7 @@ mod tests {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations.md is out of date; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations/events.md is old; run this test with UPDATE_DOCS=1");
     }
 
     #[test]
