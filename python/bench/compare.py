@@ -2,7 +2,7 @@
 
     BULKHEAD_SUPERVISOR=... python bench/compare.py [--rounds 5] [--json FILE]
 
-Prints medians over the rounds, and compares them with the design's limits (docs/python.md has the figures).
+Prints medians over the rounds, and compares them with the design's limits (docs/performance.md has the figures).
 """
 
 from __future__ import annotations

@@ -832,12 +832,12 @@ fn the_bytes_on_a_workers_link_are_pinned() {
 fn the_page_names_every_capability_of_a_worker() {
     let page = page();
     for (number, meaning) in [
-        (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
-        (capability::RESIZE, "that it understands LIMITS"),
-        (capability::CLAIMS, "that it takes [jobs ahead]"),
-        (capability::JOURNAL_BEATS, "that it can write its heartbeats into its journal"),
+        (capability::DISPATCH_THREAD, "sends heartbeats from a separate thread"),
+        (capability::RESIZE, "understands LIMITS"),
+        (capability::CLAIMS, "takes [prefetched jobs]"),
+        (capability::JOURNAL_BEATS, "can write heartbeats into its journal"),
     ] {
-        assert!(page.contains(&format!("{number} {meaning}")), "{number}");
+        assert!(page.contains(&format!("| {number} | {meaning}")), "{number}");
     }
     assert!(page.contains(&format!(
         "capabilities ({}: it takes the extension 5",
