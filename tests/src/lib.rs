@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod machine;
 pub mod openmetrics;
 pub mod subuid;
+pub mod tenants;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

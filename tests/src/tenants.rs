@@ -1,17 +1,16 @@
-//! Shared helpers for the tests of tenants.
-
-#![allow(dead_code, reason = "not every test needs all of it")]
-#![expect(unreachable_pub, reason = "it is a part of each test")]
+//! Helpers for tests of isolated tenants.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
+use crate::{SAME_NUMBERS, Supervisor, children, kill_pid, wait_for};
 use bulkhead_client::{Client, Job, JobError, Reply};
-use bulkhead_tests::{SAME_NUMBERS, Supervisor, children, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+/// Result of a job.
 pub type Ended = Result<Reply, JobError>;
+/// Task that waits for a job.
 pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Returns the configuration of a bulkhead `b` with isolated tenants. `more` are further keys.
@@ -22,10 +21,12 @@ pub fn isolated(tenants: &str, more: &str) -> String {
     )
 }
 
+/// Connects a client to the supervisor.
 pub async fn connect(supervisor: &Supervisor) -> Client {
     Client::connect(supervisor.socket()).await.unwrap()
 }
 
+/// Submits the job in a new task.
 pub fn start(job: Job) -> Running {
     tokio::spawn(job.send())
 }

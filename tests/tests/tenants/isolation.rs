@@ -1,18 +1,16 @@
 //! Isolated tenants: each has separate workers, permits, queue, rate limit and breaker, and none affects
 //! another.
 
-mod tenant_support;
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, children, is_alive, outcome, run, tally, wait_for};
-use serde_json::Value;
-use tenant_support::{
+use bulkhead_tests::tenants::{
     Running, assert_balanced, connect, events, isolated, outcomes, part, patch, pids, start, wait_for_rest,
     wait_part,
 };
+use bulkhead_tests::{Supervisor, children, is_alive, outcome, run, tally, wait_for};
+use serde_json::Value;
 
 async fn pid_of(client: &Client, tenant: &str) -> u32 {
     let reply = client.job("b", "").operation("pid").tenant(tenant).send().await.unwrap();

@@ -1,22 +1,20 @@
 //! More tenants than may have workers at once: the order in which tenants yield, and that no job is lost.
 
-mod tenant_support;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobHandle};
+use bulkhead_tests::tenants::{
+    Running, assert_balanced, connect, events, isolated, outcomes, part, patch, pids, start, stop,
+    wait_for_rest, wait_part,
+};
 use bulkhead_tests::{
     Supervisor, children, descriptors, is_alive, kill_pid, outcome, resident_bytes, run, tally, threads,
     wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use tenant_support::{
-    Running, assert_balanced, connect, events, isolated, outcomes, part, patch, pids, start, stop,
-    wait_for_rest, wait_part,
-};
 
 async fn ok(client: &Client, tenant: &str) {
     let result = client.job("b", "").tenant(tenant).send().await;

@@ -1,16 +1,14 @@
 //! Tenants that come and go under changes: recycled workers, dying keepers, a stop, changed limits, and
 //! programs that know nothing of tenants.
 
-mod tenant_support;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bulkhead_client::Client;
+use bulkhead_tests::tenants::{assert_balanced, connect, events, isolated, part, patch, wait_for_rest};
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, is_alive, kill_pid, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
-use tenant_support::{assert_balanced, connect, events, isolated, part, patch, wait_for_rest};
 
 async fn told(client: &Client, tenant: &str) -> String {
     outcome(&client.job("b", "").tenant(tenant).send().await)

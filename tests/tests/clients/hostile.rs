@@ -888,15 +888,15 @@ fn a_client_that_leaves_with_its_last_words_is_gone() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// Workers: the supervisor runs this test program with `the_worker` as the only test.
+// Workers: the supervisor runs this test program with `hostile::hostile_worker` as the only test.
 
-/// Returns the configuration of a bulkhead `victim` with the worker [`the_worker`] and further `keys`, and of
+/// Returns the configuration of a bulkhead `victim` with the worker [`hostile_worker`] and further `keys`, and of
 /// a bulkhead `honest`. The worker keeps its notes in `folder`.
 fn by_hand(folder: &Path, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
         "[bulkhead.victim]\n\
-         command = [{program:?}, \"the_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
+         command = [{program:?}, \"hostile::hostile_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
          env = {{ NOTES = {folder:?} }}\nsandbox = {{ user = \"shared\", write = [{folder:?}] }}\n\
          {keys}\n\
          [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\ndeadline = \"60s\"\n"
@@ -908,7 +908,7 @@ const PATIENT: &str = "deadline = \"60s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
 #[ignore = "not a test: the worker process that the other tests have the supervisor start"]
-fn the_worker() {
+fn hostile_worker() {
     let Ok(notes) = std::env::var("NOTES") else { return };
     let fd: i32 = std::env::var(LINK_VARIABLE).unwrap().parse().unwrap();
     #[expect(unsafe_code, reason = "the descriptor was inherited for this")]

@@ -19,7 +19,6 @@ use bulkhead_shared::{CrashReason, RejectReason};
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-#[path = "protocol/rules.rs"]
 mod rules;
 
 // Numbers as the page gives them, independent of the workspace's code.
@@ -348,20 +347,21 @@ impl Client {
     }
 }
 
-// Worker: the supervisor runs this test program with `the_worker` as the only test.
+// Worker: the supervisor runs this test program with `protocol::worker_written_from_the_page` as the only test.
 
-/// Returns the configuration of a bulkhead with the worker [`the_worker`] and further `keys`.
+/// Returns the configuration of a bulkhead with the worker [`worker_written_from_the_page`] and further `keys`.
 fn by_hand(name: &str, keys: &str) -> String {
     let program = std::env::current_exe().unwrap();
     format!(
-        "[bulkhead.{name}]\ncommand = [{program:?}, \"the_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
+        "[bulkhead.{name}]\n\
+         command = [{program:?}, \"protocol::worker_written_from_the_page\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
          env = {{ BY_HAND = \"{name}\" }}\n{keys}\n"
     )
 }
 
 #[test]
 #[ignore = "not a test: the worker process that the other tests have the supervisor start"]
-fn the_worker() {
+fn worker_written_from_the_page() {
     let Ok(bulkhead) = std::env::var("BY_HAND") else { return };
     let fd: i32 = std::env::var("BULKHEAD_LINK_FD").unwrap().parse().unwrap();
     #[expect(unsafe_code, reason = "the descriptor was inherited for this")]

@@ -1,15 +1,13 @@
 //! Clients that flood the admin socket slow down only themselves. Jobs and shutdown continue.
 
-mod tenant_support;
-
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bulkhead_client::blocking::Client;
+use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, outcome, wait_for};
 use nix::sys::signal::Signal;
-use tenant_support::{assert_balanced, isolated};
 
 /// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
 const TENANTS: usize = 4000;

@@ -618,6 +618,16 @@ fn what_a_client_does_not_know_does_no_harm() {
 
 #[test]
 fn announced_bytes_cost_no_memory_before_they_come() {
+    const ALONE: &str = "MEASURES_MEMORY_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        // The test runs again in a separate process, because other tests of this process need memory, too.
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        alone.args(["client::announced_bytes_cost_no_memory_before_they_come", "--exact"]).env(ALONE, "1");
+        let ran = alone.output().unwrap();
+        assert!(ran.status.success(), "{ran:?}");
+        assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "{ran:?}");
+        return;
+    }
     let before = resident_bytes(std::process::id());
     against(
         |fake| {
@@ -635,8 +645,7 @@ fn announced_bytes_cost_no_memory_before_they_come() {
             // The test cannot see when the client has read the bytes, so it waits for 200 ms.
             assert!(tokio::time::timeout(Duration::from_millis(200), handle).await.is_err());
             let grown = resident_bytes(std::process::id()).saturating_sub(before);
-            // Other tests in this process need memory, too.
-            assert!(grown < 512 << 20, "{} MiB more", grown >> 20);
+            assert!(grown < 64 << 20, "{} MiB more", grown >> 20);
         },
     );
 }

@@ -1,16 +1,14 @@
 //! Limits of a single tenant, from the file and set live, for shared and for isolated workers.
 
-mod tenant_support;
-
 use std::process::Output;
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, outcome, run, wait_for};
-use serde_json::{Value, json};
-use tenant_support::{
+use bulkhead_tests::tenants::{
     Running, assert_balanced, connect, events, isolated, part, patch, pids, start, wait_for_rest, wait_part,
 };
+use bulkhead_tests::{Supervisor, outcome, run, wait_for};
+use serde_json::{Value, json};
 
 /// Returns the configuration of a bulkhead `b` whose tenants share the workers.
 fn shared(keys: &str) -> String {

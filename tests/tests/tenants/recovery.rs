@@ -1,16 +1,14 @@
 //! Failures of isolated tenants: retries, quarantine, failed starts, breakers that close again, and
 //! fallbacks.
 
-mod tenant_support;
-
 use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, run, wait_for};
-use nix::sys::signal::Signal;
-use tenant_support::{
+use bulkhead_tests::tenants::{
     Ended, Running, assert_balanced, connect, events, isolated, part, pids, start, wait_for_rest, wait_part,
 };
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, run, wait_for};
+use nix::sys::signal::Signal;
 
 async fn send(client: &Client, tenant: &str, operation: &str) -> Ended {
     client.job("b", "").operation(operation).tenant(tenant).send().await
