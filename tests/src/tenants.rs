@@ -1,17 +1,7 @@
 //! Helpers for tests of isolated tenants.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-
-use crate::{SAME_NUMBERS, Supervisor, children, kill_pid, wait_for};
-use bulkhead_client::{Client, Job, JobError, Reply};
-use nix::sys::signal::Signal;
+use crate::{SAME_NUMBERS, Supervisor, children, wait_for};
 use serde_json::Value;
-
-/// Result of a job.
-pub type Ended = Result<Reply, JobError>;
-/// Task that waits for a job.
-pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Returns the configuration of a bulkhead `b` with isolated tenants. `more` are further keys.
 pub fn isolated(tenants: &str, more: &str) -> String {
@@ -21,38 +11,9 @@ pub fn isolated(tenants: &str, more: &str) -> String {
     )
 }
 
-/// Connects a client to the supervisor.
-pub async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-/// Submits the job in a new task.
-pub fn start(job: Job) -> Running {
-    tokio::spawn(job.send())
-}
-
-/// Returns the events of a kind that the supervisor still keeps.
-pub fn events(supervisor: &Supervisor, kind: &str) -> Vec<Value> {
-    let (status, all) = supervisor.try_get("/v1/events?follow=false").expect("the admin socket answers");
-    assert_eq!(status, 200, "{all}");
-    let parsed = all.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    parsed.filter(|event| event["kind"] == kind).collect()
-}
-
 /// Sends a PATCH to a path below `/v1/bulkheads/`. Returns the status and the answer.
 pub fn patch(supervisor: &Supervisor, path: &str, body: &str) -> (u16, Value) {
-    let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
-    let length = body.len();
-    write!(
-        socket,
-        "PATCH /v1/bulkheads/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
-         Content-Length: {length}\r\n\r\n{body}"
-    )
-    .unwrap();
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap())
+    supervisor.patch(&format!("/v1/bulkheads/{path}"), body)
 }
 
 /// Returns the snapshot of one tenant of the bulkhead `b`.
@@ -74,17 +35,6 @@ pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
     let part = part(supervisor, tenant);
     let workers = part["workers"].as_array().expect("workers");
     workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
-}
-
-/// Stops a process, and waits until all of its threads have stopped.
-pub fn stop(pid: u32) {
-    kill_pid(pid, Signal::SIGSTOP);
-    wait_for("it has stopped", || {
-        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it is there");
-        let mut stats = tasks.map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
-        let is_stopped = |stat: Option<String>| stat.is_some_and(|stat| stat.contains(") T "));
-        stats.all(is_stopped).then_some(())
-    });
 }
 
 /// Waits until no worker runs, according to the snapshot and to the kernel.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use bulkhead_tests::programs;
+use bulkhead_tests::{not_run, programs};
 
 /// Returns the interpreter of the environment that `.ci/run` creates in the target folder, or
 /// `BULKHEAD_PYTHON`.
@@ -14,8 +14,8 @@ fn interpreter() -> Option<PathBuf> {
     if has_pytest.is_ok_and(|ran| ran.status.success()) {
         return Some(found);
     }
-    eprintln!(
-        "NOT RUN: tests of the Python package: {} has no pytest and mypy. Run `.ci/run`, or name another interpreter \
+    not_run!(
+        "tests of the Python package: {} has no pytest and mypy. Run `.ci/run`, or name another interpreter \
          (3.10 or later) in BULKHEAD_PYTHON",
         found.display()
     );

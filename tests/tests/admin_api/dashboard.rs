@@ -538,7 +538,6 @@ fn save(browser: &Browser, name: &str) {
 #[test]
 fn pictures_for_the_documentation() {
     if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
-        eprintln!("NOT RUN: set UPDATE_SCREENSHOTS=1 to take the pictures of the dashboard");
         return;
     }
     let Some((site, browser)) = open(SHOWN) else { return };

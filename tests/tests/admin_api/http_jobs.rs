@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use bulkhead_tests::http::{Answer, Place, Socket};
-use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, wait_for};
 use serde_json::{Value, json};
 
 const ONE: &str =
@@ -424,10 +424,6 @@ fn other_methods_and_rubbish_are_problems() {
     socket.send_head("GET", "/healthz", &["X-Many: 1"; 150], None);
     assert_eq!(Answer::read(socket).map(|answer| answer.status), Some(431));
     assert_eq!(supervisor.number("b", "submitted"), 0);
-}
-
-fn descriptors(pid: u32) -> usize {
-    std::fs::read_dir(format!("/proc/{pid}/fd")).expect("a process of ours").count()
 }
 
 /// Reads from a connection until its end and returns all bytes.

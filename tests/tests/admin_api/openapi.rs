@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use bulkhead_tests::http::{Answer, Place};
-use bulkhead_tests::{Supervisor, wait_for};
+use bulkhead_tests::{Supervisor, not_run, wait_for};
 use serde_json::Value;
 
 const TOKEN: &str = "a-token-of-the-tests";
@@ -251,8 +251,8 @@ fn schemathesis() -> Option<PathBuf> {
 #[test]
 fn made_up_requests_are_answered_as_the_document_says() {
     let Some(program) = schemathesis() else {
-        eprintln!(
-            "NOT RUN: schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
+        not_run!(
+            "schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
              name the program in SCHEMATHESIS"
         );
         return;

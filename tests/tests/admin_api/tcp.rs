@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_tests::http::{Answer, Place};
-use bulkhead_tests::{PATIENCE, Supervisor, programs, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, wait_for};
 use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
@@ -413,7 +413,7 @@ fn the_network_may_send_what_it_likes() {
 #[test]
 fn an_address_of_the_sixth_version_will_do() {
     if std::net::TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("NOT RUN: this machine has no ::1");
+        not_run!("this machine has no ::1");
         return;
     }
     let (_supervisor, place) = start_at("[::1]:0", ONE);

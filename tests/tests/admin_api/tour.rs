@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use bulkhead_tests::http::Place;
-use bulkhead_tests::{Supervisor, wait_for};
+use bulkhead_tests::{Supervisor, not_run, wait_for};
 
 /// Returns the commands of a section, each on one line.
 fn commands(section: &str) -> Vec<String> {
@@ -40,7 +40,7 @@ fn run(folder: &Path, command: &str, address: &str) -> String {
 #[test]
 fn the_tour_can_be_taken() {
     if Command::new("curl").arg("--version").stdout(Stdio::null()).status().is_err() {
-        eprintln!("NOT RUN: curl is not installed");
+        not_run!("curl is not installed");
         return;
     }
     let all = commands("A tour with curl");

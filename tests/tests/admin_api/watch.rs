@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 
 use bulkhead_tests::http::{Place, Socket};
-use bulkhead_tests::{Supervisor, wait_for};
+use bulkhead_tests::{Supervisor, not_run, wait_for};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, waitpid};
@@ -145,7 +145,7 @@ fn a_data_plane_that_does_not_answer_is_told() {
     // Stops only the first thread, which is the data plane.
     let thread = Pid::from_raw(supervisor.pid() as i32);
     if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
-        eprintln!("NOT RUN: this machine does not permit ptrace(2) of another process: {error}");
+        not_run!("this machine does not permit ptrace(2) of another process: {error}");
         return;
     }
     ptrace::interrupt(thread).unwrap();

@@ -14,7 +14,7 @@ use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::{Outcome, Priority, Verdict};
 use bulkhead_tests::http::{Answer, Place, Socket};
-use bulkhead_tests::{PATIENCE, Supervisor, programs, resident_bytes, tally, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, not_run, programs, resident_bytes, tally, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::Uid;
 use serde_json::Value;
@@ -122,7 +122,7 @@ fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
     }
-    eprintln!("NOT RUN: a call as another user requires root");
+    not_run!("a call as another user requires root");
     false
 }
 

@@ -15,7 +15,9 @@ use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scra
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseWanted, Named, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_tests::{PATIENCE, Supervisor, descriptors, kill_pid, outcome, programs, run, wait_for};
+use bulkhead_tests::{
+    PATIENCE, Supervisor, connect, descriptors, kill_pid, outcome, programs, run, wait_for,
+};
 use nix::sys::signal::Signal;
 
 const MIB: usize = 1 << 20;
@@ -45,10 +47,6 @@ fn by_hand(mode: &str) -> Supervisor {
 /// Returns bytes that differ from position to position and from seed to seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
 }
 
 /// Returns where a worker finds a payload of 1 MiB: "file" or "bytes".

@@ -10,7 +10,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
-use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, programs, tally, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, not_run, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -416,7 +416,7 @@ fn a_user_that_may_not_is_told_77() {
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
     if std::fs::metadata(folder).unwrap().uid() != 0 {
-        eprintln!("NOT RUN: a call as another user requires root; the test removes permissions instead");
+        not_run!("a call as another user requires root; the test removes permissions instead");
         for socket in ["jobs.sock", "admin.sock"] {
             std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
         }

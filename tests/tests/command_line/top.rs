@@ -7,7 +7,7 @@ use std::num::NonZero;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-use bulkhead_tests::{Supervisor, children, kill_pid, name, programs, wait_for};
+use bulkhead_tests::{Supervisor, children, kill_pid, name, not_run, programs, wait_for};
 use nix::pty::{Winsize, openpty};
 use nix::sys::signal::Signal;
 use rustix::termios::tcsetwinsize;
@@ -39,7 +39,7 @@ impl Terminal {
     /// which gives a session its terminal.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
-            eprintln!("NOT RUN: setsid is not installed, which gives the test a terminal");
+            not_run!("setsid is not installed, which gives the test a terminal");
             return None;
         }
         let pair = openpty(&size(24, 80), None).expect("a pseudoterminal");

@@ -11,7 +11,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, Ground, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
 use bulkhead_tests::subuid::User;
-use bulkhead_tests::{descriptors, programs, refuses_descriptors, wait_for};
+use bulkhead_tests::{descriptors, not_run, programs, refuses_descriptors, wait_for};
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement.md");
 const MARKER: &str = "<!-- attempts -->\n";
@@ -52,7 +52,7 @@ fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>
     let is_own = |attempt: &&Attempt| {
         let is_skipped = KERNELS_OWN.contains(&attempt.name) && !refuses_descriptors();
         if is_skipped {
-            eprintln!("NOT RUN: {}: this kernel accepts descriptors", attempt.name);
+            not_run!("{}: this kernel accepts descriptors", attempt.name);
         }
         !is_skipped
     };

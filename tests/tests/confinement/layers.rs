@@ -9,7 +9,7 @@ use bulkhead_tests::confined::{
     Confinement, DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers,
     is_root, namespaces, status_field,
 };
-use bulkhead_tests::{PATIENCE, descriptors, kill_pid, outcome, wait_for};
+use bulkhead_tests::{PATIENCE, descriptors, kill_pid, not_run, outcome, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -445,7 +445,7 @@ fn a_program_gives_no_privileges() {
     let attempt = |name: &str| place.attempt(&client, name, "run-set-user-id-program", &targets);
     match attempt("none") {
         Ended::Succeeded(_) => {}
-        other => eprintln!("NOT RUN: set-user-id programs do not work on this machine: {other:?}"),
+        other => not_run!("set-user-id programs do not work on this machine: {other:?}"),
     }
     for name in ["default", "strict"] {
         let ended = attempt(name);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_tests::attempts::Expected;
 use bulkhead_tests::confined::{DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setup, has_layers, has_program};
-use bulkhead_tests::{kill_pid, outcome, programs, wait_for};
+use bulkhead_tests::{kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -446,7 +446,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
 fn shared_memory_by_name_is_the_workers_own() {
     for profile in profiles() {
         if !has_layers(STRICT_LAYERS) {
-            println!("NOT RUN: {profile}: a private /dev/shm requires namespaces");
+            not_run!("{profile}: a private /dev/shm requires namespaces");
             continue;
         }
         let both = bulkhead("x", WORKER, profile) + &bulkhead("y", WORKER, profile);

@@ -4,35 +4,18 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use bulkhead_client::{Client, Job, JobError, Priority, Reply};
-use bulkhead_tests::{PATIENCE, Supervisor, outcome, run, tally, wait_for};
+use bulkhead_client::{Client, JobError, Priority, Reply};
+use bulkhead_tests::{PATIENCE, Running, Supervisor, connect, outcome, run, spawn, tally, wait_for};
 use serde_json::Value;
 
 fn message(result: &Result<Reply, JobError>) -> String {
     result.as_ref().err().map(ToString::to_string).unwrap_or_default()
 }
 
-fn events(supervisor: &Supervisor, kind: &str) -> Vec<Value> {
-    let output = supervisor.command().args(["--json", "events"]).output().unwrap();
-    let all = String::from_utf8(output.stdout).unwrap();
-    let parsed = all.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    parsed.filter(|event| event["kind"] == kind).collect()
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
-
-fn start(job: Job) -> Running {
-    tokio::spawn(job.send())
-}
-
 /// Occupies this many permits with critical jobs until the returned tasks are aborted.
 async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Running> {
     let blockers =
-        (0..permits).map(|_| start(client.job("b", "").operation("hang").priority(Priority::Critical)));
+        (0..permits).map(|_| spawn(client.job("b", "").operation("hang").priority(Priority::Critical)));
     let blockers = blockers.collect();
     supervisor.wait_number("b", "in_flight", permits);
     blockers
@@ -48,7 +31,7 @@ fn a_tenant_that_floods_does_not_delay_another() {
     run(async {
         let client = connect(&supervisor).await;
         let flood: Vec<_> =
-            (0..100).map(|_| start(client.job("b", "").operation("steps:wait end").tenant("a"))).collect();
+            (0..100).map(|_| spawn(client.job("b", "").operation("steps:wait end").tenant("a"))).collect();
         wait_for("the flood is there", || (supervisor.number("b", "queued") == 97).then_some(()));
         // No job of the flood ends while this job runs.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
@@ -69,18 +52,18 @@ fn critical_jobs_have_permits_of_their_own_and_go_first() {
     run(async {
         let client = connect(&supervisor).await;
         let job = |priority| client.job("b", "").operation("hang").priority(priority);
-        let mut running: Vec<_> = (0..3).map(|_| start(job(Priority::Normal))).collect();
+        let mut running: Vec<_> = (0..3).map(|_| spawn(job(Priority::Normal))).collect();
         supervisor.wait_number("b", "in_flight", 3);
         // The fourth permit is reserved for critical jobs, so this job has to wait.
-        running.push(start(job(Priority::Normal)));
+        running.push(spawn(job(Priority::Normal)));
         supervisor.wait_number("b", "queued", 1);
-        running.push(start(job(Priority::Critical)));
+        running.push(spawn(job(Priority::Critical)));
         supervisor.wait_number("b", "in_flight", 4);
 
-        let shed = start(job(Priority::BestEffort));
+        let shed = spawn(job(Priority::BestEffort));
         supervisor.wait_number("b", "queued", 2);
         assert_eq!(outcome(&job(Priority::BestEffort).send().await), "rejected/queue_full");
-        running.push(start(job(Priority::Critical)));
+        running.push(spawn(job(Priority::Critical)));
         assert_eq!(outcome(&shed.await.unwrap()), "rejected/shed");
         // The critical job arrived last and starts first.
         running[0].abort();
@@ -101,18 +84,18 @@ fn a_queue_under_pressure_closes_to_all_but_critical_jobs() {
     run(async {
         let client = connect(&supervisor).await;
         let mut running = block(&supervisor, &client, 1).await;
-        running.extend((0..96).map(|_| start(client.job("b", ""))));
+        running.extend((0..96).map(|_| spawn(client.job("b", ""))));
         supervisor.wait_number("b", "queued", 96);
         let pressed = client.job("b", "").send().await;
         assert_eq!(outcome(&pressed), "rejected/backpressure");
         assert!(message(&pressed).contains("96 %"), "{}", message(&pressed));
         assert!(pressed.as_ref().unwrap_err().retry_after() >= Some(Duration::from_secs(1)));
-        let critical = |_| start(client.job("b", "").priority(Priority::Critical));
+        let critical = |_| spawn(client.job("b", "").priority(Priority::Critical));
         running.extend((0..4).map(critical));
         supervisor.wait_number("b", "queued", 100);
         // The queue is full, so a normal job is rejected.
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
-        let told = events(&supervisor, "queue_pressure");
+        let told = supervisor.events("queue_pressure");
         assert_eq!(told.len(), 1, "{told:?}");
         assert_eq!((&told[0]["queued"], &told[0]["queue_capacity"]), (&80.into(), &100.into()));
         running.iter().for_each(Running::abort);
@@ -133,7 +116,7 @@ fn evictions_are_spread_over_the_tenants() {
         let jobs: Vec<_> = (0..520)
             .map(|number: usize| {
                 let tenant = names[number % 5];
-                (tenant, start(client.job("b", "").tenant(tenant)))
+                (tenant, spawn(client.job("b", "").tenant(tenant)))
             })
             .collect();
         wait_for("500 are evicted", || {
@@ -155,8 +138,8 @@ fn evictions_are_spread_over_the_tenants() {
         // A tenant that floods the queue alone is reported.
         supervisor.wait_number("b", "queued", 0);
         let running = block(&supervisor, &client, 1).await;
-        let flood: Vec<_> = (0..200).map(|_| start(client.job("b", "").tenant("flood"))).collect();
-        let told = wait_for("it is told", || events(&supervisor, "tenant_evictions").pop());
+        let flood: Vec<_> = (0..200).map(|_| spawn(client.job("b", "").tenant("flood"))).collect();
+        let told = wait_for("it is told", || supervisor.events("tenant_evictions").pop());
         assert_eq!(told["tenant"], "flood");
         flood.iter().chain(&running).for_each(Running::abort);
     });
@@ -176,7 +159,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
         // On a slow machine the tenant can need several rounds to exceed the rate.
         while waits.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{passed} passed, and none was refused");
-            for job in (0..200).map(|_| start(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
+            for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
                 let result = job.await.unwrap();
                 match outcome(&result).as_str() {
                     "ok" => passed += 1,
@@ -201,7 +184,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
         let dear = client.job("b", "").tenant("modest").cost(51).send().await;
         assert_eq!(outcome(&dear), "rejected/rate_limited");
         assert!(!dear.unwrap_err().is_retryable(), "no wait will do");
-        let told = events(&supervisor, "tenant_throttled");
+        let told = supervisor.events("tenant_throttled");
         assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
         assert!(told.iter().all(|event| event["limit"] == "rate_limit per tenant"), "{told:?}");
     });
@@ -219,7 +202,7 @@ fn throttling_by_a_bulkheads_own_limit_names_that_limit() {
             let refused = client.job("b", "").tenant(tenant).send().await;
             assert_eq!(outcome(&refused), "rejected/rate_limited");
         }
-        let told = events(&supervisor, "tenant_throttled");
+        let told = supervisor.events("tenant_throttled");
         assert_eq!(told.len(), 1, "{told:?}");
         assert_eq!(told[0]["limit"], "rate_limit per bulkhead");
         assert!(told[0].get("tenant").is_none(), "{told:?}");
@@ -264,11 +247,11 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
         assert_eq!(outcome(&ok), "ok");
         assert_eq!(supervisor.snapshot("b")["breaker"], "closed");
         wait_for("all is told", || {
-            let count = |kind| events(&supervisor, kind).len();
+            let count = |kind| supervisor.events(kind).len();
             let told = (count("breaker_opened"), count("breaker_half_open"), count("breaker_closed"));
             (told == (2, 2, 1)).then_some(())
         });
-        let opened = &events(&supervisor, "breaker_opened")[0];
+        let opened = &supervisor.events("breaker_opened")[0];
         assert_eq!((&opened["from"], &opened["failure_rate"]), (&"closed".into(), &1.0.into()), "{opened}");
     });
 }
@@ -285,7 +268,7 @@ fn a_tenant_over_its_share_waits_and_then_is_told() {
     supervisor.wait_number("none", "limit", 2);
     run(async {
         let client = connect(&supervisor).await;
-        let hang = |name: &'static str| start(client.job(name, "").operation("hang").tenant("acme"));
+        let hang = |name: &'static str| spawn(client.job(name, "").operation("hang").tenant("acme"));
         let running: Vec<_> = (0..3).map(|_| hang("b")).collect();
         supervisor.wait_number("b", "queued", 2);
         assert_eq!(supervisor.number("b", "in_flight"), 1);
@@ -327,13 +310,13 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
     run(async {
         let client = connect(&supervisor).await;
         let running = block(&supervisor, &client, 1).await;
-        let mut waiting: Vec<_> = (0..3).map(|_| start(client.job("b", ""))).collect();
+        let mut waiting: Vec<_> = (0..3).map(|_| spawn(client.job("b", ""))).collect();
         supervisor.wait_number("b", "queued", 3);
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
 
         let (status, snapshot) = patch(&supervisor, "b", r#"{"max_queue": 5}"#);
         assert_eq!((status, &snapshot["queue_capacity"]), (200, &5.into()), "{snapshot}");
-        waiting.extend((0..2).map(|_| start(client.job("b", ""))));
+        waiting.extend((0..2).map(|_| spawn(client.job("b", ""))));
         supervisor.wait_number("b", "queued", 5);
         // Queued jobs stay in the queue, but new jobs are rejected.
         assert_eq!(patch(&supervisor, "b", r#"{"max_queue": 1}"#).0, 200);
@@ -352,7 +335,7 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!(patch(&supervisor, "b", r#"{"rate_limit": {"per_second": 0.01, "burst": 1}}"#).0, 200);
         assert_eq!(outcome(&client.job("b", "").send().await), "ok");
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/rate_limited");
-        let changed = events(&supervisor, "limits_changed");
+        let changed = supervisor.events("limits_changed");
         assert_eq!(changed.len(), 3, "{changed:?}");
         assert_eq!(changed[2]["rate_limit"]["per_second"], 0.01, "{changed:?}");
     });

@@ -5,7 +5,9 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
-use bulkhead_tests::{Auditor, SAME_NUMBERS, Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{
+    Auditor, Running, SAME_NUMBERS, Supervisor, connect, outcome, run, spawn, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -24,16 +26,6 @@ fn start_more(entry: &str, more: &str) -> Supervisor {
 const WORKER: &str = "command = [\"MISBEHAVE\"]";
 
 const FORCED_OPEN: &str = r#"{"breaker": "forced_open"}"#;
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
-
-fn spawn(job: Job) -> Running {
-    tokio::spawn(job.send())
-}
 
 /// Returns a job for `entry` with these steps.
 fn steps(client: &Client, steps: &str) -> Job {

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use bulkhead_client::{Client, Job, JobError, Priority, Reply};
+use bulkhead_client::{Client, Job, Priority};
 use bulkhead_shared::Executed;
-use bulkhead_tests::{Supervisor, kill_pid, outcome, run, tally, wait_for};
+use bulkhead_tests::{Running, Supervisor, connect, kill_pid, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 
 /// Number of jobs in the tests that send many.
@@ -25,16 +25,6 @@ fn start_with(arguments: &str, keys: &str) -> Supervisor {
          [defaults.sandbox]\nprofile = \"none\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"{arguments}]\nmax_queue = 1000\n{keys}\n"
     ))
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
-
-fn spawn(job: Job) -> Running {
-    tokio::spawn(job.send())
 }
 
 fn steps(client: &Client, steps: &str) -> Job {

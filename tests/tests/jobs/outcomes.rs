@@ -4,19 +4,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobError};
 use bulkhead_shared::{Executed, RejectReason, Verdict};
-use bulkhead_tests::{Supervisor, run, tally, wait_for};
-
-fn outcome(result: Result<bulkhead_client::Reply, JobError>) -> String {
-    match result {
-        Ok(_) => "ok".into(),
-        Err(error) => match error.outcome() {
-            Some(outcome) => {
-                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
-            }
-            None => format!("no outcome: {error}"),
-        },
-    }
-}
+use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
 
 #[test]
 fn payloads_of_every_size_come_back_unchanged() {
@@ -64,7 +52,7 @@ fn thirty_jobs_on_four_permits_and_five_places() {
         assert_eq!(outcome.verdict.executed(), Executed::No);
         assert!(outcome.retry_after.is_some(), "{outcome:?}");
     }
-    let counts = tally(results.into_iter().map(outcome));
+    let counts = tally(results.iter().map(outcome));
     assert_eq!(counts.get("ok"), Some(&9), "{counts:?}");
     assert_eq!(counts.get("rejected/queue_full"), Some(&21), "{counts:?}");
     let (mut running, mut most) = (0, 0);
@@ -95,13 +83,13 @@ fn a_client_never_harms_its_neighbours_in_a_worker() {
         let bad = Client::connect(supervisor.socket()).await.unwrap();
         // The deadline leaves the job enough time to begin. A job that has not begun holds no permit.
         let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
-        assert_eq!(outcome(asked), "deadline_exceeded/running");
+        assert_eq!(outcome(&asked), "deadline_exceeded/running");
         // The hanging job still holds its permit, so a fifth job is rejected at once.
-        assert_eq!(outcome(good.job("b", "").send().await), "rejected/queue_full");
+        assert_eq!(outcome(&good.job("b", "").send().await), "rejected/queue_full");
         supervisor.touch("end");
         drop(bad);
         for neighbour in neighbours {
-            assert_eq!(outcome(neighbour.await.unwrap()), "ok");
+            assert_eq!(outcome(&neighbour.await.unwrap()), "ok");
         }
         // The hanging job is now alone in its worker, so the worker is killed.
         supervisor.wait_number("b", "restarts", 1);
@@ -154,7 +142,7 @@ fn async_handlers_run_concurrently_and_stop_when_cancelled() {
         sleeping.iter().for_each(tokio::task::JoinHandle::abort);
         wait_for("all have yielded", || (supervisor.number("b", "in_flight") == 0).then_some(()));
         let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_secs(2));
-        assert_eq!(outcome(late.send().await), "deadline_exceeded/running");
+        assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
         let again = client.job("b", "").operation("pid").send().await.unwrap();
         assert_eq!(again.outcome().worker_pid, pid, "the worker is still the same");
     });
@@ -183,13 +171,13 @@ fn a_hanging_tree_is_gone_soon_after_its_deadline() {
         let began = Instant::now();
         let result = client.job("b", marker.clone()).operation("tree").send().await;
         let took = began.elapsed();
-        assert_eq!(outcome(result), "deadline_exceeded/running");
+        assert_eq!(outcome(&result), "deadline_exceeded/running");
         assert!(took >= Duration::from_secs(2), "{took:?}");
         wait_for("the tree is gone", || bulkhead_tests::processes_with(&marker).is_empty().then_some(()));
         supervisor.wait_number("b", "available", 1);
 
         let result = client.job("x", "").send().await;
-        assert_eq!(outcome(result), "deadline_exceeded/running");
+        assert_eq!(outcome(&result), "deadline_exceeded/running");
         wait_for("the program's tree is gone", || {
             bulkhead_tests::processes_with(&program).is_empty().then_some(())
         });
@@ -207,21 +195,21 @@ fn what_is_wrong_with_a_job_is_said_precisely() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let rejected = |reason: RejectReason| format!("rejected/{reason}");
-        assert_eq!(outcome(client.job("nobody", "").send().await), rejected(RejectReason::NotFound));
+        assert_eq!(outcome(&client.job("nobody", "").send().await), rejected(RejectReason::NotFound));
         let large = client.job("b", vec![0; 1025]).send().await;
-        assert_eq!(outcome(large), rejected(RejectReason::TooLarge));
+        assert_eq!(outcome(&large), rejected(RejectReason::TooLarge));
         let larger = client.job("b", vec![0; 10 << 20]).send().await;
-        assert_eq!(outcome(larger), rejected(RejectReason::TooLarge));
+        assert_eq!(outcome(&larger), rejected(RejectReason::TooLarge));
         let named = client.job("b", "").operation("x".repeat(300)).send().await;
-        assert_eq!(outcome(named), rejected(RejectReason::Invalid));
+        assert_eq!(outcome(&named), rejected(RejectReason::Invalid));
 
         let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
         let Verdict::Failed(failure) = &failed.outcome().unwrap().verdict else { panic!("{failed}") };
         assert_eq!((failure.code.as_str(), failure.fault.name()), ("bad_input", "caller"));
-        assert_eq!(outcome(client.job("b", "").operation("panic").send().await), "failed/panic");
+        assert_eq!(outcome(&client.job("b", "").operation("panic").send().await), "failed/panic");
         for size in ["200000", "102401"] {
             let big = client.job("b", size).operation("big").send().await;
-            assert_eq!(outcome(big), "failed/result_too_large");
+            assert_eq!(outcome(&big), "failed/result_too_large");
         }
         assert!(client.job("b", "102400").operation("big").send().await.is_ok());
 
@@ -233,8 +221,8 @@ fn what_is_wrong_with_a_job_is_said_precisely() {
             waited
         };
         let (slow, waited) = tokio::join!(slow, waits);
-        assert_eq!(outcome(slow), "ok");
-        assert_eq!(outcome(waited), rejected(RejectReason::QueueTimeout));
+        assert_eq!(outcome(&slow), "ok");
+        assert_eq!(outcome(&waited), rejected(RejectReason::QueueTimeout));
         let clamped = client.job("b", "").deadline(Duration::from_secs(3600)).send().await.unwrap();
         assert_eq!(clamped.outcome().deadline, Duration::from_secs(20));
     });
@@ -269,14 +257,14 @@ fn waiting_payloads_stop_at_max_buffered() {
             }
             tokio::task::yield_now().await;
             while let Some(done) = jobs.try_join_next() {
-                assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
+                assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
                 rejected += 1;
             }
         }
         // Jobs that fit into the memory wait. All others have been rejected.
         while rejected < 400 - 64 {
             let done = jobs.join_next().await.unwrap();
-            assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
+            assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
             rejected += 1;
         }
         wait_for("the rest waits", || {
@@ -319,7 +307,7 @@ fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
                         _ => ("crash", "segv"),
                     };
                     let result = client.job(name, "x").operation(operation).send().await;
-                    seen.push(format!("{name} {}", outcome(result)));
+                    seen.push(format!("{name} {}", outcome(&result)));
                 }
                 seen
             });

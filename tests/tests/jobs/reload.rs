@@ -6,10 +6,10 @@ use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bulkhead_client::{Client, Job, JobError, Reply};
+use bulkhead_client::{Client, Job};
 use bulkhead_tests::{
-    Auditor, SAME_NUMBERS, Supervisor, descriptors, is_alive, kill_pid, outcome, run, tally, threads,
-    wait_for,
+    Auditor, Running, SAME_NUMBERS, Supervisor, connect, descriptors, is_alive, kill_pid, not_run, outcome,
+    run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -19,8 +19,6 @@ const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 /// Long deadlines, and short pauses before restarts.
 const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
                         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n";
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
 
 fn start(bulkheads: &str) -> Supervisor {
     Supervisor::start(&format!("{SAME_NUMBERS}{DEFAULTS}{bulkheads}"))
@@ -50,16 +48,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
 fn steps(client: &Client, bulkhead: &str, steps: &str) -> Job {
     client.job(bulkhead, "").operation(format!("steps:{steps}"))
-}
-
-fn spawn(job: Job) -> Running {
-    tokio::spawn(job.send())
 }
 
 /// Starts jobs that append a byte to the file `ran`, and end when the file `end` exists.
@@ -604,7 +594,7 @@ fn what_was_not_confined_can_be() {
     assert_eq!(changes["bulkheads"][0]["keys"][0], "sandbox.profile");
     let denied = supervisor.events("worker_not_started");
     if let Some(denied) = denied.first() {
-        eprintln!("NOT RUN: this machine cannot confine: {denied}");
+        not_run!("this machine cannot confine: {denied}");
         return;
     }
     wait_replaced(&supervisor, "b", &before);

@@ -5,10 +5,10 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 use std::time::Duration;
 
-use bulkhead_client::{Client, Job, JobError, Priority, Reply};
+use bulkhead_client::{Client, Job, Priority};
 use bulkhead_tests::{
-    Auditor, SAME_NUMBERS, Supervisor, children, descriptors, is_alive, kill_pid, name, outcome, run, tally,
-    wait_for,
+    Auditor, Running, SAME_NUMBERS, Supervisor, children, connect, descriptors, is_alive, kill_pid, name,
+    outcome, run, spawn, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -24,16 +24,6 @@ fn start_with(program: &str, keys: &str) -> Supervisor {
          restart = {{ backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }}\n\
          [bulkhead.b]\n{program}\n{keys}\n"
     ))
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
-
-fn spawn(job: Job) -> Running {
-    tokio::spawn(job.send())
 }
 
 fn steps(client: &Client, steps: &str) -> Job {

@@ -1,13 +1,13 @@
 //! Death of an essential thread: the supervisor ends with its workers and says why. (Threads panic on request
 //! only in debug builds.)
 
-use bulkhead_tests::{Supervisor, is_alive, wait_for};
+use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
 
 /// The keeper and the workers end with the supervisor.
 #[test]
 fn end_of_an_essential_thread_ends_the_supervisor() {
     if !cfg!(debug_assertions) {
-        eprintln!("NOT RUN: a release build does not panic on request");
+        not_run!("a release build does not panic on request");
         return;
     }
     // Covers a task of the thread `control`, and the thread `onlookers` with all of its tasks. The log names

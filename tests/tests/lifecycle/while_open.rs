@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::is_root;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs, wait_for};
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, not_run, programs, wait_for};
 use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -121,7 +121,7 @@ fn the_own_folder_goes_with_the_supervisor() {
 #[test]
 fn what_is_mounted_in_the_own_folder_stays() {
     if !is_root() {
-        println!("NOT RUN: a mount requires root");
+        not_run!("a mount requires root");
         return;
     }
     let outer = tempfile::tempdir().unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Output;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, children, is_alive, outcome, programs, tally, wait_for};
+use bulkhead_tests::{Supervisor, children, is_alive, not_run, outcome, programs, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -560,7 +560,7 @@ fn refuses_readable_or_occupied_crash_folder() {
 fn a_folder_that_cannot_be_read_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     if std::fs::metadata(folder.path()).unwrap().uid() == 0 {
-        eprintln!("NOT RUN: root can read every folder");
+        not_run!("root can read every folder");
         return;
     }
     let crash_dir = folder.path().join("crashes");

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bulkhead_client::{Client, Job, Priority};
 use bulkhead_tests::openmetrics::Page;
-use bulkhead_tests::{PATIENCE, Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, connect, not_run, outcome, run, tally, wait_for};
 
 // Scraping.
 
@@ -160,10 +160,6 @@ fn differences(page: &Page, snapshot: &serde_json::Value, bulkhead: &str) -> Vec
     }
     pairs.retain(|(_, counted, number)| counted != number);
     pairs
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
 }
 
 // Families and labels.
@@ -741,9 +737,7 @@ fn alerts_and_dashboard_name_only_what_there_is() {
 fn prometheus_accepts_rules_and_page() {
     let promtool = |arguments: &[&str]| Command::new("promtool").args(arguments).current_dir(root()).output();
     let Ok(checked) = promtool(&["check", "rules", "deploy/prometheus/alerts.yml"]) else {
-        eprintln!(
-            "NOT RUN: promtool, which tests alert rules, is not installed: install Debian's package prometheus"
-        );
+        not_run!("promtool, which tests alert rules, is not installed: install Debian's package prometheus");
         return;
     };
     assert!(checked.status.success(), "{checked:?}");
@@ -791,7 +785,7 @@ for path, parse in ((sys.argv[1], openmetrics), (sys.argv[2], classic)):
 fn prometheus_own_parser_reads_both_formats() {
     let folder = tempfile::tempdir().unwrap();
     let Some(python) = python(folder.path()) else {
-        eprintln!("NOT RUN: prometheus_client is not installed, and pip cannot install prometheus_client");
+        not_run!("prometheus_client is not installed, and pip cannot install prometheus_client");
         return;
     };
     let hostile = "a\"} 1\n# EOF\\n";

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::tenants::{assert_balanced, connect, events, isolated, part, patch, wait_for_rest};
-use bulkhead_tests::{SAME_NUMBERS, Supervisor, is_alive, kill_pid, outcome, run, tally, wait_for};
+use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, wait_for_rest};
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, connect, is_alive, kill_pid, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 
 async fn told(client: &Client, tenant: &str) -> String {
@@ -192,9 +192,9 @@ fn strangers_at_a_closed_door_are_no_events() {
         for stranger in 50..100 {
             assert_eq!(told(&client, &format!("tenant {stranger}")).await, "rejected/circuit_open");
         }
-        let count = |kind| events(&supervisor, kind).len();
+        let count = |kind| supervisor.events(kind).len();
         assert!(count("draining") <= 2, "{} events of one drain", count("draining"));
-        let opened = events(&supervisor, "breaker_opened");
+        let opened = supervisor.events("breaker_opened");
         let strangers = opened.iter().filter(|event| {
             let name = event["tenant"].as_str().unwrap_or_default();
             name.strip_prefix("tenant ").and_then(|n| n.parse().ok()).is_some_and(|n: u32| n >= 50)

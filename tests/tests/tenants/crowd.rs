@@ -6,12 +6,11 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobHandle};
 use bulkhead_tests::tenants::{
-    Running, assert_balanced, connect, events, isolated, outcomes, part, patch, pids, start, stop,
-    wait_for_rest, wait_part,
+    assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
 };
 use bulkhead_tests::{
-    Supervisor, children, descriptors, is_alive, kill_pid, outcome, resident_bytes, run, tally, threads,
-    wait_for,
+    Running, Supervisor, children, connect, descriptors, is_alive, kill_pid, outcome, resident_bytes, run,
+    spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -22,7 +21,7 @@ async fn ok(client: &Client, tenant: &str) {
 }
 
 fn hang(client: &Client, tenant: &str) -> Running {
-    start(client.job("b", "").operation("hang").tenant(tenant))
+    spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
 /// Starts a job that hangs, and waits until it has begun. Otherwise the job could go to the next worker.
@@ -75,7 +74,7 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
         ok(&client, "f").await;
         assert_eq!(pids(&supervisor, "c"), c);
         assert!(!is_alive(a[0]));
-        let yielded = events(&supervisor, "worker_exited");
+        let yielded = supervisor.events("worker_exited");
         assert!(yielded.iter().all(|event| event["exit_code"] == 0), "{yielded:?}");
         busy.abort();
     });
@@ -200,7 +199,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
         // The stopped worker ignores the order to exit and is killed in the end.
-        stop(pids(&supervisor, "a")[0]);
+        kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");
         // The tenant's place is available again.
@@ -219,8 +218,8 @@ fn a_tenant_that_no_longer_waits_leaves_its_turn_to_the_next() {
     run(async {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
-        stop(pids(&supervisor, "a")[0]);
-        let gone = start(client.job("b", "").tenant("gone"));
+        kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
+        let gone = spawn(client.job("b", "").tenant("gone"));
         wait_part(&supervisor, "gone", "queued", 1);
         gone.abort();
         wait_part(&supervisor, "gone", "cancelled", 1);
@@ -235,11 +234,11 @@ fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
         let old = pids(&supervisor, "a");
-        stop(old[0]);
-        let first = start(client.job("b", "").tenant("b"));
+        kill_pid(old[0], Signal::SIGSTOP);
+        let first = spawn(client.job("b", "").tenant("b"));
         wait_part(&supervisor, "b", "queued", 1);
         // The workers of `a` are already leaving to make room for `b`.
-        let second = start(client.job("b", "").tenant("a"));
+        let second = spawn(client.job("b", "").tenant("a"));
         for job in [first, second] {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
@@ -296,13 +295,13 @@ fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
         let client = connect(&supervisor).await;
         ok(&client, "leaving").await;
         ok(&client, "idle").await;
-        let busy = start(client.job("b", "").operation("steps:wait end").tenant("busy"));
+        let busy = spawn(client.job("b", "").operation("steps:wait end").tenant("busy"));
         wait_part(&supervisor, "busy", "in_flight", 1);
-        let behind = start(client.job("b", "").tenant("busy"));
+        let behind = spawn(client.job("b", "").tenant("busy"));
         wait_part(&supervisor, "busy", "queued", 1);
         let workers = supervisor.worker_pids("b");
-        stop(pids(&supervisor, "leaving")[0]);
-        let waiting = start(client.job("b", "").tenant("waiting"));
+        kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
+        let waiting = spawn(client.job("b", "").tenant("waiting"));
         wait_part(&supervisor, "waiting", "queued", 1);
         supervisor.signal(Signal::SIGTERM);
         assert_eq!(outcome(&waiting.await.unwrap()), "rejected/draining");
@@ -349,8 +348,8 @@ fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
             ok(&client, "leaving").await;
             ok(&client, "idle").await;
             let busy = running(&client, "busy").await;
-            stop(pids(&supervisor, "leaving")[0]);
-            let waiting = start(client.job("b", "").tenant("waiting"));
+            kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
+            let waiting = spawn(client.job("b", "").tenant("waiting"));
             wait_part(&supervisor, "waiting", "queued", 1);
             let (keeper, before) = (supervisor.keeper(), supervisor.worker_pids("b"));
             kill_pid(keeper, Signal::SIGKILL);

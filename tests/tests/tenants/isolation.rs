@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::tenants::{
-    Running, assert_balanced, connect, events, isolated, outcomes, part, patch, pids, start, wait_for_rest,
-    wait_part,
+    assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
 };
-use bulkhead_tests::{Supervisor, children, is_alive, outcome, run, tally, wait_for};
+use bulkhead_tests::{
+    Running, Supervisor, children, connect, is_alive, outcome, run, spawn, tally, wait_for,
+};
 use serde_json::Value;
 
 async fn pid_of(client: &Client, tenant: &str) -> u32 {
@@ -19,7 +20,7 @@ async fn pid_of(client: &Client, tenant: &str) -> u32 {
 
 /// Starts a job that holds a tenant's permit until it is aborted.
 fn hang(client: &Client, tenant: &str) -> Running {
-    start(client.job("b", "").operation("hang").tenant(tenant))
+    spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
 #[test]
@@ -31,7 +32,7 @@ fn no_worker_runs_before_the_first_job() {
     assert!(supervisor.worker_pids("b").is_empty());
     // A keeper that has just started can have another child for a moment.
     wait_for_rest(&supervisor);
-    assert!(events(&supervisor, "worker_started").is_empty());
+    assert!(supervisor.events("worker_started").is_empty());
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
     run(async {
         let client = connect(&supervisor).await;
@@ -53,7 +54,7 @@ fn two_tenants_never_share_a_process() {
         let jobs: Vec<_> = (0..100)
             .map(|number: usize| {
                 let tenant = names[number % names.len()];
-                (tenant, start(client.job("b", "").operation("pid").tenant(tenant)))
+                (tenant, spawn(client.job("b", "").operation("pid").tenant(tenant)))
             })
             .collect();
         let mut owners = BTreeMap::new();
@@ -111,7 +112,7 @@ fn saturated_tenant_takes_nothing_from_another() {
         }
         assert_eq!(all["workers"].as_array().unwrap().len(), 4);
         assert_balanced(&all);
-        let pressed = tally(events(&supervisor, "queue_pressure").iter().map(|e| e["tenant"].to_string()));
+        let pressed = tally(supervisor.events("queue_pressure").iter().map(|e| e["tenant"].to_string()));
         assert_eq!(pressed.into_values().collect::<Vec<_>>(), [1, 1], "once for each");
         first.iter().chain(&second).for_each(Running::abort);
     });
@@ -123,7 +124,7 @@ fn a_tenant_that_crashes_or_hangs_does_not_disturb_another() {
     run(async {
         let client = connect(&supervisor).await;
         let quiet = pid_of(&client, "quiet").await;
-        let long = start(client.job("b", "5000").operation("sleep").tenant("quiet"));
+        let long = spawn(client.job("b", "5000").operation("sleep").tenant("quiet"));
         wait_part(&supervisor, "quiet", "in_flight", 1);
         for (operation, expected) in
             [("segv", "crashed/signal"), ("exit", "crashed/exit"), ("abort", "crashed/signal")]
@@ -160,7 +161,7 @@ fn breakers_open_for_one_tenant_and_stay_open_while_it_rests() {
         assert_eq!(outcome(&client.job("b", "").tenant("good").send().await), "ok");
         assert_eq!(part(&supervisor, "bad")["breaker"], "open");
         assert_eq!(part(&supervisor, "good")["breaker"], "closed");
-        let opened = events(&supervisor, "breaker_opened");
+        let opened = supervisor.events("breaker_opened");
         assert_eq!((opened.len(), &opened[0]["tenant"]), (1, &"bad".into()), "{opened:?}");
 
         wait_for_rest(&supervisor);
@@ -195,7 +196,7 @@ fn rates_are_each_tenants_and_not_forgotten_by_a_rest() {
                 wait_for_rest(&supervisor);
                 assert_eq!(outcome(&client.job("b", "").tenant("a").send().await), "rejected/rate_limited");
             }
-            let throttled = events(&supervisor, "tenant_throttled");
+            let throttled = supervisor.events("tenant_throttled");
             let by_tenant = tally(throttled.iter().map(|event| event["tenant"].to_string()));
             assert_eq!(by_tenant.len(), 3, "{throttled:?}");
         });
@@ -223,7 +224,7 @@ fn idle_workers_go_and_the_next_job_has_new_ones() {
         // A tenant with a job is not idle, however long the job takes.
         let long = client.job("b", "1000").operation("sleep").tenant("acme").send().await;
         assert_eq!((outcome(&long).as_str(), long.unwrap().outcome().attempts), ("ok", 1));
-        assert!(events(&supervisor, "restart_backoff").is_empty());
+        assert!(supervisor.events("restart_backoff").is_empty());
     });
 }
 
@@ -234,7 +235,7 @@ fn a_job_that_comes_just_as_the_workers_go_is_answered() {
         let client = connect(&supervisor).await;
         // Varies the pause around the moment at which idle workers exit.
         for pause in (0..150).map(|step| Duration::from_micros(step * 40)) {
-            let pairs = ["a", "b"].map(|tenant| start(client.job("b", "x").tenant(tenant)));
+            let pairs = ["a", "b"].map(|tenant| spawn(client.job("b", "x").tenant(tenant)));
             for job in pairs {
                 assert_eq!(outcome(&job.await.unwrap()), "ok");
             }
@@ -328,9 +329,9 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&client.job("b", "").tenant("resting").send().await), "ok");
         wait_for_rest(&supervisor);
-        let running = start(client.job("b", "").operation("steps:wait end").tenant("busy"));
+        let running = spawn(client.job("b", "").operation("steps:wait end").tenant("busy"));
         wait_part(&supervisor, "busy", "in_flight", 1);
-        let waiting = start(client.job("b", "").tenant("busy"));
+        let waiting = spawn(client.job("b", "").tenant("busy"));
         wait_part(&supervisor, "busy", "queued", 1);
         assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
         assert_eq!(outcome(&waiting.await.unwrap()), "rejected/draining");
@@ -410,7 +411,7 @@ fn a_restart_replaces_the_workers_of_every_tenant() {
         }
         let before = supervisor.worker_pids("b");
         let jobs: Vec<_> = (0..150)
-            .map(|n: usize| start(client.job("b", "5").operation("sleep").tenant(tenants[n % 3])))
+            .map(|n: usize| spawn(client.job("b", "5").operation("sleep").tenant(tenants[n % 3])))
             .collect();
         assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
         for job in jobs {
@@ -443,7 +444,7 @@ fn what_happens_to_a_tenant_is_told_with_its_name() {
             ["worker_started", "worker_ready", "worker_exited", "job_crashed", "job_timeout", "worker_killed"]
         {
             let told = wait_for(kind, || {
-                let told = events(&supervisor, kind);
+                let told = supervisor.events(kind);
                 told.iter().any(|event| event["tenant"] == name).then_some(told)
             });
             assert!(told.iter().all(|event| event["tenant"].is_string()), "{told:?}");
@@ -467,9 +468,9 @@ fn a_worker_that_grows_is_replaced_for_its_tenant_alone() {
                 tokio::runtime::Handle::current().block_on(job)
             });
             greedy.extend(reply.unwrap().outcome().worker_pid);
-            (events(&supervisor, "worker_recycled").len() >= 2).then_some(())
+            (supervisor.events("worker_recycled").len() >= 2).then_some(())
         });
-        for recycled in events(&supervisor, "worker_recycled") {
+        for recycled in supervisor.events("worker_recycled") {
             assert_eq!((&recycled["tenant"], &recycled["reason"]), (&"greedy".into(), &"rss".into()));
         }
         assert_eq!(pid_of(&client, "modest").await, modest);

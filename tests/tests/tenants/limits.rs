@@ -4,10 +4,8 @@ use std::process::Output;
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::tenants::{
-    Running, assert_balanced, connect, events, isolated, part, patch, pids, start, wait_for_rest, wait_part,
-};
-use bulkhead_tests::{Supervisor, outcome, run, wait_for};
+use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, pids, wait_for_rest, wait_part};
+use bulkhead_tests::{Running, Supervisor, connect, outcome, run, spawn, wait_for};
 use serde_json::{Value, json};
 
 /// Returns the configuration of a bulkhead `b` whose tenants share the workers.
@@ -16,7 +14,7 @@ fn shared(keys: &str) -> String {
 }
 
 fn hang(client: &Client, tenant: &str) -> Running {
-    start(client.job("b", "").operation("hang").tenant(tenant))
+    spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
 /// Sends jobs until one is counted. On a busy machine a worker may be late to begin its job and gets no other meanwhile,
@@ -104,7 +102,7 @@ fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
         let end = ends_a_worker().deadline(Duration::from_secs(2)).send().await;
         assert!(outcome(&end).starts_with("deadline_exceeded"), "{end:?}");
         supervisor.wait_number("b", "limit", 2);
-        let next = start(client.job("b", "").tenant("greedy").operation("steps:count begun"));
+        let next = spawn(client.job("b", "").tenant("greedy").operation("steps:count begun"));
         wait_share(&supervisor, "greedy", "queued", 1);
         for _ in 0..5 {
             let end = ends_a_worker().deadline(Duration::from_millis(5)).send().await;
@@ -112,7 +110,7 @@ fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
             assert_eq!(told(&client, "other").await, "ok", "two workers are there for the others");
         }
         assert_eq!((share(&supervisor, "greedy", "queued"), supervisor.file_bytes("begun")), (1, 0));
-        assert_eq!(events(&supervisor, "worker_exited").len(), 1);
+        assert_eq!(supervisor.events("worker_exited").len(), 1);
         supervisor.touch("go");
         assert_eq!(outcome(&next.await.unwrap()), "ok");
         supervisor.wait_number("b", "limit", 3);
@@ -206,7 +204,7 @@ fn larger_share_starts_waiting_jobs_of_the_tenant() {
         }
         drop(jobs);
         other.iter().for_each(Running::abort);
-        let changes = events(&supervisor, "limits_changed");
+        let changes = supervisor.events("limits_changed");
         let of_acme = |event: &Value| event["tenant"] == "acme" && event["bulkhead"] == "b";
         assert!(changes.len() == 2 && changes.iter().all(of_acme), "{changes:?}");
         assert_eq!((&changes[1]["max_in_flight"], &changes[1]["max_queue"]), (&2.into(), &1.into()));
@@ -306,14 +304,14 @@ fn names_of_any_kind_can_have_numbers() {
                 supervisor.command().args(["--json", "status", "b", "--tenant", name]).output().unwrap();
             let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
             assert_eq!((&shown["tenant"], &shown["limit"]), (&name.into(), &3.into()), "{shown}");
-            let last = events(&supervisor, "limits_changed").pop().unwrap();
+            let last = supervisor.events("limits_changed").pop().unwrap();
             assert_eq!((&last["tenant"], &last["max_in_flight"]), (&name.into(), &3.into()), "{last}");
         }
         // A handwritten path with every byte percent-encoded.
         assert_eq!(patch(&supervisor, "b/tenants/%61%2f%62", r#"{"max_in_flight": 4}"#).0, 200);
         wait_part(&supervisor, "a/b", "limit", 4);
     });
-    let before = events(&supervisor, "limits_changed").len();
+    let before = supervisor.events("limits_changed").len();
     let too_long = "l".repeat(257);
     for (path, status) in [
         (format!("b/tenants/{too_long}"), 400),
@@ -331,7 +329,7 @@ fn names_of_any_kind_can_have_numbers() {
         assert!(matches!(refused.status.code(), Some(2 | 65 | 66)), "{refused:?}");
         assert!(!refused.stderr.is_empty());
     }
-    assert_eq!(events(&supervisor, "limits_changed").len(), before);
+    assert_eq!(supervisor.events("limits_changed").len(), before);
 }
 
 #[test]
@@ -363,7 +361,7 @@ fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
         assert_eq!(status, 400, "{path} {body}: {problem}");
         assert!(problem["detail"].as_str().unwrap().contains(why), "{path} {body}: {problem}");
     }
-    assert!(events(&supervisor, "limits_changed").is_empty());
+    assert!(supervisor.events("limits_changed").is_empty());
     // A request that is partly invalid changes nothing.
     let (status, _) = patch(&supervisor, "common/tenants/acme", r#"{"max_in_flight": 1, "processes": 2}"#);
     assert_eq!(status, 400);
@@ -409,7 +407,7 @@ fn a_change_of_numbers_under_load_loses_no_job() {
         let jobs: Vec<_> = (0..200)
             .map(|n: u32| {
                 let tenant = if n.is_multiple_of(2) { "a" } else { "b" };
-                start(client.job("b", "3").operation("sleep").tenant(tenant))
+                spawn(client.job("b", "3").operation("sleep").tenant(tenant))
             })
             .collect();
         for round in 0..30 {

@@ -4,10 +4,10 @@
 use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
-use bulkhead_tests::tenants::{
-    Ended, Running, assert_balanced, connect, events, isolated, part, pids, start, wait_for_rest, wait_part,
+use bulkhead_tests::tenants::{assert_balanced, isolated, part, pids, wait_for_rest, wait_part};
+use bulkhead_tests::{
+    Ended, Running, Supervisor, connect, is_alive, kill_pid, outcome, run, spawn, wait_for,
 };
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, run, wait_for};
 use nix::sys::signal::Signal;
 
 async fn send(client: &Client, tenant: &str, operation: &str) -> Ended {
@@ -15,7 +15,7 @@ async fn send(client: &Client, tenant: &str, operation: &str) -> Ended {
 }
 
 fn hang(client: &Client, bulkhead: &str, tenant: &str) -> Running {
-    start(client.job(bulkhead, "").operation("hang").tenant(tenant))
+    spawn(client.job(bulkhead, "").operation("hang").tenant(tenant))
 }
 
 /// Sends a job that kills the tenant's current worker. The retry runs in the next worker.
@@ -42,7 +42,7 @@ fn a_job_is_tried_again_in_its_own_tenants_workers() {
         let (loud, quiet) = (part(&supervisor, "loud"), part(&supervisor, "quiet"));
         assert_eq!((&loud["retries"], &loud["done"], &loud["crashed"]), (&1.into(), &2.into(), &0.into()));
         assert_eq!((&quiet["retries"], &quiet["restarts"]), (&0.into(), &0.into()));
-        let retried = events(&supervisor, "job_retried");
+        let retried = supervisor.events("job_retried");
         assert_eq!((retried.len(), &retried[0]["tenant"]), (1, &"loud".into()), "{retried:?}");
         // A crash in the last attempt is final.
         let crash = client.job("b", "").operation("abort").tenant("loud").idempotent(true).send().await;
@@ -71,7 +71,7 @@ fn poison_payload_is_quarantined_for_its_tenant_only() {
         let counts = ["a", "b"].map(|tenant| part(&supervisor, tenant)["quarantined"].clone());
         assert_eq!((&counts[0], &counts[1]), (&1.into(), &0.into()));
         assert_eq!(supervisor.number("b", "quarantined"), 1);
-        let told = events(&supervisor, "job_quarantined");
+        let told = supervisor.events("job_quarantined");
         assert_eq!((told.len(), &told[0]["tenant"]), (1, &"a".into()), "{told:?}");
 
         wait_for_rest(&supervisor);
@@ -112,7 +112,7 @@ fn failed_starts_of_one_tenant_do_not_affect_others() {
         assert_eq!(part(&supervisor, "well")["state"], "ready");
         let (status, body) = supervisor.try_get("/readyz").unwrap();
         assert!(status == 200 && body.contains("degraded"), "{body}");
-        let failed = events(&supervisor, "bulkhead_failed");
+        let failed = supervisor.events("bulkhead_failed");
         assert_eq!((failed.len(), &failed[0]["tenant"]), (1, &"ill".into()), "{failed:?}");
 
         std::fs::remove_file(&marker).unwrap();
@@ -137,7 +137,7 @@ fn failed_starts_are_not_forgotten_by_a_rest() {
             assert_eq!(outcome(&send(&client, "ill", "").await), "rejected/unavailable");
             tokio::time::sleep(Duration::from_millis(60)).await;
         }
-        let starts = events(&supervisor, "worker_started").len();
+        let starts = supervisor.events("worker_started").len();
         assert!(starts <= 3, "{starts} starts, and the next probe was due in ten minutes");
     });
 }
@@ -248,7 +248,7 @@ fn fallback_serves_tenant_beyond_max_active() {
         let all = supervisor.snapshot("b");
         assert_eq!((&all["submitted"], &all["done"], &all["elsewhere"]), (&7.into(), &5.into(), &0.into()));
         assert_balanced(&all);
-        let used = events(&supervisor, "fallback_used");
+        let used = supervisor.events("fallback_used");
         assert!(used.iter().all(|event| event["bulkhead"] == "b" && event["target"] == "safe"), "{used:?}");
     });
 }

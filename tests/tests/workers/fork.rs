@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::{DEFAULT_LAYERS, STRICT_LAYERS, has_layers, is_root};
-use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, parent, wait_for};
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, not_run, parent, wait_for};
 use nix::sys::signal::Signal;
 
 fn bulkhead(keys: &str) -> String {
@@ -206,7 +206,7 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
 fn chains_of_processes_cost_no_other_workers_job() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            println!("NOT RUN: {profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the layers of the profile");
             continue;
         }
         let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
@@ -232,12 +232,12 @@ fn chains_of_processes_cost_no_other_workers_job() {
 #[test]
 fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-        println!("NOT RUN: a worker cannot be bound to less than one processor");
+        not_run!("a worker cannot be bound to less than one processor");
         return;
     }
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
-            println!("NOT RUN: {profile} requires root and the layers of the profile");
+            not_run!("{profile} requires root and the layers of the profile");
             continue;
         }
         let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))

@@ -9,7 +9,9 @@ use std::time::Duration;
 use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
-use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, resident_bytes, tally, wait_for};
+use bulkhead_tests::{
+    Supervisor, children, is_alive, kill_pid, name, outcome, resident_bytes, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 
 /// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job reaches by
@@ -25,18 +27,6 @@ fn start(bulkheads: &str) -> (Supervisor, Client) {
 /// Starts a supervisor with a bulkhead `x` that runs `script`, with further `keys`.
 fn shell(script: &str, keys: &str) -> (Supervisor, Client) {
     start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", {script:?}]\n{keys}\n"))
-}
-
-fn outcome(result: &Result<Reply, JobError>) -> String {
-    match result {
-        Ok(_) => "ok".into(),
-        Err(error) => match error.outcome() {
-            Some(outcome) => {
-                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
-            }
-            None => format!("no outcome: {error}"),
-        },
-    }
 }
 
 fn failure(result: Result<Reply, JobError>) -> HandlerFailure {

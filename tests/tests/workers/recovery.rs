@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Reply};
-use bulkhead_tests::{Auditor, Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{Auditor, Running, Supervisor, connect, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -30,16 +30,6 @@ fn start_with(program: &str, keys: &str) -> Supervisor {
          restart = {{ backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }}\n\
          [bulkhead.b]\n{program}\n{keys}\n"
     ))
-}
-
-async fn connect(supervisor: &Supervisor) -> Client {
-    Client::connect(supervisor.socket()).await.unwrap()
-}
-
-type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
-
-fn spawn(job: Job) -> Running {
-    tokio::spawn(job.send())
 }
 
 /// Returns an idempotent job of `b` that performs `steps`.
