@@ -95,7 +95,7 @@ pub struct Client {
 
 /// A function that makes connections to a supervisor in this process. An error of kind `NotConnected` means
 /// that the supervisor has ended permanently.
-pub type Connector = Arc<dyn Fn() -> io::Result<in_process::End> + Send + Sync>;
+pub type Connector = Arc<dyn Fn() -> io::Result<in_process::Endpoint> + Send + Sync>;
 
 /// Location of the supervisor.
 #[derive(Clone)]

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
+use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole};
 
 /// Maximum number of concurrent requests for leases.
 const ASKED_MAX: usize = 4;
@@ -109,7 +109,7 @@ impl Leases {
 
     /// Handles a received lease. Returns `None` if it was not requested, and otherwise whether it can be
     /// used.
-    pub(crate) fn come(&mut self, asked_as: u64, named: Named) -> Option<bool> {
+    pub(crate) fn come(&mut self, asked_as: u64, named: LeaseRef) -> Option<bool> {
         let coming = std::mem::take(&mut self.coming);
         let (bulkhead, tenant) = self.asked.remove(&asked_as)?;
         let mapped = map(named, coming);
@@ -168,9 +168,9 @@ pub(crate) enum Taken {
     None,
 }
 
-fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
-    let [payload, result] =
-        <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
+fn map(named: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
+    let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
+        .map_err(|_| io::Error::other("the files did not arrive"))?;
     let mapped = Mapping::new(&result, named.bytes, false)?;
     Ok((Mapping::new(&payload, named.bytes, true)?, mapped, result))
 }

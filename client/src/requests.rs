@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use bulkhead_shared::client_protocol::{Submit, capability, run_limit_bytes};
+use bulkhead_shared::client_protocol::{Submit, capability, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, MEMORY_FILE_THRESHOLD_BYTES};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{Executed, RejectReason};
 use tokio::sync::{Notify, mpsc};
@@ -164,7 +164,7 @@ impl Requests {
         let mut state = self.lock();
         state.check_room(queued_max)?;
         let mut lease = None;
-        if payload_bytes > WORTH_A_FILE_BYTES && self.capabilities & capability::MEMORY_FILES != 0 {
+        if payload_bytes > MEMORY_FILE_THRESHOLD_BYTES && self.capabilities & capability::MEMORY_FILES != 0 {
             lease = self.lease_for(&mut state, job, payload_bytes);
         }
         if lease.is_some() || job.source.is_some() {
@@ -184,7 +184,7 @@ impl Requests {
                 return Err(SubmitError::Closed);
             }
         }
-        let named = lease.as_ref().map(|lease| Named { lease: lease.number, bytes: payload_bytes as u64 });
+        let named = lease.as_ref().map(|lease| LeaseRef { lease: lease.number, bytes: payload_bytes as u64 });
         let waiter = Waiter {
             bulkhead: String::new(),
             progress: progress.take(),
@@ -220,7 +220,7 @@ impl Requests {
         let number = state.leases.ask(&job.bulkhead, &job.tenant)?;
         // Must be set before the lease can arrive.
         self.expects_files.store(true, Ordering::SeqCst);
-        let wanted = LeaseWanted { bulkhead: &job.bulkhead, tenant: &job.tenant, bytes: bytes as u64 };
+        let wanted = LeaseRequest { bulkhead: &job.bulkhead, tenant: &job.tenant, bytes: bytes as u64 };
         let _ = state.push(kind::LEASE, number, &wanted, &[], Payload::NONE);
         None
     }
@@ -463,7 +463,7 @@ impl State {
         &mut self,
         number: u64,
         job: &mut Order,
-        named: Option<Named>,
+        named: Option<LeaseRef>,
         payload: Payload<'_>,
     ) -> Result<(), codec::CodecError> {
         let submit = Submit {
@@ -476,7 +476,7 @@ impl State {
             cost: job.cost,
         };
         let trace = job.trace_extension();
-        let (named, limit) = (named.map(Named::to_bytes), job.run_limit.map(run_limit_bytes));
+        let (named, limit) = (named.map(LeaseRef::to_bytes), job.run_limit.map(encode_run_limit));
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
         let (mut given, mut count) = ([(0, &[][..]); 3], 0);
@@ -542,12 +542,12 @@ mod tests {
     use bulkhead_shared::Verdict;
     use bulkhead_shared::client_protocol::OutcomeMessage;
     use bulkhead_shared::frame::Header;
-    use bulkhead_shared::in_process::{self, End};
+    use bulkhead_shared::in_process::{self, Endpoint};
 
     use super::*;
 
     /// Creates requests over an in-memory connection.
-    fn in_memory() -> (Arc<Requests>, End) {
+    fn in_memory() -> (Arc<Requests>, Endpoint) {
         let (here, there) = in_process::pair();
         (Arc::new(Requests::new(Wire::InProcess(here), 1 << 20, 0)), there)
     }
@@ -612,8 +612,8 @@ mod tests {
         let (requests, _there) = in_memory();
         let mut job = Order::new("resize".into(), b"picture".to_vec());
         let Ok(mut ticket) = requests.submit(&mut job, &mut None, None) else { panic!("it was not sent") };
-        let named = Named { lease: 7, bytes: 1 }.to_bytes();
-        let message = OutcomeMessage::of_verdict(&Verdict::Ok, "resize");
+        let named = LeaseRef { lease: 7, bytes: 1 }.to_bytes();
+        let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
         let mut metadata = Vec::new();
         codec::encode(&message, &[(tag::LEASE, &named)], &mut metadata).unwrap();
         let header = header(kind::OUTCOME, ticket.number, &metadata);

@@ -81,7 +81,7 @@ mod tests {
             ran_us: 3_000_000,
             deadline_us: 5_000_001,
             worker_pid: 4242,
-            ..OutcomeMessage::of_verdict(&Verdict::Ok, "resize")
+            ..OutcomeMessage::from_verdict(&Verdict::Ok, "resize")
         };
         let (job, run_limit) = (Some(JobId(7)), Some(Duration::from_millis(9)));
         for worker_pid in [0, message.worker_pid] {

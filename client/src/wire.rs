@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use bulkhead_shared::connection::{BufferPool, Outbox};
-use bulkhead_shared::in_process::End;
+use bulkhead_shared::in_process::Endpoint;
 use bulkhead_shared::memory_files::receive_with_files;
 use rustix::net::RecvFlags;
 use tokio::io::Interest;
@@ -15,7 +15,7 @@ use tokio::net::UnixStream;
 #[derive(Debug)]
 pub(crate) enum Wire {
     Socket(UnixStream),
-    InProcess(End),
+    InProcess(Endpoint),
 }
 
 impl Wire {

@@ -48,7 +48,7 @@ pub mod tag {
     /// Number of a returned job in the order in which the worker's jobs were sent; 8 bytes.
     pub const ARRIVAL: u16 = 10;
     /// Lease whose file contains the payload or result, and the number of bytes, as a
-    /// [`Named`](crate::memory_files::Named); 16 bytes. The frame then has no payload.
+    /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. The frame then has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
     /// Cancels only if the job has not begun; no value. On a cancellation.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;

@@ -103,7 +103,7 @@ impl RejectReason {
 
     /// Returns true if the caller caused the rejection, which then says nothing about the health of the
     /// bulkhead.
-    pub const fn is_callers(self) -> bool {
+    pub const fn is_caller_fault(self) -> bool {
         match self {
             Self::Invalid | Self::TooLarge | Self::NotFound | Self::Unauthenticated | Self::Forbidden => true,
             Self::RateLimited | Self::TenantQuota | Self::Quarantined => true,

@@ -834,8 +834,8 @@ fn the_page_names_every_capability_of_a_worker() {
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
         (capability::RESIZE, "that it understands LIMITS"),
-        (capability::CLAIMS, "that it takes [jobs ahead]"),
-        (capability::JOURNAL_BEATS, "that it can write its heartbeats into its journal"),
+        (capability::PREFETCH, "that it takes [jobs ahead]"),
+        (capability::JOURNAL_HEARTBEATS, "that it can write its heartbeats into its journal"),
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
     }

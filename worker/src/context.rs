@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::JobId;
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
-use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
+use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, truncate};
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, TemplateMessage};
 use bulkhead_shared::worker_protocol::{Extend, Status};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -213,7 +213,7 @@ impl<S> Ctx<S> {
             return;
         }
         let progress = self.order.handle.progress.get_or_init(Box::default);
-        progress.say(&self.writer, self.order.number, fraction, cut(text, MESSAGE_BYTES_MAX));
+        progress.say(&self.writer, self.order.number, fraction, truncate(text, MESSAGE_BYTES_MAX));
     }
 }
 
@@ -236,16 +236,18 @@ impl StartCtx {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {
             Listener::Supervisor(writer) => writer.send(kind::EXTEND_START, 0, &Extend { more_ms }),
-            Listener::Keeper(template) => template.tell(Word::Extend(more_ms)),
+            Listener::Keeper(template) => template.tell(TemplateMessage::Extend(more_ms)),
         }
     }
 
     /// Reports the current activity to operators.
     pub fn status(&self, text: &str) {
-        let text = cut(text, MESSAGE_BYTES_MAX);
+        let text = truncate(text, MESSAGE_BYTES_MAX);
         match &self.to {
             Listener::Supervisor(writer) => writer.send(kind::STATUS, 0, &Status { text }),
-            Listener::Keeper(template) => template.tell(Word::Status(cut(text, TEXT_BYTES_MAX))),
+            Listener::Keeper(template) => {
+                template.tell(TemplateMessage::Status(truncate(text, TEXT_BYTES_MAX)))
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use bulkhead_shared::codec;
-use bulkhead_shared::memory_files::{FILES, Mapping, Named};
+use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping};
 
 /// The mapped files of one lease.
 pub(crate) struct Files {
@@ -18,9 +18,9 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<Self> {
-        let [payload, result] =
-            <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
+    fn map(named: LeaseRef, files: Vec<OwnedFd>) -> io::Result<Self> {
+        let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
+            .map_err(|_| io::Error::other("the files did not arrive"))?;
         Ok(Self {
             payload: Mapping::new(&payload, named.bytes, false)?,
             result: Mutex::new(Mapping::new(&result, named.bytes, true)?),
@@ -47,7 +47,7 @@ impl Lent {
     /// over the link.
     pub(crate) fn take(&mut self, metadata: &[u8]) {
         let coming = std::mem::take(&mut self.coming);
-        let Ok((named, _)) = codec::decode::<Named>(metadata, &[]) else { return };
+        let Ok((named, _)) = codec::decode::<LeaseRef>(metadata, &[]) else { return };
         match Files::map(named, coming) {
             Ok(files) => {
                 self.files.insert(named.lease, Arc::new(files));
@@ -62,7 +62,7 @@ impl Lent {
     }
 
     /// Returns the payload of a job in a memory file, or `None` if the lease is unknown or too small.
-    pub(crate) fn payload(&self, named: Named) -> Option<Box<Leased>> {
+    pub(crate) fn payload(&self, named: LeaseRef) -> Option<Box<Leased>> {
         let files = self.files.get(&named.lease)?.clone();
         let bytes = usize::try_from(named.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
         Some(Box::new(Leased {
@@ -110,17 +110,17 @@ impl Leased {
 
     /// Returns the location of the result in the memory file. Writes `result` there, unless the handler has
     /// already written its result in place. Returns `None` if the result does not fit.
-    pub(crate) fn result(&self, result: &[u8]) -> Option<Named> {
+    pub(crate) fn result(&self, result: &[u8]) -> Option<LeaseRef> {
         let in_place = self.in_place.load(Ordering::Acquire);
         if in_place > 0 {
-            return Some(Named { lease: self.lease, bytes: in_place });
+            return Some(LeaseRef { lease: self.lease, bytes: in_place });
         }
         let mut file = self.files.result();
         if result.len() > file.len() {
             return None;
         }
         file.first_mut(result.len()).copy_from_slice(result);
-        Some(Named { lease: self.lease, bytes: result.len() as u64 })
+        Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
     /// Returns the buffers for reuse.

@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
+use bulkhead_shared::journal::{
+    BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
+};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 /// Counters in the journal by which worker and supervisor agree who owns a job. They live as long as the
@@ -70,16 +72,16 @@ impl Journal {
     /// Returns the time of the last heartbeat in the journal. The reference is valid as long as the process
     /// lives.
     pub(crate) fn beat(&self) -> &'static AtomicU64 {
-        self.number::<BEAT_AT>()
+        self.number::<HEARTBEAT_OFFSET>()
     }
 
     /// Returns the counters of begun and recalled jobs.
     pub(crate) fn claims(&self) -> Claims {
-        Claims { begun: self.number::<BEGUN_AT>(), taken: self.number::<TAKEN_AT>() }
+        Claims { begun: self.number::<BEGUN_OFFSET>(), taken: self.number::<RECALLED_OFFSET>() }
     }
 
     fn number<const AT: usize>(&self) -> &'static AtomicU64 {
-        const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_AT) };
+        const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_OFFSET) };
         // SAFETY: within the mapping, aligned, and never unmapped.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
@@ -95,7 +97,7 @@ impl Journal {
         // SAFETY: within the mapping, as checked above, and nothing else in this process points there.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
-            let at = self.base.as_ptr().add(FRAMES_AT + self.used);
+            let at = self.base.as_ptr().add(FRAMES_OFFSET + self.used);
             std::ptr::copy_nonoverlapping(frame.as_ptr(), at, frame.len());
         }
         self.used += frame.len();

@@ -84,8 +84,8 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         frame_bytes_max: u32::MAX,
         capabilities: capability::DISPATCH_THREAD
             | capability::RESIZE
-            | capability::CLAIMS
-            | capability::JOURNAL_BEATS
+            | capability::PREFETCH
+            | capability::JOURNAL_HEARTBEATS
             | capability::MEMORY_FILES,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
@@ -105,14 +105,14 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                     let (welcome, extensions) =
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
-                    batch.leave_rest();
+                    batch.keep_rest();
                     // The supervisor relies on the journal from here on.
                     let mut beat = None;
                     if is_lent {
                         let file =
                             lent.pop().ok_or("the worker's journal did not arrive: see `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
-                        let looks_up = welcome.capabilities & welcome_capability::JOURNAL_BEATS != 0;
+                        let looks_up = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
                         beat = looks_up.then(|| journal.beat());
                         writer.keep_journal(journal);
                     }
@@ -255,7 +255,7 @@ impl Writer {
         let before = outbox.waiting_bytes();
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
         let Some(journal) = journal else { return true };
-        let frame = || outbox.last(outbox.waiting_bytes() - before);
+        let frame = || outbox.tail_bytes(outbox.waiting_bytes() - before);
         matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.keep(frame))
     }
 

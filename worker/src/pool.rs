@@ -34,8 +34,8 @@ use std::time::{Duration, Instant};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
-use bulkhead_shared::memory_files::{Named, WORTH_A_FILE_BYTES, receive_with_files};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, truncate};
+use bulkhead_shared::memory_files::{LeaseRef, MEMORY_FILE_THRESHOLD_BYTES, receive_with_files};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
@@ -297,7 +297,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// Reports the error and exits, before the worker is ready.
     fn give_up(&self, text: &str) -> ! {
         eprintln!("{text}");
-        self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
+        self.writer.send(kind::STATUS, 0, &Status { text: truncate(text, MESSAGE_BYTES_MAX) });
         std::process::exit(1);
     }
 
@@ -551,10 +551,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
         let is_safe = self.answer(number, reply, job.leased.as_deref());
         if let Some(leased) = job.leased {
-            leased.into_buffers().into_iter().for_each(|buffer| lock(&self.reader).pool.give(buffer));
+            leased.into_buffers().into_iter().for_each(|buffer| lock(&self.reader).pool.put(buffer));
         }
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
-            lock(&self.reader).pool.give(job.payload);
+            lock(&self.reader).pool.put(job.payload);
         }
         is_safe
     }
@@ -570,7 +570,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.fail(number, &error, output, Some(status))
             }
             Reply::ProgramCrashed { process, signal, message } => {
-                let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
+                let crashed = ProgramCrashed { signal, message: truncate(&message, MESSAGE_BYTES_MAX) };
                 let process = process.to_le_bytes();
                 let extensions = [(tag::PROCESS, &process[..])];
                 self.writer.answer(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE)
@@ -585,11 +585,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let message = format!("the result has {} bytes; max_result is {most}", result.len());
             return self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message), Vec::new(), status);
         }
-        let is_worth_it = result.len() > WORTH_A_FILE_BYTES || result.is_empty();
+        let is_worth_it = result.len() > MEMORY_FILE_THRESHOLD_BYTES || result.is_empty();
         let leased = leased.filter(|leased| is_worth_it || leased.is_in_place());
         let named = leased.and_then(|leased| leased.result(&result)).filter(|named| named.bytes > 0);
         let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(result) };
-        let (named, status) = (named.map(Named::to_bytes), status.map(i32::to_le_bytes));
+        let (named, status) = (named.map(LeaseRef::to_bytes), status.map(i32::to_le_bytes));
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
         // An empty `Vec` allocates nothing.
@@ -603,8 +603,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let status = status.map(i32::to_le_bytes);
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
         let failed = Failed {
-            code: cut(&error.code, CODE_BYTES_MAX),
-            message: cut(&error.message, MESSAGE_BYTES_MAX),
+            code: truncate(&error.code, CODE_BYTES_MAX),
+            message: truncate(&error.message, MESSAGE_BYTES_MAX),
             retryable: error.retryable.into(),
             fault: match error.fault {
                 Fault::Caller => 1,
@@ -826,7 +826,7 @@ impl State {
                     end_at_once();
                 };
                 let leased = extensions.get(tag::LEASE).map(|bytes| {
-                    let named = Named::from_bytes(bytes);
+                    let named = LeaseRef::from_bytes(bytes);
                     named.and_then(|named| self.lent.payload(named)).unwrap_or_else(|| {
                         eprintln!("the supervisor sent a job in a file that this worker does not have");
                         end_at_once();

@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use bulkhead_shared::limits::cut;
-use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
+use bulkhead_shared::limits::truncate;
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, TemplateMessage};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::context::{Ctx, Job, Listener, StartCtx};
@@ -248,7 +248,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let context = StartCtx { to: Listener::Keeper(template.clone()) };
         let made = guarded(|| init(&context)).and_then(|made| made);
         let refused = |message: String| {
-            template.tell(Word::Refused(cut(&message, TEXT_BYTES_MAX)));
+            template.tell(TemplateMessage::StartFailed(truncate(&message, TEXT_BYTES_MAX)));
             message
         };
         let mut state = made

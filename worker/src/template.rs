@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use bulkhead_linux::errno;
 use bulkhead_shared::template_protocol::{
-    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, Word, folder_name,
+    FORK_DESCRIPTORS, MESSAGE_BYTES_MAX, TEMPLATE_VARIABLE, TemplateMessage, TemplateOrder, folder_name,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
@@ -72,7 +72,7 @@ impl Template {
         Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })
     }
 
-    fn say(&self, word: Word<'_>) -> rustix::io::Result<()> {
+    fn say(&self, word: TemplateMessage<'_>) -> rustix::io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let length = word.encode(&mut bytes);
         let send = || rustix::net::send(&*self.socket, &bytes[..length], SendFlags::NOSIGNAL);
@@ -80,7 +80,7 @@ impl Template {
     }
 
     /// Sends a message to the keeper. Does nothing in a process that the initialisation forked.
-    pub(crate) fn tell(&self, word: Word<'_>) {
+    pub(crate) fn tell(&self, word: TemplateMessage<'_>) {
         if ownership::is_worker() {
             // An error means that the keeper is gone. This process ends with it.
             let _ = self.say(word);
@@ -92,7 +92,7 @@ impl Template {
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
         let failed = |error: Errno| format!("failed to use the keeper's socket: {error}");
-        self.say(Word::Ready).map_err(failed)?;
+        self.say(TemplateMessage::Ready).map_err(failed)?;
         let template = rustix::process::getpid();
         let mut doomed = VecDeque::new();
         loop {
@@ -105,7 +105,11 @@ impl Template {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // If the message cannot be sent, the keeper is gone.
-                        let _ = self.say(Word::NotForked { worker, errno: errno.raw_os_error(), step });
+                        let _ = self.say(TemplateMessage::ForkFailed {
+                            worker,
+                            errno: errno.raw_os_error(),
+                            step,
+                        });
                         // SAFETY: ends the process. `_exit` runs no exit handlers that the template
                         // registered.
                         unsafe { libc::_exit(1) }
@@ -113,9 +117,9 @@ impl Template {
                     let [link, ..] = descriptors;
                     return self.give_way(&link).map_err(failed);
                 }
-                Ok(pid) => self.say(Word::Forked { worker, pid }).map_err(failed)?,
+                Ok(pid) => self.say(TemplateMessage::Forked { worker, pid }).map_err(failed)?,
                 Err(errno) => {
-                    let word = Word::NotForked { worker, errno: errno.raw_os_error(), step: "" };
+                    let word = TemplateMessage::ForkFailed { worker, errno: errno.raw_os_error(), step: "" };
                     self.say(word).map_err(failed)?;
                 }
             }
@@ -135,9 +139,9 @@ impl Template {
     fn next(
         &self,
         doomed: &mut VecDeque<CString>,
-    ) -> rustix::io::Result<((u64, u128), [OwnedFd; ORDER_DESCRIPTORS])> {
+    ) -> rustix::io::Result<((u64, u128), [OwnedFd; FORK_DESCRIPTORS])> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ORDER_DESCRIPTORS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FORK_DESCRIPTORS))];
         loop {
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let waits = if doomed.is_empty() { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
@@ -155,15 +159,15 @@ impl Template {
             if received.bytes == 0 {
                 return Err(Errno::CONNRESET);
             }
-            let mut descriptors = Vec::with_capacity(ORDER_DESCRIPTORS);
+            let mut descriptors = Vec::with_capacity(FORK_DESCRIPTORS);
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(files) = message {
                     descriptors.extend(files);
                 }
             }
-            let (worker, secret) = match Order::decode(&bytes[..received.bytes]) {
-                Some(Order::Fork { worker, secret }) => (worker, secret),
-                Some(Order::Remove { worker, secret }) => {
+            let (worker, secret) = match TemplateOrder::decode(&bytes[..received.bytes]) {
+                Some(TemplateOrder::Fork { worker, secret }) => (worker, secret),
+                Some(TemplateOrder::Remove { worker, secret }) => {
                     doomed.extend(CString::new(folder_name(worker, secret)));
                     continue;
                 }
@@ -174,7 +178,7 @@ impl Template {
                 // This process may have reached its limit of open descriptors.
                 Err(_) => {
                     let errno = Errno::MFILE.raw_os_error();
-                    self.say(Word::NotForked { worker, errno, step: "descriptors" })?;
+                    self.say(TemplateMessage::ForkFailed { worker, errno, step: "descriptors" })?;
                 }
             }
         }
@@ -222,7 +226,7 @@ impl Template {
         &self,
         (worker, secret): (u64, u128),
         template: Pid,
-        [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS],
+        [_, stdout, stderr]: &[OwnedFd; FORK_DESCRIPTORS],
     ) -> Result<(), Failed> {
         rustix::process::setsid().map_err(at("session"))?;
         // The kernel treats any nonzero value as true.
@@ -236,7 +240,7 @@ impl Template {
         put_at(stderr, libc::STDERR_FILENO).map_err(at("stdio"))?;
         reseed().map_err(at("random numbers"))?;
         self.step_apart(worker, secret, template)?;
-        self.say(Word::Born { worker }).map_err(at("keeper"))
+        self.say(TemplateMessage::Started { worker }).map_err(at("keeper"))
     }
 
     /// Makes a temporary folder for this worker, and restricts this process by additional Landlock rules.

@@ -5,11 +5,11 @@ use std::sync::{Arc, MutexGuard};
 use std::task::Waker;
 
 use bulkhead_shared::client_protocol::{
-    OutcomeMessage, Progress as ProgressMessage, Refused, outcome_code, read_run_limit,
+    OutcomeMessage, Progress as ProgressMessage, Refused, decode_run_limit, outcome_code,
 };
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::{JobId, Outcome};
 
 use super::{Requests, State};
@@ -107,11 +107,11 @@ fn told(
     // The outcome usually names the requested bulkhead.
     let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
     let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
+    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     if let Some(served) = Served::of(message, &mut bulkhead, job, run_limit) {
         return Ok(Reply { payload, served, mapped: None });
     }
-    match message.to_outcome_at(bulkhead) {
+    match message.to_outcome_with_bulkhead(bulkhead) {
         Some(outcome) => {
             let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
             let report = report.map(str::to_owned);
@@ -127,7 +127,7 @@ impl Requests {
         let mut state = self.lock();
         match header.kind {
             kind::LEASED => {
-                let named = decode::<Named>(metadata)?;
+                let named = decode::<LeaseRef>(metadata)?;
                 let is_good = state.leases.come(header.number, named) == Some(true);
                 state.tell(if is_good { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED }, named.lease);
             }
@@ -148,7 +148,7 @@ impl Requests {
 
     /// Returns the result of a job in a memory file, mapped or as a copy.
     fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
-        let named = Named::from_bytes(named);
+        let named = LeaseRef::from_bytes(named);
         let lease = waiter.lease.take().filter(|lease| {
             named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
         });
