@@ -16,7 +16,7 @@ use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, Worker
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Maximum time for conditions that become true immediately on a healthy, idle machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Environment variable that makes this program run as a worker, in the role it names.
 const ROLE: &str = "LIMITS_TEST_WORKER";
@@ -139,7 +139,7 @@ impl Worker {
     /// Returns kind, number and metadata of the next frame.
     fn next(&mut self) -> (u8, u64, Vec<u8>) {
         while self.read.is_empty() {
-            let patience = Timespec::try_from(PATIENCE).unwrap();
+            let patience = Timespec::try_from(TIMEOUT).unwrap();
             let count = poll(&mut [PollFd::new(&self.link, PollFlags::IN)], Some(&patience)).unwrap();
             assert_eq!(count, 1, "the worker says nothing");
             let (_, mut batch) = self.inbox.receive(&self.link, &mut self.scratch).unwrap();
@@ -164,7 +164,7 @@ impl Worker {
     fn wait_threads(&self, expected: usize) {
         let began = Instant::now();
         while self.handler_threads() != expected {
-            assert!(began.elapsed() < PATIENCE, "{} handler threads", self.handler_threads());
+            assert!(began.elapsed() < TIMEOUT, "{} handler threads", self.handler_threads());
             std::thread::park_timeout(Duration::from_millis(2));
         }
     }
@@ -183,7 +183,7 @@ impl Worker {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(began.elapsed() < PATIENCE, "the worker does not exit");
+            assert!(began.elapsed() < TIMEOUT, "the worker does not exit");
             std::thread::park_timeout(Duration::from_millis(2));
         }
     }

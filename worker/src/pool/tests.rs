@@ -13,7 +13,7 @@ use super::*;
 use crate::journal::Journal;
 
 /// Maximum time for conditions that become true immediately on a healthy, idle machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
@@ -54,7 +54,7 @@ impl Stage {
         let link = OwnedFd::from(theirs);
         let writer = Arc::new(Writer::new(&link).unwrap());
         let has_journal = journal.is_some();
-        journal.into_iter().for_each(|journal| writer.keep_journal(journal));
+        journal.into_iter().for_each(|journal| writer.set_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
             // The test may have ended already.
@@ -69,7 +69,7 @@ impl Stage {
             seal: None,
             threads_max: threads_max(max_in_flight),
             heartbeat_ms: 0,
-            beat: None,
+            heartbeat_time: None,
             result_bytes_max: 100,
         };
         let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
@@ -84,7 +84,7 @@ impl Stage {
                 Ok(())
             })
         });
-        let init_thread = init_thread.recv_timeout(PATIENCE).unwrap();
+        let init_thread = init_thread.recv_timeout(TIMEOUT).unwrap();
         let (answered, told) = listen(&ours, has_journal);
         (Self { pool, link: ManuallyDrop::new(ours), begun, answered, told, init_thread }, init)
     }
@@ -117,7 +117,7 @@ impl Stage {
     /// Returns the numbers of the next `count` jobs that begin, sorted.
     fn next_begun(&self, count: usize) -> Vec<u64> {
         let mut numbers: Vec<u64> =
-            (0..count).map(|_| self.begun.recv_timeout(PATIENCE).expect("a job begins").0).collect();
+            (0..count).map(|_| self.begun.recv_timeout(TIMEOUT).expect("a job begins").0).collect();
         numbers.sort_unstable();
         numbers
     }
@@ -125,7 +125,7 @@ impl Stage {
     fn wait_for(&self, what: &str, condition: impl Fn(&State) -> bool) {
         let began = Instant::now();
         while !condition(&lock(&self.pool.state)) {
-            assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+            assert!(began.elapsed() < TIMEOUT, "waited {TIMEOUT:?} in vain: {what}");
             std::thread::park_timeout(Duration::from_millis(1));
         }
     }
@@ -209,7 +209,7 @@ fn a_higher_limit_has_more_jobs_run_at_once() {
 fn a_lower_limit_lets_jobs_end_and_then_threads() {
     let stage = Stage::new(4);
     stage.give(1..=4);
-    let begun: Vec<_> = (0..4).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
+    let begun: Vec<_> = (0..4).map(|_| stage.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
     stage.limit(1);
     stage.wait_for("it is heard", |state| state.threads_max == 1);
     let (stays, others): (Vec<_>, Vec<_>) =
@@ -223,7 +223,7 @@ fn a_lower_limit_lets_jobs_end_and_then_threads() {
         });
     }
     stage.release([stays[0].0]);
-    assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (5, stage.init_thread));
+    assert_eq!(stage.begun.recv_timeout(TIMEOUT).unwrap(), (5, stage.init_thread));
     stage.limit(2);
     stage.give([6]);
     assert_eq!(stage.next_begun(1), [6], "beside the other");
@@ -249,7 +249,7 @@ fn idle_threads_end_but_for_the_one_that_init_ran_on() {
         stage.limit(1);
         stage.wait_idle(1);
         stage.give([7]);
-        assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (7, stage.init_thread));
+        assert_eq!(stage.begun.recv_timeout(TIMEOUT).unwrap(), (7, stage.init_thread));
         stage.release([7]);
         stage.wait_idle(1);
     }
@@ -293,12 +293,12 @@ fn a_thread_that_the_link_has_woken_answers_the_call() {
     let mut state = lock(&stage.pool.state);
     // The thread is woken by the link first, and waits for the lock.
     stage.give(1..=3);
-    stage.pool.call_help(&mut state);
-    assert!(state.is_searching);
+    stage.pool.wake_or_start_thread(&mut state);
+    assert!(state.is_wake_pending);
     drop(state);
     assert_eq!(stage.next_begun(3), [1, 2, 3]);
     let state = lock(&stage.pool.state);
-    assert_eq!((state.idle, state.is_searching), (0, false));
+    assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
 /// Raises and lowers the limit while jobs come and go, from a seeded generator.
@@ -341,12 +341,12 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
     let everything: Vec<u64> = (1..=given).collect();
     assert_eq!(stage.next_begun(everything.len()), everything);
     let mut answered: Vec<u64> =
-        everything.iter().map(|_| stage.answered.recv_timeout(PATIENCE).expect("an answer")).collect();
+        everything.iter().map(|_| stage.answered.recv_timeout(TIMEOUT).expect("an answer")).collect();
     answered.sort_unstable();
     assert_eq!(answered, everything);
     stage.limit(1);
     stage.wait_idle(1);
-    stage.wait_for("every call is answered", |state| !state.is_searching);
+    stage.wait_for("every call is answered", |state| !state.is_wake_pending);
     let state = lock(&stage.pool.state);
     assert_eq!((state.begun, state.pending.len()), (given, 0));
 }
@@ -355,14 +355,14 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
 fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
     let stage = Stage::new(2);
     stage.give(1..=2);
-    let begun: Vec<_> = (0..2).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
+    let begun: Vec<_> = (0..2).map(|_| stage.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
     let of_first = |(_, thread): &&(u64, ThreadId)| *thread == stage.init_thread;
     let (first, _) = *begun.iter().find(of_first).expect("the first thread runs one of them");
     let other = 3 - first;
     stage.limit(1);
     stage.wait_for("the limit is known", |state| state.threads_max == 1);
     stage.release([first]);
-    assert_eq!(stage.answered.recv_timeout(PATIENCE), Ok(first));
+    assert_eq!(stage.answered.recv_timeout(TIMEOUT), Ok(first));
     // The thread waits for the link, with a pending job behind the running one.
     stage.give([QUICK]);
     stage.wait_for("it is seen and not begun", |state| state.arrived == 3 && state.idle == 1);
@@ -394,10 +394,10 @@ fn each_job_runs_or_is_taken_back() {
             stage.give((sent + 1..=sent + count).map(|number| number + RETURNS));
             sent += count;
             (0..round % 700).for_each(|_| std::hint::spin_loop());
-            let begun = numbers.take_back(sent);
+            let begun = numbers.recall(sent);
             let runs: Vec<u64> = (taken + 1..=begun).collect();
             while ran.len() + returned.iter().filter(|number| runs.contains(number)).count() < runs.len() {
-                match stage.told.recv_timeout(PATIENCE).expect("it runs or comes back") {
+                match stage.told.recv_timeout(TIMEOUT).expect("it runs or comes back") {
                     (kind::RESULT, number) => ran.push(number - RETURNS),
                     (kind::RETURNED, number) => returned.push(number - RETURNS),
                     _ => {}
@@ -424,7 +424,7 @@ fn what_was_taken_back_is_forgotten_with_one_word() {
     stage.give([1, 2, 3, RETURNS]);
     assert_eq!(stage.next_begun(1), [1]);
     stage.wait_for("all jobs are there", |state| state.arrived == 4);
-    assert_eq!(numbers.take_back(4), 1);
+    assert_eq!(numbers.recall(4), 1);
     // Reuses the number for another job.
     stage.give([3]);
     stage.wait_for("only that is left", |state| state.pending.len() == 1 && state.live.len() == 2);
