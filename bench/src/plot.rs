@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_ratio_has_its_line_and_each_round_its_dot() {
+    fn draws_a_line_per_ratio_and_a_dot_per_round() {
         let figure = |name: &str, rounds: &[(f64, f64)], ratio| Figure {
             rounds: rounds.to_vec(),
             ratio,

@@ -181,7 +181,7 @@ mod tests {
 
     /// A recall can cross the return of a lease, for example after each cancelled job.
     #[test]
-    fn calls_for_leases_that_were_given_back_leave_nothing() {
+    fn recalls_of_returned_leases_leave_no_record() {
         let mut leases = Leases::default();
         for number in 0..1000 {
             leases.in_use.insert(number, false);

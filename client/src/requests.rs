@@ -573,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_goes_when_it_is_told_of_progress_may_have_jobs() {
+    fn task_woken_by_progress_can_drop_its_job() {
         let (requests, _there) = in_memory();
         let (sender, mut receiver) = mpsc::channel(1);
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_outcome_is_the_one_that_the_message_tells() {
+    fn record_yields_the_outcome_of_the_message() {
         let message = OutcomeMessage {
             attempts: 2,
             queued_us: 1_500,

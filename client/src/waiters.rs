@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outcome_is_told_once_and_to_the_task_that_asked_last() {
+    fn outcome_goes_once_to_the_last_waiting_task() {
         let mut waiters = Waiters::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_used_again_is_another_request() {
+    fn reused_slot_belongs_to_another_request() {
         let mut waiters = Waiters::default();
         let first = waiters.insert(waiter(), None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn tell_all_answers_waiters_and_keeps_earlier_results() {
+    fn complete_all_keeps_earlier_results() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();

@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn every_verdict_survives_the_wire() {
+    fn every_verdict_survives_encoding() {
         let mut verdicts = vec![
             Verdict::Ok,
             Verdict::DeadlineQueued,

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn each_end_is_woken_once_it_can_go_on_and_not_before() {
+    fn wakes_each_endpoint_only_when_it_can_continue() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_before_the_end_is_read() {
+    fn bytes_written_before_the_close_can_be_read() {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());

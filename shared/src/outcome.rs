@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_the_contract() {
+    fn reasons_map_to_http_status_exit_code_and_retry() {
         use RejectReason as R;
         let rows = [
             (R::Invalid, 400, 65, false),

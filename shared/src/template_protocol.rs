@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_arrives_and_garbage_does_not() {
+    fn messages_survive_encoding_and_garbage_is_rejected() {
         let words = [
             TemplateMessage::Ready,
             TemplateMessage::Status("loads"),

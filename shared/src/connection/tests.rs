@@ -26,7 +26,7 @@ fn drain(inbox: &mut Inbox, socket: &UnixStream, scratch: &mut Scratch) -> (Vec<
 }
 
 #[test]
-fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
+fn frames_of_all_sizes_arrive_in_order() {
     let sizes = [0, 1, 100, 65_536, 65_537, 300_000, 3, 2_000_000, 0, 70_000];
     let (here, there) = UnixStream::pair().unwrap();
     here.set_nonblocking(true).unwrap();
@@ -57,7 +57,7 @@ fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
 }
 
 #[test]
-fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
+fn kept_rest_arrives_with_the_next_receive() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
@@ -88,7 +88,7 @@ fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
 }
 
 #[test]
-fn a_large_payload_that_is_not_accepted_is_never_stored() {
+fn payload_that_is_not_accepted_is_never_stored() {
     let (here, there) = UnixStream::pair().unwrap();
     let mut outbox = Outbox::default();
     outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
@@ -111,7 +111,7 @@ fn a_large_payload_that_is_not_accepted_is_never_stored() {
 }
 
 #[test]
-fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
+fn held_memory_follows_the_received_bytes() {
     let total = 8 << 20;
     let mut announcement = Outbox::default();
     announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
@@ -154,7 +154,7 @@ fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
 }
 
 #[test]
-fn a_pool_gives_up_what_is_of_no_use() {
+fn pool_drops_unusable_buffers() {
     let mut pool = BufferPool::default();
     pool.put(Vec::with_capacity(POOL_BYTES_MAX));
     assert_eq!(pool.take(100_000).capacity(), 0, "far too large for that");
@@ -179,7 +179,7 @@ fn idle_connections_hold_no_memory() {
 }
 
 #[test]
-fn connections_that_rest_leave_their_buffer_to_others() {
+fn idle_connections_share_buffers() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut pool, mut inbox, mut scratch) = (BufferPool::default(), Inbox::default(), Scratch::default());
     for mut outbox in [Outbox::default(), Outbox::default()] {
