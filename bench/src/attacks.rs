@@ -84,9 +84,9 @@ const ATTACKS: [(&str, Attacker, Victim); 11] = [
     ("A4 four workers flood frames", Attacker::Workers("frames", 4), Victim::Jobs),
     ("A4 200 connections, unknown bulkhead", Attacker::Clients("unknown-many", 1), Victim::Jobs),
     ("A5 a worker leaves 1,500 orphans", Attacker::Jobs("orphans", 1), Victim::Deaths),
-    ("A6 a storm of deaths and of their events", Attacker::Jobs("storm", 4), Victim::Jobs),
+    ("A6 a storm of deaths and death events", Attacker::Jobs("storm", 4), Victim::Jobs),
     ("A7 a program leaves a writer behind", Attacker::Jobs("loud", 2), Victim::Jobs),
-    ("A8 a program attacks its neighbours", Attacker::Jobs("neighbours", 1), Victim::Programs),
+    ("A8 a program attacks neighbour programs", Attacker::Jobs("neighbours", 1), Victim::Programs),
 ];
 
 /// Takes all requested measurements. Must be called within a `LocalSet`.

@@ -41,7 +41,7 @@ const START_PATIENCE: Duration = Duration::from_secs(15);
 
 const STARTUP: &str = "startup: new worker's first answer";
 const MEMORY: &str = "startup: idle worker's memory (PSS)";
-const INIT_MEMORY: &str = "startup: its init's memory (PSS)";
+const INIT_MEMORY: &str = "startup: memory of the namespace's init (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 

@@ -115,7 +115,7 @@ const SCENES: [Scene; 5] = [
         lanes: 2,
     },
     Scene {
-        name: "one tenant is slow beside an adaptive limit",
+        name: "a slow tenant with an adaptive limit",
         keys: [
             SHARES,
             "processes = 8\ntenants = { max_in_flight = 2, max_queue = 100 }\nadaptive = { min = 1, max = 8, target = \"50ms\" }\n",
@@ -128,7 +128,7 @@ const SCENES: [Scene; 5] = [
         lanes: 6,
     },
     Scene {
-        name: "one tenant has its workers killed",
+        name: "a tenant whose workers are killed",
         keys: [SLOW_START, SLOW_START],
         worker: Worker::Rust("slow-worker"),
         attacker: [Some(("sleep 1000", DEADLINE)), Some(("hang", KILLED_AFTER))],

@@ -155,8 +155,8 @@ async fn throughput(
     ])
 }
 
-const AHEAD: &str = "64 B, 64 waiting, one at a time over 64 in flight";
-const NOT_AHEAD: &str = "64 B, 64 waiting, one at a time without lookahead over 64 in flight";
+const AHEAD: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
+const NOT_AHEAD: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
 /// Compares a worker with one job at a time (`bulkhead`) and a worker with 64.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {

@@ -27,7 +27,7 @@ const CRASH_LANES: usize = 16;
 /// Takes all requested measurements.
 pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
     for (bulkhead, way) in [(real::CRASHES, "spawned"), (real::FORKED_CRASHES, "forked")] {
-        let name = format!("sibling's p99 beside crashes (50/s) and without, {way}");
+        let name = format!("sibling's p99 with crashes (50/s) and without, {way}");
         if report.wants(&name) {
             report.tell(sibling(chains, plan, (bulkhead, name)).await?);
         }
@@ -110,7 +110,7 @@ async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
         pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
     }
-    let name = "siblings' p99 in a crowd, a quarter of which crashes its worker";
+    let name = "siblings' p99 in a crowd, a quarter of the jobs crash the worker";
     Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
 }
 
@@ -150,8 +150,8 @@ async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
         starts_over_quiet.push((quiet, starts));
         over_starts.push((starts, beside));
     }
-    let figure = |what: &str, pairs: &[_]| {
-        let name = format!("siblings' p99 in a storm: {what}");
+    let figure = |comparison: &str, pairs: &[_]| {
+        let name = format!("siblings' p99 in a storm: {comparison}");
         paired(name, "µs", pairs, Target::Told, f64::NAN)
     };
     Ok(vec![

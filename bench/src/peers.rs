@@ -252,7 +252,7 @@ impl Driver {
         }
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let value = answer.as_object().and_then(|object| object.values().next()?.as_f64());
-        value.ok_or_else(|| format!("it said {}", line.trim_end()).into())
+        value.ok_or_else(|| format!("the peer replied {}", line.trim_end()).into())
     }
 }
 

@@ -171,7 +171,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             costs.iter().map(which).map(|(before, after)| (of(before), of(after))).collect()
         };
         report.tell(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
-        let name = format!("watched, not something else: {name}");
+        let name = format!("watched, compared with another server: {name}");
         report.tell(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
     }
     Ok(())

@@ -21,7 +21,7 @@ fn reports_all_figures_as_json_and_svg() {
     let figures = told["figures"].as_array().expect("figures");
     let is_told = |name: &str| figures.iter().any(|figure| figure["name"] == name);
     for name in
-        ["policy: one bulkhead, 63 jobs running", "64 B, 1 in flight: p50", "worker killed to next answer"]
+        ["policy: 1 bulkhead, 63 jobs running", "64 B, 1 in flight: p50", "worker killed to next answer"]
     {
         assert!(is_told(name), "{name}: {told}");
     }
