@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 
 /// Interval between starts of a program that dies immediately. It equals the interval at which the supervisor starts
 /// the workers of a bulkhead that crashes on every job.
-const START_EVERY: Duration = Duration::from_millis(10);
+const START_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Number of concurrent jobs of the three siblings, and of the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
@@ -29,14 +29,14 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     for (bulkhead, way) in [(real::CRASHES, "spawned"), (real::FORKED_CRASHES, "forked")] {
         let name = format!("sibling's p99 with crashes (50/s) and without, {way}");
         if report.wants(&name) {
-            report.tell(sibling(chains, plan, (bulkhead, name)).await?);
+            report.add(sibling(chains, plan, (bulkhead, name)).await?);
         }
     }
     if report.wants_slow("siblings' p99 in a crowd") {
-        report.tell(crowd(chains, plan).await?);
+        report.add(crowd(chains, plan).await?);
     }
     if report.wants("siblings' p99 in a storm") {
-        storm(chains, plan).await?.into_iter().for_each(|figure| report.tell(figure));
+        storm(chains, plan).await?.into_iter().for_each(|figure| report.add(figure));
     }
     Ok(())
 }
@@ -47,7 +47,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     let mut due = Instant::now();
     loop {
         Command::new(&own).arg("die").spawn()?.wait()?;
-        due += START_EVERY;
+        due += START_INTERVAL;
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
     }
 }

@@ -16,7 +16,7 @@ pub(crate) fn paired(
         real: median(pairs.iter().map(|pair| pair.1).collect()),
         ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
         rounds: pairs.to_vec(),
-        ..Figure::alone(name, unit, f64::NAN).wanted(target, limit)
+        ..Figure::alone(name, unit, f64::NAN).with_target(target, limit)
     }
 }
 

@@ -109,7 +109,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
                         driver.ask(&order).map_err(|error| format!("{}: {order}: {error}", peer.name))?;
                     pairs.push((theirs, work.kind.ours(&chain, count).await?));
                 }
-                report.tell(paired(name(peer, work), work.unit, &pairs, Target::Told, f64::NAN));
+                report.add(paired(name(peer, work), work.unit, &pairs, Target::Told, f64::NAN));
             }
         }
     }

@@ -41,12 +41,12 @@ type Cargo = u64;
 /// Takes all requested measurements.
 pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     let settings: Vec<_> = settings().into_iter().filter(|setting| report.wants(setting.name)).collect();
-    cycles(plan, &settings)?.into_iter().for_each(|figure| report.tell(figure));
+    cycles(plan, &settings)?.into_iter().for_each(|figure| report.add(figure));
     let cancels = "policy: cancel 9,000 amid 10,000 waiting";
     if report.wants(cancels) {
         let rounds = plan.rounds().map(|_| cancel()).collect::<Result<Vec<_>>>()?;
         let figure = Figure::alone(cancels, "ns", median(rounds));
-        report.tell(figure.wanted(Target::FigureAtMost, LIMIT_NS));
+        report.add(figure.with_target(Target::FigureAtMost, LIMIT_NS));
     }
     Ok(())
 }
