@@ -19,8 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._aio import AsyncClient as AsyncClient
     from ._client import Client as Client
-    from ._connection import Reply as Reply
     from ._future import JobFuture as JobFuture
+    from ._reply import Reply as Reply
     from .errors import Cancelled as Cancelled
     from .errors import Crashed as Crashed
     from .errors import DeadlineExceeded as DeadlineExceeded
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     "_aio": ("AsyncClient",),
     "_client": ("Client",),
-    "_connection": ("Reply",),
     "_future": ("JobFuture",),
+    "_reply": ("Reply",),
     "errors": (
         *("Cancelled", "Crashed", "DeadlineExceeded", "Disconnected", "Failed", "JobError", "Outcome", "Rejected"),
         "SupervisorNotFound",

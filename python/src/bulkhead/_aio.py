@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import _wire
 from ._client import BaseClient, as_buffer, submission_with
-from ._connection import Reply, lost, open_connection
+from ._connection import lost, open_connection
+from ._reply import Reply
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import threading
 import weakref
 
 from . import _wire
-from ._connection import Connection, NotSent, Reply
+from ._connection import Connection, NotSent
+from ._reply import Reply
 from .errors import Disconnected
 
 TYPE_CHECKING = False

@@ -10,11 +10,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _wire
-from ._connection import Reply
+from ._reply import Reply
 
 if TYPE_CHECKING:
-    from ._connection import Connection
+    from typing import Protocol
+
     from .errors import JobError
+
+    class Canceller(Protocol):
+        """The connection that has sent a job."""
+
+        def cancel(self, number: int) -> None: ...
+
 
 T = TypeVar("T")
 
@@ -87,7 +94,7 @@ class JobFuture(CancellableFuture[Reply]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._connection: Connection | None = None
+        self._connection: Canceller | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
         self._heard: tuple[float, str] | None = None
@@ -112,7 +119,7 @@ class JobFuture(CancellableFuture[Reply]):
 
     # Called by the connection.
 
-    def started(self, connection: Connection, number: int) -> None:
+    def started(self, connection: Canceller, number: int) -> None:
         """Sets the state to running. Called before the job is sent."""
         self._connection, self._number = connection, number
         with self._condition:

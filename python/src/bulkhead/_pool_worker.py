@@ -12,7 +12,7 @@ import struct
 import sys
 from functools import partial
 
-from . import _files, _libraries, _template
+from . import _files, _libraries, _stdio, _template
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
     try:
         value = function(*arguments, **keywords)
         # Output must be written before the result is sent.
-        _template.flush()
+        _stdio.flush()
         # Drops the references, so that their objects are freed with this call and not during the next one.
         del function, arguments, keywords
         result = pickler.dump(value)
@@ -311,7 +311,7 @@ def main(path: str) -> None:
 
         preparation = pickle.loads(zlib.decompress(base64.b64decode(os.environ[PREPARATION_VARIABLE])))
     worker = _Worker(preparation)
-    from .worker import run
+    from ._start import run
 
     def prepare() -> tuple[_Worker, dict[str, Any], None]:
         worker.init()

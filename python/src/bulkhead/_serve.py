@@ -20,14 +20,15 @@ import time
 from collections import deque
 
 from . import _files, _link, _wire
-from .worker import PROGRESS_SECONDS, Context, HandlerError
+from ._context import Context, HandlerError
+from ._stdio import describe, print_traceback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, NoReturn
 
-    from .worker import Handler
+    from ._context import Handler
 
 # Taken before a main module that workers import can replace them, as gevent does.
 _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
@@ -36,6 +37,8 @@ _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, 
 THREADS_MAX = 4096
 #: Handlers with a shorter mean run time are quick.
 QUICK_SECONDS = 0.0005
+#: Minimum interval between two progress reports of a job, in seconds.
+PROGRESS_SECONDS = 0.1
 #: Interval of the watcher's checks while quick jobs run, in seconds.
 TICK_SECONDS = 0.01
 #: Minimum interval between reads of the link while jobs are pending, in seconds.
@@ -108,7 +111,7 @@ class Server:
 
     # Start.
 
-    def say_status(self, text: str) -> None:
+    def report_status(self, text: str) -> None:
         """Reports a status text to operators."""
         self._link.send(_wire.STATUS, 0, _wire.text(text, _wire.MESSAGE_BYTES_MAX) + _wire.EMPTY)
 
@@ -124,7 +127,7 @@ class Server:
         except (OSError, ValueError):
             # The prepared code has closed the stream.
             pass
-        self.say_status(text)
+        self.report_status(text)
         os._exit(1)
 
     def run(self, prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> None:
@@ -140,7 +143,7 @@ class Server:
         except BaseException as error:
             self._end_if_child(error)
             print_traceback(error)
-            self.give_up(f"initialisation failed: {told(error)}")
+            self.give_up(f"initialisation failed: {describe(error)}")
         # Threads and the event loop are created before the seal, which forbids the sockets of an event loop.
         if any(map(_is_async, handlers)):
             self._event_loop()
@@ -391,16 +394,18 @@ class Server:
                 payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
             except Exception as problem:
                 # The attributes of the error were changed to invalid values.
-                metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {told(problem)}", False, "")
+                metadata = _wire.failed(
+                    "exception", f"HandlerError that cannot be sent: {describe(problem)}", False, ""
+                )
         else:
             print_traceback(error)
-            metadata = _wire.failed("exception", told(error), False, "dependency")
+            metadata = _wire.failed("exception", describe(error), False, "dependency")
         self._settle(job)
         self._link.send(_wire.FAILED, job.number, metadata, payload)
 
     # Progress.
 
-    def say_progress(self, job: Context, fraction: float, text: str) -> None:
+    def report_progress(self, job: Context, fraction: float, text: str) -> None:
         """Sends a progress report now or, if the last one was sent recently, stores it."""
         if not self._link.is_own():
             return
@@ -613,30 +618,6 @@ def _as_bytes(result: object) -> bytes | memoryview:
         return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
     except TypeError:
         raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
-
-
-def print_traceback(error: BaseException) -> None:
-    """Prints a traceback to standard error, even if the exception itself cannot be printed."""
-    import traceback
-
-    try:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    except BaseException:
-        try:
-            print(f"{type(error).__qualname__} was raised, which cannot be printed", file=sys.stderr)
-        except Exception:
-            # A handler has closed the stream.
-            pass
-
-
-def told(error: BaseException) -> str:
-    """Returns a one-line description of an exception."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = "(its text cannot be made)"
-    name = type(error).__qualname__
-    return f"{name}: {text}" if text else name
 
 
 def _is_async(handler: Any) -> bool:

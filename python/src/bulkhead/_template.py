@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import deque
 
-from . import _files
+from . import _files, _stdio
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         prepared = prepare()
         _check_threads()
     except BaseException as error:
-        from ._serve import print_traceback, told
-
-        print_traceback(error)
-        text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {told(error)}"
+        _stdio.print_traceback(error)
+        text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {_stdio.describe(error)}"
         end(socket, text)
     # Excludes existing objects from garbage collection, so that workers do not write to shared pages.
     gc.collect()
@@ -82,7 +80,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
             # Otherwise both processes would write the buffered output.
-            flush()
+            _stdio.flush()
             pid = system.fork()
             if pid == 0:
                 newcomer.become_worker(worker, secret, descriptors)
@@ -129,7 +127,7 @@ class Starting:
     def __init__(self, socket: _socket.socket) -> None:
         self._socket = socket
 
-    def say_status(self, text: str) -> None:
+    def report_status(self, text: str) -> None:
         """Reports a status text to operators."""
         self._socket.send(b"S" + text.encode(errors="replace")[:_TEXT_BYTES_MAX].decode(errors="ignore").encode())
 
@@ -144,18 +142,8 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:
         pass
-    flush()
+    _stdio.flush()
     os._exit(1)
-
-
-def flush() -> None:
-    """Flushes standard output and standard error, and ignores errors."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            # The stream was closed or replaced.
-            pass
 
 
 class _System:
@@ -227,7 +215,7 @@ def start_again(variable: str) -> NoReturn:
         os.dup2(descriptor, 0)
     os.environ[variable] = "1"
     os.set_inheritable(int(os.environ[LINK_VARIABLE]), True)
-    flush()
+    _stdio.flush()
     os.execv(sys.executable, sys.orig_argv)
 
 
