@@ -276,7 +276,7 @@ def test_a_client_that_is_closed_ends_its_jobs(supervisor: Supervisor) -> None:
         job = client.submit("plain", operation="spin")
         await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         await client.aclose()
-        with pytest.raises(bulkhead.Disconnected, match="closed here"):
+        with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
         await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
 

@@ -707,7 +707,7 @@ def test_workers_are_no_clients(client: Client, supervisor: Supervisor) -> None:
     said = client.call("free", supervisor.socket.encode(), operation="client").payload.decode()
     assert said.startswith("Rejected: rejected (forbidden)"), said
     said = client.call("plain", supervisor.socket.encode(), operation="client").payload.decode()
-    assert said.startswith("Disconnected: a socket cannot be made"), said
+    assert said.startswith("Disconnected: a socket could not be created"), said
 
 
 def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None:

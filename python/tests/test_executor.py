@@ -401,7 +401,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
         # Programs and pools that calls start must not inherit the variable.
         assert pool.submit(jobs.variable, "PYTHON_BULKHEAD_BARE").result(LONG) is None
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
-    assert "leave the thread" in line
+    assert "leaves the thread" in line
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="NOT RUN: cloudpickle is not installed")

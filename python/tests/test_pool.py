@@ -175,7 +175,7 @@ class Large(bytes):
 def test_a_call_that_no_frame_takes_costs_itself(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool._pool.pickler, "dump", lambda _: [Large()])
-        with pytest.raises(ValueError, match="4294967296 bytes, and a frame takes"):
+        with pytest.raises(ValueError, match="4294967296 bytes; the maximum is"):
             pool.submit(jobs.pid).result(LONG)
     assert pool.submit(jobs.double, 2).result(LONG) == 4
 
@@ -198,7 +198,7 @@ def test_what_waits_fails_when_no_other_supervisor_starts_and_a_later_call_does_
         os.kill(pid, signal.SIGKILL)
         last = futures[-1].exception(LONG)
         assert isinstance(last, PoolDisconnected)
-        assert "no other one could be started: too many open files" in str(last)
+        assert "another supervisor could not be started: too many open files" in str(last)
         assert last.outcome.executed == "no"
         with pytest.raises(SupervisorFailed):
             pool.submit(jobs.double, 2)

@@ -153,7 +153,7 @@ def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.Capture
     with BulkheadExecutor(1, mp_context=context, preload=preload) as pool:
         assert pool.submit(jobs.variable, "JE_ARROW_MALLOC_CONF").result(LONG) == "background_thread:false"
         assert all(pool.submit(jobs.loaded, name).result(LONG) for name in preload)
-    assert "leave the thread" not in capfd.readouterr().err
+    assert "leaves the thread" not in capfd.readouterr().err
     if "pyarrow" not in preload:
         pytest.skip("NOT RUN: the check with pandas, because pandas and pyarrow are not installed")
 
@@ -334,7 +334,7 @@ def test_import_says_that_linux_is_needed() -> None:
         ({"sandbox": {"read": "/srv"}}, TypeError, "'read' must be a list of paths, not str"),
         ({"sandbox": True}, TypeError, "not bool"),
         ({"config": "workers.toml"}, TypeError, "config must be a dict, not str"),
-        ({"config": {"env": {"A": object()}}}, TypeError, "config: a configuration has no values such as"),
+        ({"config": {"env": {"A": object()}}}, TypeError, "config: a configuration cannot contain the value"),
         ({"config": {"supervisor": 1}}, TypeError, "must be a dict, not int"),
     ],
 )

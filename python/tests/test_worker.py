@@ -61,7 +61,7 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
     assert client.call(name, b"5000000", operation="size").payload == bytes(5_000_000)
     wrong = failure(client, name, "kind", b"int")
-    assert wrong.outcome.message == "TypeError: a handler returns bytes, str or None, not int"
+    assert wrong.outcome.message == "TypeError: a handler must return bytes, str or None, not int"
     assert failure(client, name, "raise").outcome.message == "ValueError: no such page: 7"
     assert failure(client, name, "raise-unprintable").outcome.message.startswith("Unprintable: ")
     assert failure(client, name, "exit").outcome.message == "SystemExit: 4"
@@ -129,7 +129,7 @@ def test_an_operation_without_a_handler() -> None:
         assert client.call("one", operation="a").payload == b"A"
         error = failure(client, "one", "b")
         assert (error.outcome.reason, error.outcome.fault) == ("unknown_operation", "caller")
-        assert "no operation 'b'; it has 'a'" in str(error)
+        assert "no operation 'b'; the operations are 'a'" in str(error)
 
 
 def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
@@ -283,7 +283,7 @@ def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
         ("fails", "RuntimeError: the model is missing"),
         ("exits", "SystemExit: no licence"),
         ("closes", "RuntimeError: the model is missing"),
-        ("unprintable", "Unprintable: (its text cannot be made)"),
+        ("unprintable", "Unprintable: (the text is not available)"),
     ],
 )
 @pytest.mark.parametrize("mode", ["spawn", "fork"])

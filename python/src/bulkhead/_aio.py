@@ -86,7 +86,9 @@ class _Connection:
             job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
             return
         if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
-            job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
+            job.set_exception(
+                Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
+            )
             return
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number
@@ -137,7 +139,7 @@ class _Connection:
                 self._loop.add_writer(self._socket, self._flush)
             return
         except OSError as error:
-            self._loop.call_soon(self.lose, f"the supervisor closed it: {error.strerror}")
+            self._loop.call_soon(self.lose, f"the supervisor closed the connection: {error.strerror}")
             return
         if self._is_full:
             self._is_full = False
@@ -154,7 +156,7 @@ class _Connection:
         except BlockingIOError:
             pass
         except EOFError:
-            why = "the supervisor closed it"
+            why = "the supervisor closed the connection"
         except (OSError, _wire.Unreadable) as error:
             why = str(error)
         self._take_all()
@@ -185,7 +187,7 @@ class _Connection:
                         self._loop.call_soon(listener, *told)
             elif kind == _wire.REFUSED:
                 reason, sentence = _wire.refused(metadata)
-                self.lose(f"the supervisor refused it ({reason}): {sentence}")
+                self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
 
     # The end.
 
@@ -233,13 +235,13 @@ class _OfLoop:
         except JobError as error:
             self._fail_waiting(error)
         except BaseException as error:
-            self._fail_waiting(Disconnected(f"the connection was not made: {error!r}; the job was not sent"))
+            self._fail_waiting(Disconnected(f"the connection failed: {error!r}; the job was not sent"))
             raise
         else:
             waiting, self.waiting = self.waiting, []
             self.connection, self.connecting = connection, None
             if client._is_closed:
-                connection.lose("it was closed here")
+                connection.lose("this program closed the client")
             for job, metadata, payload, has_run_limit in waiting:
                 if not job.done():
                     connection.start(job, metadata, payload, has_run_limit)
@@ -330,7 +332,7 @@ class AsyncClient(BaseClient):
         """Creates the state for a new event loop, and drops the states of closed loops."""
         with self._changing:
             for other in [other for other in self._states if other.is_closed()]:
-                self._states.pop(other).lose("its event loop was closed")
+                self._states.pop(other).lose("the event loop was closed")
             state = self._states[loop] = _OfLoop(self, loop)
         return state
 
@@ -347,9 +349,9 @@ class AsyncClient(BaseClient):
             if loop is not here and loop.is_running():
                 with suppress(RuntimeError):
                     # RuntimeError if the loop was closed meanwhile.
-                    loop.call_soon_threadsafe(state.lose, "it was closed here")
+                    loop.call_soon_threadsafe(state.lose, "this program closed the client")
             else:
-                state.lose("it was closed here")
+                state.lose("this program closed the client")
 
     async def aclose(self) -> None:
         """Equivalent to ``close``, for ``contextlib.aclosing``."""

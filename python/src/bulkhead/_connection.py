@@ -29,7 +29,7 @@ HANDSHAKE_SECONDS_MAX = 10.0
 
 def lost(why: str) -> Disconnected:
     """Returns the error for a job whose connection was lost."""
-    advice = "whether the job ran is unknown: send it again only if it may run twice"
+    advice = "whether the job ran is unknown: send the job again only if a second run is safe"
     return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
 
 
@@ -185,7 +185,7 @@ class Connection:
             if error.errno not in _wire.ENDS:
                 # Raised by a signal handler, such as a TimeoutError.
                 raise
-            self.lose(f"the supervisor closed it: {error.strerror}")
+            self.lose(f"the supervisor closed the connection: {error.strerror}")
             raise NotSent from None
 
     def cancel(self, number: int) -> None:
@@ -196,7 +196,7 @@ class Connection:
             except OSError as error:
                 if error.errno not in _wire.ENDS:
                     raise
-                self.lose(f"the supervisor closed it: {error.strerror}")
+                self.lose(f"the supervisor closed the connection: {error.strerror}")
 
     # Jobs.
 
@@ -205,9 +205,7 @@ class Connection:
         number = next(self._numbers)
         call = _Call()
         if self._is_in_the_midst(call.thread):
-            raise RuntimeError(
-                "a callback, or a signal's handler in the midst of another call, cannot wait for a job: submit it"
-            )
+            raise RuntimeError("a callback, or a signal handler during another call, cannot wait for a job: use submit")
         try:
             with self._lock:
                 if self.lost is not None:
@@ -341,7 +339,7 @@ class Connection:
                         traceback.print_exc()
             finally:
                 self._hand_over(self)
-        self.lose("its client is gone")
+        self.lose("the client was dropped")
 
     def _hand_over(self, leader: object) -> None:
         """If ``leader`` is the current leader, makes another thread the leader."""
@@ -395,7 +393,7 @@ class Connection:
                 self._take(*frames[0])
                 frames.popleft()
         except EOFError:
-            self.lose("the supervisor closed it")
+            self.lose("the supervisor closed the connection")
         except _wire.Unreadable as error:
             self.lose(str(error))
         except OSError as error:
@@ -424,7 +422,7 @@ class Connection:
                 future.progress(metadata)
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
-            self.lose(f"the supervisor refused it ({reason}): {sentence}")
+            self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
 
     # The end.
 
@@ -473,7 +471,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because it belongs to the parent."""
-        self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
+        self.lost = Disconnected("the job belongs to the parent process, from which this process was forked", "unknown")
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
         for future in self._futures.values():
@@ -489,7 +487,7 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
     try:
         link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     except OSError as error:
-        sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
+        sentence = f"a socket could not be created: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
     try:
         link.settimeout(seconds)
@@ -508,14 +506,14 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
             retryable = reason in ("draining", "unavailable", "overloaded")
             raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
-            raise _wire.Malformed(f"it answered by a frame of kind {kind}")
+            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome")
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
     except BaseException as error:
         link.close()
         if isinstance(error, EOFError):
-            raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
+            raise Disconnected(f"the supervisor at {path} closed the connection before sending a welcome") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
             said = getattr(error, "strerror", None) or error
             raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None

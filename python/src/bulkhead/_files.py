@@ -71,14 +71,14 @@ def _places(data: memoryview) -> Iterator[slice]:
     Reads each byte of the head only once, because another process may be writing to the file.
     """
     if len(data) < _HEAD.size:
-        raise ValueError("the value is cut off")
+        raise ValueError("the value is truncated")
     _, count, pickled = _HEAD.unpack(bytes(data[: _HEAD.size]))
     at = _HEAD.size + 8 * count
     if count > _BUFFERS_MAX or at > len(data):
-        raise ValueError(f"the value says that it has {count} buffers")
+        raise ValueError(f"the value announces {count} buffers, which is too many")
     for size in (pickled, *struct.unpack(f"<{count}Q", bytes(data[_HEAD.size : at]))):
         if size > len(data) - at:
-            raise ValueError(f"a buffer of {size} bytes reaches beyond the end")
+            raise ValueError(f"a buffer of {size} bytes extends beyond the end of the value")
         yield slice(at, at + size)
         at += size + -(at + size) % mmap.PAGESIZE
 
@@ -130,7 +130,7 @@ class Pair:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
         try:
             if len(pair) < 2:
-                raise OSError("they did not come along: see `rlimits.nofile`")
+                raise OSError("the memory files did not arrive: see `rlimits.nofile`")
             self.own = mmap.mmap(pair[own], size)
             self.other = memoryview(mmap.mmap(pair[1 - own], size, prot=mmap.PROT_READ))
             self.other_file = pair.pop(1 - own)
@@ -163,11 +163,11 @@ class Lease(Pair):
         """Returns copies of the parts of a result. Raises ``ValueError`` if it is invalid or its lease was revoked."""
         number, size = _NAMED.unpack(named)
         if number != self.number or size > len(self.other):
-            raise ValueError("the result is not in the file of its call")
+            raise ValueError("the result is not in the memory file of the call")
         pickled, *buffers = parts(self.other[:size])
         found = [bytes(pickled), *buffers]
         if os.fstat(self.other_file).st_mode & 0o777:
-            raise ValueError("the supervisor took the result back before it was read")
+            raise ValueError("the supervisor revoked the result before this program read the result")
         return found
 
 

@@ -34,7 +34,7 @@ def _journal(descriptor: int) -> memoryview:
     2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
     """
     if os.fstat(descriptor).st_size != JOURNAL_BYTES:
-        raise Refused("its journal has an odd size")
+        raise Refused("the journal has an unexpected size")
     return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
 
@@ -99,8 +99,8 @@ def lost(error: OSError) -> NoReturn:
     """Ends a worker that lost its link. Prints a message unless the supervisor closed the link."""
     if error.errno not in (errno.EPIPE, errno.ECONNRESET):
         sentence = (
-            "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that "
-            f"it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+            "code in this worker closed or replaced the worker's link to the supervisor, or another descriptor that "
+            f"the code did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
         )
         try:
             os.write(2, sentence.encode())
@@ -170,12 +170,12 @@ def shake_hands(
                     return welcome, None
                 # The supervisor relies on the journal from here on.
                 if not lent:
-                    raise Refused("its journal did not come along: see `rlimits.nofile`")
+                    raise Refused("the worker's journal did not arrive: see `rlimits.nofile`")
                 journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)
                 return welcome, journal
         chunk = receive(_wire.READ_BYTES, 0)
         if not chunk:
-            raise Refused("the supervisor closed the link before it said welcome")
+            raise Refused("the supervisor closed the link before sending a welcome")
         reader.take(chunk)

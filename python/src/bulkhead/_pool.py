@@ -83,9 +83,7 @@ class ResultRefused(pickle.UnpicklingError):
     """
 
 
-_ADVICE = (
-    "return plain data, arrays, images or frames, name its class in results=['data', ...], or trust it by results='any'"
-)
+_ADVICE = "return plain data, arrays, images or frames, name the class in results=['data', ...], or trust the worker with results='any'"
 #: Metadata of a CANCEL that applies only if the call has not begun.
 _CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
 
@@ -260,7 +258,7 @@ class Pool:
     def submit(self, call: Call) -> None:
         """Accepts a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if the pool accepts no more calls."""
         if self._is_in_the_midst():
-            raise RuntimeError("a signal's handler cannot submit calls in the midst of another submit")
+            raise RuntimeError("a signal handler cannot submit calls during another submit")
         try:
             with self._lock:
                 self._refuse_if_over()
@@ -380,7 +378,7 @@ class Pool:
             problem = _pool_worker.explained(error)
         size = sum(map(len, payload))
         if size > CALL_BYTES_MAX:
-            problem, payload = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}"), []
+            problem, payload = ValueError(f"the call has {size} bytes; the maximum is {CALL_BYTES_MAX}"), []
         metadata = call.metadata
         if size >= _files.LARGE_BYTES_MIN and problem is None:
             lease = self._lease(call, size, may_wait)
@@ -636,7 +634,7 @@ class Pool:
         if metadata[0]:
             error = _wire.error(metadata, payload)
             if error.outcome.outcome == "rejected" and error.outcome.reason == "unavailable":
-                problem = f"no process of the pool can be started: {error.outcome.message}"
+                problem = f"no worker of the pool can be started: {error.outcome.message}"
                 if self._has_answered:
                     return BrokenProcessPool(problem)
                 self._break(problem)
@@ -650,7 +648,7 @@ class Pool:
             try:
                 raised: BaseException = self._load([payload[end:]])
                 if not isinstance(raised, BaseException):
-                    raise TypeError(f"it is of the type {type(raised).__name__}")
+                    raise TypeError(f"the object has the type {type(raised).__name__}")
             except BaseException as problem:
                 raised = _unread("the exception", problem, f" (it was {_last_line(text)})")
             if self._is_confined and type(raised) in (PermissionError, FileNotFoundError):
@@ -672,7 +670,7 @@ class Pool:
             broken = BrokenProcessPool(self.broken or unfit)
             broken.__cause__ = _remote(text)
             return broken
-        return ResultUnreadable("the worker answered with what is no result")
+        return ResultUnreadable("the worker sent an invalid result")
 
     def _break(self, why: str) -> None:
         """Stops accepting calls, and fails all waiting calls."""
@@ -742,7 +740,7 @@ class Pool:
         try:
             session.stop(at_once=bool(left) or self._was_killed)
         finally:
-            told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
+            told = "the pool was terminated" if self._was_killed else "the supervisor ended during the call"
             for future in left:
                 future._settle(None, PoolDisconnected(told, "unknown"))
             del self._ending[id(left)]
@@ -771,7 +769,9 @@ class Pool:
                     failed = self._ending[id(failed)] = [call.future for call in self._waiting]
                     self._waiting.clear()
         for future in failed:
-            future._settle(None, PoolDisconnected(f"the supervisor ended, and no other one could be started: {why}"))
+            future._settle(
+                None, PoolDisconnected(f"the supervisor ended, and another supervisor could not be started: {why}")
+            )
         self._ending.pop(id(failed), None)
         self._fill(may_wait=False)
 
@@ -867,7 +867,9 @@ class Pool:
         """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
-            raise RuntimeError("the pool has no supervisor: it starts with the first call, and ends with the pool")
+            raise RuntimeError(
+                "the pool has no supervisor: the supervisor starts with the first call, and ends with the pool"
+            )
         return supervisor
 
 
@@ -945,7 +947,7 @@ def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
     from ._libraries import Refused
 
     if isinstance(problem, Refused):
-        return ResultRefused(f"{what} is not taken from a confined worker{said}: {problem}; {_ADVICE}")
+        return ResultRefused(f"{what} is not accepted from a confined worker{said}: {problem}; {_ADVICE}")
     return ResultUnreadable(f"{what} cannot be unpickled{said}: {problem!r}")
 
 

@@ -118,9 +118,11 @@ def explained(error: BaseException) -> BaseException:
     """Returns a pickling error with a hint at the remedy, or the original error if there is no hint."""
     text = str(error)
     if "through inheritance" in text:
-        hint = "use multiprocessing.Manager(), or give it to workers by `initargs` if they have no sandbox"
+        hint = "use multiprocessing.Manager(), or pass the object in `initargs` if the workers have no sandbox"
     elif "__main__" in text or "<lambda>" in text or "<locals>" in text or "__mp_main__" in text:
-        hint = 'define it at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
+        hint = (
+            'define the function or class at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
+        )
     else:
         return error
     if type(error) not in (AttributeError, TypeError, RuntimeError, pickle.PicklingError):
@@ -140,7 +142,7 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     except BaseException:
         # The exception has invalid attributes, such as a SyntaxError with a number as its text.
-        text = f"{type(error).__name__}, whose traceback cannot be made\n"
+        text = f"{type(error).__name__} (the traceback is not available)\n"
     told = text.encode(errors="backslashreplace")
     head = RAISED + _LENGTH.pack(len(told)) + told
     try:
@@ -221,8 +223,8 @@ class _Worker:
 
                 # Like the standard forkserver, which forks in spite of threads, this works, but it is slower.
                 warnings.warn(
-                    f"the main module or `preload` leave the thread {', '.join(names[:8])} running, so that "
-                    "each worker imports them itself instead of being forked with them: start threads in functions",
+                    f"the main module or a module of `preload` leaves the thread {', '.join(names[:8])} running, so "
+                    "that each worker imports the modules again, which is slower: start threads in functions",
                     RuntimeWarning,
                     stacklevel=1,
                 )
@@ -303,7 +305,7 @@ def main(path: str) -> None:
             with open(path, "rb") as file:
                 preparation = pickle.load(file)
         except FileNotFoundError:
-            sys.exit(f"{path} is gone: the folder of this pool was removed while it was in use")
+            sys.exit(f"{path} does not exist: the folder of this pool was removed during use")
         outer_folder = os.path.dirname(path)
     else:
         import base64

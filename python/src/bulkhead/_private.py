@@ -57,7 +57,7 @@ def find_supervisor() -> str:
     if named:
         if os.path.isfile(named) and os.access(named, os.X_OK):
             return named
-        raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is no program that can be run")
+        raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is not an executable program")
     try:
         import bulkhead_supervisor  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -69,7 +69,7 @@ def find_supervisor() -> str:
         return found
     raise SupervisorNotFound(
         "the program bulkhead-supervisor is neither installed nor in PATH: in a checkout of Bulkhead, run "
-        "`pip install ./python/supervisor ./python`, or name the program in $BULKHEAD_SUPERVISOR"
+        "`pip install ./python/supervisor ./python`, or set $BULKHEAD_SUPERVISOR to the path of the program"
     )
 
 
@@ -122,7 +122,7 @@ def to_toml(value: Any) -> str:
         return "{ " + ", ".join(f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(to_toml, value)) + "]"
-    raise TypeError(f"a configuration has no values such as {value!r}")
+    raise TypeError(f"a configuration cannot contain the value {value!r}")
 
 
 def _document(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -145,7 +145,7 @@ def _make_folder(outer: str | None) -> str:
             return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
         except OSError as error:
             tried.append(f"{parent}: {error.strerror}")
-    raise SupervisorFailed("no folder for the supervisor's sockets could be made: " + "; ".join(tried))
+    raise SupervisorFailed("a folder for the supervisor's sockets could not be created: " + "; ".join(tried))
 
 
 class PrivateSupervisor:
@@ -274,7 +274,9 @@ class PrivateSupervisor:
             if self._process.poll() is not None:
                 raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
             if time.monotonic() > give_up:
-                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
+                raise SupervisorFailed(
+                    f"bulkhead-supervisor did not listen within {START_SECONDS_MAX:.0f} s: {self.log()}"
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 

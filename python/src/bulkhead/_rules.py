@@ -267,10 +267,10 @@ def told(call: Callable[..., int]) -> Rules | None:
         access, length = struct.unpack_from("<QI", data, at)
         at += 12 + length
         if at > len(data):
-            raise ValueError("the keeper's rules end too early")
+            raise ValueError("the keeper's rules are truncated")
         grants.append((data[at - length : at], access))
     if not grants:
-        raise ValueError("the keeper's rules end too early")
+        raise ValueError("the keeper's rules are truncated")
     (path, access), *others = grants
     if not handled and not scoped:
         return None

@@ -139,7 +139,7 @@ class Server:
             handlers = [*self._operations.values(), *([self._handler] if self._handler else [])]
             for handler in handlers:
                 if not callable(handler):
-                    raise TypeError(f"a handler must be callable, which {handler!r} is not")
+                    raise TypeError(f"a handler must be callable, but {handler!r} is not")
         except BaseException as error:
             self._end_if_child(error)
             print_traceback(error)
@@ -152,7 +152,9 @@ class Server:
             try:
                 _start_thread(self._watch, ())
             except RuntimeError as error:
-                self.give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
+                self.give_up(
+                    f"{error}: check that `rlimits` (or `memory` of an executor) are large enough for an interpreter"
+                )
         if self.welcome.seal is not None:
             from ._seal import SealFailed, put_in_force
 
@@ -347,7 +349,7 @@ class Server:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
                 known = ", ".join(map(repr, sorted(self._operations))) or "none at all"
-                sentence = f"this worker has no operation {job.operation!r}; it has {known}"
+                sentence = f"this worker has no operation {job.operation!r}; the operations are {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
             if type(result) is not bytes and hasattr(result, "__await__"):
@@ -394,9 +396,7 @@ class Server:
                 payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
             except Exception as problem:
                 # The attributes of the error were changed to invalid values.
-                metadata = _wire.failed(
-                    "exception", f"HandlerError that cannot be sent: {describe(problem)}", False, ""
-                )
+                metadata = _wire.failed("exception", f"the HandlerError cannot be sent: {describe(problem)}", False, "")
         else:
             print_traceback(error)
             metadata = _wire.failed("exception", describe(error), False, "dependency")
@@ -602,7 +602,7 @@ def _within(limit: int) -> int:
 
 
 def _was_cancelled() -> HandlerError:
-    return HandlerError("cancelled", "no client waits any more", fault="caller")
+    return HandlerError("cancelled", "the client no longer waited", fault="caller")
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
@@ -617,7 +617,7 @@ def _as_bytes(result: object) -> bytes | memoryview:
         # An empty view cannot always be cast.
         return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
     except TypeError:
-        raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
+        raise TypeError(f"a handler must return bytes, str or None, not {type(result).__name__}") from None
 
 
 def _is_async(handler: Any) -> bool:

@@ -23,7 +23,7 @@ def print_traceback(error: BaseException) -> None:
         traceback.print_exception(type(error), error, error.__traceback__)
     except BaseException:
         try:
-            print(f"{type(error).__qualname__} was raised, which cannot be printed", file=sys.stderr)
+            print(f"{type(error).__qualname__} was raised and cannot be printed", file=sys.stderr)
         except Exception:
             # A handler has closed the stream.
             pass
@@ -34,6 +34,6 @@ def describe(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException:
-        text = "(its text cannot be made)"
+        text = "(the text is not available)"
     name = type(error).__qualname__
     return f"{name}: {text}" if text else name

@@ -116,7 +116,9 @@ def _sandbox(system: _System) -> Rules | None:
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.leave_temporary_files_open():
             print(
-                "`read` or `write` give what the temporary folders lie in: workers reach each other's", file=sys.stderr
+                "workers can access each other's temporary folders: `read` or `write` names a folder above these "
+                "folders",
+                file=sys.stderr,
             )
     return rules
 
@@ -155,9 +157,9 @@ class _System:
         try:
             import ctypes
         except ImportError:
-            raise _Unfit('`start.mode = "fork"` takes an interpreter with ctypes: leave it out') from None
+            raise _Unfit('`start.mode = "fork"` needs an interpreter with ctypes: leave `start.mode` out') from None
         if sys.implementation.name != "cpython" or platform.machine() not in _CLONE:
-            raise _Unfit('`start.mode = "fork"` takes CPython on x86-64, aarch64 or riscv64: leave it out')
+            raise _Unfit('`start.mode = "fork"` needs CPython on x86-64, aarch64 or riscv64: leave `start.mode` out')
         # PyDLL keeps the GIL during the call, as os.fork() does.
         library: Any = ctypes.PyDLL(None, use_errno=True)
         library.syscall.restype = ctypes.c_long
@@ -239,7 +241,7 @@ def _check_threads() -> None:
     names = threads()
     if names:
         raise _Unfit(
-            f'`start.mode = "fork"` takes a process of one thread, and `init` left {", ".join(names[:8])} beside it: '
+            f'`start.mode = "fork"` needs a process with a single thread, but `init` left {", ".join(names[:8])}: '
             "start threads in `after_fork`, or leave `start.mode` out"
         )
 

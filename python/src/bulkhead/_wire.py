@@ -128,7 +128,7 @@ def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
     """Encodes a frame without its payload, which the caller sends next. Raises ``ValueError`` if it is too long."""
     size = len(metadata)
     if size + payload_bytes > FRAME_BYTES_MAX:
-        raise ValueError(f"a payload of {payload_bytes} bytes is more than a frame holds ({FRAME_BYTES_MAX - size})")
+        raise ValueError(f"the payload has {payload_bytes} bytes; the maximum is {FRAME_BYTES_MAX - size}")
     return HEADER.pack(size + payload_bytes, kind, 0, size, number) + metadata
 
 
@@ -138,7 +138,7 @@ def read_text(data: bytes, at: int) -> tuple[str, int]:
     (size,) = _LENGTH.unpack_from(data, at)
     end = start + size
     if end > len(data):
-        raise Malformed("a text reaches beyond its frame")
+        raise Malformed("a text extends beyond the frame")
     return data[start:end].decode("utf-8", "replace"), end
 
 
@@ -151,9 +151,9 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         tag, size = _EXTENSION.unpack_from(data, at)
         at += 10
         if at + size > len(data):
-            raise Malformed("an extension reaches beyond its frame")
+            raise Malformed("an extension extends beyond the frame")
         if tag & 0x8000 and tag != LEASED_BYTES:
-            raise Malformed(f"the supervisor demands the extension {tag:#x}, which this version does not know")
+            raise Malformed(f"the supervisor requires the extension {tag:#x}, which this version does not know")
         found[tag] = data[at : at + size]
         at += size
     return found
@@ -184,11 +184,11 @@ def submission(
         ("traceparent", traceparent or "", 1024),
     ):
         if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+            raise TypeError(f"{name} must be str, not {type(value).__name__}")
         if len(value.encode()) > bytes_max:
             raise ValueError(f"{name} is longer than {bytes_max} bytes")
     if priority not in PRIORITIES:
-        raise ValueError(f"{priority!r} is no priority: write 'critical', 'normal' or 'best-effort'")
+        raise ValueError(f"{priority!r} is not a priority: write 'critical', 'normal' or 'best-effort'")
     if not 0 <= cost <= 0xFFFF_FFFF:
         raise ValueError(f"cost must be from 0 to 2**32-1, not {cost}")
     given = []
@@ -251,7 +251,7 @@ def outcome(metadata: bytes) -> Outcome:
         message, at = read_text(metadata, at)
         given = read_extensions(metadata, at)
     except struct.error as error:
-        raise Malformed(f"an outcome that cannot be read: {error}") from None
+        raise Malformed(f"the supervisor sent an outcome that cannot be read: {error}") from None
     verdict, reason, executed, retryable, fault, attempts, queued, ran, deadline, pid, has_after, after = fields[:12]
     has_status, status = fields[12:]
     name = OUTCOMES[verdict] if verdict < len(OUTCOMES) else "unknown"
@@ -291,7 +291,7 @@ def error(metadata: bytes, payload: Payload) -> JobError:
     kind = ERROR_OF_OUTCOME.get(told.outcome)
     if kind is None:
         return Disconnected(
-            f"the supervisor told of an outcome that this client does not know ({told}); update bulkhead-py",
+            f"the supervisor reported an outcome that this client does not know ({told}); update bulkhead-py",
             told.executed,
         )
     return kind(told, payload)
@@ -411,9 +411,9 @@ class Reader:
         while end - at >= 16:
             length, kind, flags, metadata_length, number = HEADER.unpack_from(data, at)
             if metadata_length > length:
-                raise Malformed("a frame whose metadata is longer than itself")
+                raise Malformed("the supervisor sent a frame with metadata longer than the frame")
             if flags & CRITICAL and kind not in KNOWN:
-                raise Malformed(f"the supervisor demands the frame {kind}, which this version does not know")
+                raise Malformed(f"the supervisor sent a critical frame of the unknown kind {kind}: update bulkhead-py")
             start = at + 16
             middle = start + metadata_length
             stop = start + length

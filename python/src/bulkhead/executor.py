@@ -197,7 +197,9 @@ class BulkheadExecutor(_Calls):
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
-            raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
+            raise ValueError(
+                "mp_context must be 'spawn' or 'forkserver', because workers are not forked from this process"
+            )
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
@@ -211,7 +213,7 @@ class BulkheadExecutor(_Calls):
         allowed = None
         if results != "any":
             if pickler not in READ_BY_PICKLE:
-                raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
+                raise ValueError(f"results='data' needs pickler='pickle' or 'cloudpickle', not {pickler!r}")
             from ._data import allow
 
             allowed = allow([] if isinstance(results, str) else [kind for kind in results if kind != "data"])
@@ -409,7 +411,7 @@ class _Launch(NamedTuple):
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
             raise RuntimeError(
-                "the main module submits calls while it is imported by a worker: put what it does under "
+                "the main module submits calls while a worker imports the module: move the calls under "
                 "if __name__ == '__main__':"
             )
         output: Output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
@@ -451,7 +453,7 @@ def _refuse_in_frozen_worker() -> None:
 
         link = _link.inherited()
         why = (
-            "this frozen program does not support workers: call multiprocessing.freeze_support() first of all under "
+            "this frozen program does not support workers: call multiprocessing.freeze_support() first under "
             "if __name__ == '__main__':"
         )
         if link is not None and _template.is_wanted():
@@ -470,7 +472,9 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
 
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
-        raise ValueError("environment and initializer are too large for confined workers: let calls bring the data")
+        raise ValueError(
+            "environment and initializer are too large for confined workers: pass the data as arguments of calls"
+        )
     supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 

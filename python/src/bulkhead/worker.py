@@ -101,7 +101,7 @@ def serve(
         return handler, given, None if init is None else init()
 
     if handler is None and not given:
-        raise TypeError("serve() takes a handler, or operations")
+        raise TypeError("serve() needs a handler or operations")
     run(prepare, after_fork)
 
 
