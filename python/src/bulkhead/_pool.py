@@ -83,7 +83,10 @@ class ResultRefused(pickle.UnpicklingError):
     """
 
 
-_ADVICE = "return plain data, arrays, images or frames, name the class in results=['data', ...], or trust the worker with results='any'"
+_ADVICE = (
+    "return plain data, arrays, images or frames, name the class in results=['data', ...], or trust the worker "
+    "with results='any'"
+)
 #: Metadata of a CANCEL that applies only if the call has not begun.
 _CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
 
