@@ -78,7 +78,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Super
         supervisor.channel.end()
 
 
-BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNBEGUN
+BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNLESS_BEGUN
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -132,7 +132,7 @@ def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None
-        if not channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
+        if not channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
             pytest.skip("NOT RUN: this supervisor cannot restrict cancellation to jobs that have not begun")
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
         wait_for("the first one runs", lambda: read(tmp_path / "0"))

@@ -70,13 +70,13 @@ def test_a_call_that_cannot_be_pickled_is_told_so_after_an_interruption() -> Non
     ends("""
 pool = started()
 future = waiting(pool, abs, threading.Lock())
-put_down = pool._pool._put_down
+put_down = pool._pool._undo_preparation
 def hit(call):
     put_down(call)
     if threading.current_thread() is main:
-        del pool._pool._put_down
+        del pool._pool._undo_preparation
         interrupt()
-pool._pool._put_down = hit
+pool._pool._undo_preparation = hit
 try:
     pool._pool._fill(may_wait=True)
     raise AssertionError

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 HANDSHAKE_SECONDS_MAX = 10.0
 
 
-def lost(why: str) -> Disconnected:
+def lost_error(reason: str) -> Disconnected:
     """Returns the error for a job whose connection was lost."""
     advice = "whether the job ran is unknown: send the job again only if a second run is safe"
-    return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
+    return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", "unknown")
 
 
 class NotSent(Exception):
@@ -40,14 +40,14 @@ class NotSent(Exception):
 class _Call:
     """A job that a thread waits for."""
 
-    __slots__ = ("answer", "bell", "error", "thread")
+    __slots__ = ("answer", "error", "sleep_lock", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.answer: tuple[bytes, bytes | bytearray] | None = None
         self.error: JobError | None = None
         #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
-        self.bell: threading.Lock | None = None
+        self.sleep_lock: threading.Lock | None = None
 
 
 class Connection:
@@ -65,7 +65,7 @@ class Connection:
         # The call whose thread reads the socket, or this connection for the thread of the futures.
         self._leader: object = None
         self._reading_thread = 0
-        self._thread_bell: threading.Lock | None = None
+        self._thread_sleep_lock: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
         # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
@@ -182,7 +182,7 @@ class Connection:
             else:
                 self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
         except OSError as error:
-            if error.errno not in _wire.ENDS:
+            if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                 # Raised by a signal handler, such as a TimeoutError.
                 raise
             self.lose(f"the supervisor closed the connection: {error.strerror}")
@@ -194,7 +194,7 @@ class Connection:
             try:
                 self._push(_wire.frame(_wire.CANCEL, number))
             except OSError as error:
-                if error.errno not in _wire.ENDS:
+                if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                     raise
                 self.lose(f"the supervisor closed the connection: {error.strerror}")
 
@@ -204,7 +204,7 @@ class Connection:
         """Submits a job and waits for the result. Raises ``JobError``, or ``NotSent``."""
         number = next(self._numbers)
         call = _Call()
-        if self._is_in_the_midst(call.thread):
+        if self._is_nested(call.thread):
             raise RuntimeError("a callback, or a signal handler during another call, cannot wait for a job: use submit")
         try:
             with self._lock:
@@ -234,14 +234,14 @@ class Connection:
         with self._lock:
             if self.lost is not None:
                 raise NotSent
-            if self._thread_bell is None:
-                self._thread_bell = threading.Lock()
-                self._thread_bell.acquire()
+            if self._thread_sleep_lock is None:
+                self._thread_sleep_lock = threading.Lock()
+                self._thread_sleep_lock.acquire()
                 try:
                     threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
                 except BaseException:
                     # No thread can be started now. The next future tries again.
-                    self._thread_bell = None
+                    self._thread_sleep_lock = None
                     raise
             future.started(self, number)
             self._futures[number] = future
@@ -253,8 +253,8 @@ class Connection:
         except NotSent:
             # The thread that lost the connection may have settled the future already.
             with self._lock:
-                is_untold = self._futures.pop(number, None) is not None
-            if is_untold:
+                is_pending = self._futures.pop(number, None) is not None
+            if is_pending:
                 raise
         except BaseException:
             with self._lock:
@@ -262,7 +262,7 @@ class Connection:
             self.cancel(number)
             raise
 
-    def _is_in_the_midst(self, thread: int) -> bool:
+    def _is_nested(self, thread: int) -> bool:
         """Returns true if an outer frame of this thread is reading outcomes, or is sending or waiting for a job."""
         return (
             self._reading_thread == thread
@@ -288,18 +288,18 @@ class Connection:
 
     def _read_or_sleep(self, number: int, call: _Call) -> None:
         """Reads until the call is settled, or sleeps while another thread reads."""
-        bell: threading.Lock | None = None
+        sleep_lock: threading.Lock | None = None
         with self._lock:
             if call.answer is not None or call.error is not None:
                 return
             if self._leader is None:
                 self._leader = call
             else:
-                bell = call.bell = threading.Lock()
-                bell.acquire()
+                sleep_lock = call.sleep_lock = threading.Lock()
+                sleep_lock.acquire()
                 self._sleeping[number] = call
-        if bell is not None:
-            bell.acquire()
+        if sleep_lock is not None:
+            sleep_lock.acquire()
             return
         try:
             self._reading_thread = threading.get_ident()
@@ -309,8 +309,8 @@ class Connection:
             self._hand_over(call)
 
     def _read_for_futures(self) -> None:
-        bell = self._thread_bell
-        assert bell is not None
+        sleep_lock = self._thread_sleep_lock
+        assert sleep_lock is not None
         while True:
             with self._lock:
                 if self.lost is not None:
@@ -323,7 +323,7 @@ class Connection:
                 else:
                     self._thread_sleeps = True
             if not reads:
-                bell.acquire()
+                sleep_lock.acquire()
                 continue
             try:
                 self._reading_thread = threading.get_ident()
@@ -361,9 +361,9 @@ class Connection:
         if self._leader is not None:
             return
         is_thread_wanted = self._futures or self.lost is not None
-        if is_thread_wanted and self._thread_sleeps and self._thread_bell is not None:
-            if self._thread_bell.locked():
-                self._thread_bell.release()
+        if is_thread_wanted and self._thread_sleeps and self._thread_sleep_lock is not None:
+            if self._thread_sleep_lock.locked():
+                self._thread_sleep_lock.release()
             self._thread_sleeps = False
             return
         for number, call in list(self._sleeping.items()):
@@ -375,12 +375,12 @@ class Connection:
     @staticmethod
     def _wake(call: _Call) -> bool:
         """Wakes the thread of a call. Returns true if the thread was asleep."""
-        bell = call.bell
-        if bell is None:
+        sleep_lock = call.sleep_lock
+        if sleep_lock is None:
             return False
-        if bell.locked():
-            bell.release()
-        call.bell = None
+        if sleep_lock.locked():
+            sleep_lock.release()
+        call.sleep_lock = None
         return True
 
     def _read(self) -> None:
@@ -390,18 +390,18 @@ class Connection:
             if not frames:
                 reader.read()
             while frames:
-                self._take(*frames[0])
+                self._handle_frame(*frames[0])
                 frames.popleft()
         except EOFError:
             self.lose("the supervisor closed the connection")
         except _wire.Unreadable as error:
             self.lose(str(error))
         except OSError as error:
-            if error.errno not in _wire.ENDS:
+            if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                 raise
             self.lose(str(error))
 
-    def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
+    def _handle_frame(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.OUTCOME:
             with self._lock:
                 call = self._calls.get(number)
@@ -426,16 +426,16 @@ class Connection:
 
     # The end.
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Closes the connection, and fails all jobs on it."""
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = lost(why)
+            self.lost = lost_error(reason)
             calls, self._calls = self._calls, {}
             futures, self._futures = self._futures, {}
             for call in calls.values():
-                call.error = lost(why)
+                call.error = lost_error(reason)
                 self._wake(call)
             self._sleeping.clear()
             self._wake_reader()
@@ -446,7 +446,7 @@ class Connection:
             pass
         self._close()
         for future in futures.values():
-            future.lose(lost(why))
+            future.lose(lost_error(reason))
 
     def _close(self) -> None:
         """Closes the descriptor if no thread uses it, because its number may soon refer to another file."""
@@ -461,10 +461,10 @@ class Connection:
         object is collected. The garbage collector can call this method during any other method.
         """
         self._is_released = True
-        bell = self._thread_bell
-        if bell is not None and bell.locked():
+        sleep_lock = self._thread_sleep_lock
+        if sleep_lock is not None and sleep_lock.locked():
             try:
-                bell.release()
+                sleep_lock.release()
             except RuntimeError:
                 # Another thread has just released it.
                 pass

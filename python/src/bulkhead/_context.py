@@ -60,7 +60,7 @@ class Context:
     """A running job, passed to its handler."""
 
     __slots__ = (
-        *("_arrival", "_deadline", "_payload", "_said", "_server", "_task", "_told_at"),
+        *("_arrival", "_deadline", "_payload", "_progress", "_server", "_task", "_progress_sent_at"),
         *("cancelled", "number", "operation", "tenant", "traceparent"),
     )
 
@@ -91,8 +91,8 @@ class Context:
         self._deadline = deadline
         self._payload = payload
         # Progress report that was not sent yet; False after the job was answered.
-        self._said: tuple[float, str] | bool | None = None
-        self._told_at = 0.0
+        self._progress: tuple[float, str] | bool | None = None
+        self._progress_sent_at = 0.0
         self._task: Any = None
         self.cancelled = False
         self.number = number

@@ -65,11 +65,11 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
     Raises ``TypeError`` for objects that are not classes and for exceptions that end a program or a generator.
     """
     for kind in kinds:
-        if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _may_be_raised(kind)):
+        if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _is_raisable(kind)):
             raise TypeError(
                 f"results: {kind!r} must be a class, but not an exception that ends a program or a generator"
             )
-        _HAVING.add(kind)
+        _CONTAINERS.add(kind)
         if issubclass(kind, BaseException):
             _EXCEPTIONS.add(kind)
     return {_name_of(kind.__module__, kind.__qualname__): kind for kind in kinds}
@@ -90,15 +90,15 @@ def loads(
     try:
         return _load(data, buffers, allowed)
     except pickle.UnpicklingError as error:
-        why = str(error)
+        reason = str(error)
     except RecursionError:
-        why = "keys are nested too deeply for a comparison"
+        reason = "keys are nested too deeply for a comparison"
     except IndexError:
-        why = "the pickle is truncated, or uses a missing object"
+        reason = "the pickle is truncated, or uses a missing object"
     except (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError) as error:
-        why = f"the pickle cannot be read: {type(error).__name__}: {error!s:.200}"
+        reason = f"the pickle cannot be read: {type(error).__name__}: {error!s:.200}"
     # A new exception, because the frames of the original exception contain unchecked values.
-    raise DataOnly(why)
+    raise DataOnly(reason)
 
 
 def _load(data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]) -> Any:
@@ -360,9 +360,9 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
         return None
     # Not with getattr, because a module's `__getattr__` may import another module.
     kind = vars(sys.modules.get(module, object)).get(name)
-    if not isinstance(kind, type) or not _may_be_raised(kind) or kind.__module__ != module:
+    if not isinstance(kind, type) or not _is_raisable(kind) or kind.__module__ != module:
         return None
-    for kinds in (_EXCEPTIONS, _HAVING):
+    for kinds in (_EXCEPTIONS, _CONTAINERS):
         kinds.add(kind)
 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
@@ -450,14 +450,14 @@ _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
 
-def _may_be_raised(kind: type) -> bool:
+def _is_raisable(kind: type) -> bool:
     """Returns false for exceptions that end a program or a generator. An asyncio future cannot hold them."""
     return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
 
 
 #: `allow` adds classes to these two sets.
-_EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _may_be_raised(kind)}
-_HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
+_EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _is_raisable(kind)}
+_CONTAINERS: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
@@ -480,7 +480,7 @@ def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()
     ``large`` count by their size.
     """
     count = 0
-    layer = [value for value in roots if type(value) in _HAVING]
+    layer = [value for value in roots if type(value) in _CONTAINERS]
     for _ in range(DEPTH_MAX):
         if not layer:
             return count
@@ -496,9 +496,9 @@ def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()
             return None
         if large:
             count += sum(map(_size, (value for value in chain.from_iterable(parts) if type(value) in large)))
-        if _HAVING.isdisjoint(map(type, chain.from_iterable(parts))):
+        if _CONTAINERS.isdisjoint(map(type, chain.from_iterable(parts))):
             return count
-        layer = [value for value in chain.from_iterable(parts) if type(value) in _HAVING]
+        layer = [value for value in chain.from_iterable(parts) if type(value) in _CONTAINERS]
     return None
 
 
@@ -509,11 +509,11 @@ def _weigh(root: Any, most: int) -> None:
     stack = [root]
     while stack:
         value = stack[-1]
-        if id(value) in known or type(value) not in _HAVING:
+        if id(value) in known or type(value) not in _CONTAINERS:
             stack.pop()
             continue
         members = [*chain.from_iterable(_parts(value))]
-        inner = [member for member in members if type(member) in _HAVING]
+        inner = [member for member in members if type(member) in _CONTAINERS]
         missing = {id(member): member for member in inner if id(member) not in known}
         if missing:
             opened.add(id(value))

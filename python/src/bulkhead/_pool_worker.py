@@ -24,7 +24,7 @@ RAISED = b"E"
 #: The job could not be unpickled: traceback as text.
 UNREADABLE = b"U"
 #: The initializer raised an exception: traceback as text. The worker never runs a job.
-UNFIT = b"I"
+INITIALIZER_FAILED = b"I"
 
 #: Variable with the preparation of confined workers. Other workers read the preparation from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
@@ -114,7 +114,7 @@ def dumps_with_primitives(value: Any) -> bytes:
         context.set_spawning_popen(before)
 
 
-def explained(error: BaseException) -> BaseException:
+def with_hint(error: BaseException) -> BaseException:
     """Returns a pickling error with a hint at the remedy, or the original error if there is no hint."""
     text = str(error)
     if "through inheritance" in text:
@@ -143,8 +143,8 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
     except BaseException:
         # The exception has invalid attributes, such as a SyntaxError with a number as its text.
         text = f"{type(error).__name__} (the traceback is not available)\n"
-    told = text.encode(errors="backslashreplace")
-    head = RAISED + _LENGTH.pack(len(told)) + told
+    report = text.encode(errors="backslashreplace")
+    head = RAISED + _LENGTH.pack(len(report)) + report
     try:
         return head + pickler.dumps(error)
     except BaseException as problem:
@@ -228,7 +228,7 @@ class _Worker:
                     RuntimeWarning,
                     stacklevel=1,
                 )
-                _template.start_again(_BARE)
+                _template.restart(_BARE)
 
     def after_fork(self) -> None:
         """Prepares a worker that was forked from a template."""
@@ -275,8 +275,8 @@ class _Worker:
                 initializer(*arguments)
         except BaseException:
             # Returned as the result of the first call, which ends the pool immediately and with the traceback.
-            told = UNFIT + _traceback()
-            self._calls = lambda _payload, _context: told
+            report = INITIALIZER_FAILED + _traceback()
+            self._calls = lambda _payload, _context: report
 
     def __call__(self, payload: Any, context: Any) -> bytes | _files.Written:
         try:

@@ -15,7 +15,7 @@ class SealFailed(Exception):
     """The filter could not be installed. The worker must not run jobs."""
 
 
-def put_in_force(instructions: bytes) -> None:
+def install(instructions: bytes) -> None:
     """Applies a seccomp filter to all current and future threads of this process.
 
     Also makes the process non-dumpable, so that other processes of the user cannot read its memory. Raises

@@ -78,7 +78,7 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
     socket = _link.inherited()
     if socket is None:
         sys.exit(USAGE)
-    receivers.append(_template.Starting(socket))
+    receivers.append(_template.TemplateStart(socket))
     prepared = _template.serve_forks(socket, prepare)
     receivers.clear()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
 #: Errors after which a connection is unusable. Any other ``OSError`` comes from a signal handler, not from the socket.
-ENDS = frozenset(
+LOST_CONNECTION_ERRORS = frozenset(
     (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN, errno.ENOBUFS, errno.ENOMEM)
 )
 
@@ -42,16 +42,16 @@ EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED, FILES_TAKEN = 70, 
 KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 52), *range(53, 56), READY, *range(66, 76)})
 
 # Extensions.
-TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
+TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x8006
 #: Extension of CANCEL: cancel the job only if it has not begun.
-UNBEGUN = 0x8007
+UNLESS_BEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
 # Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
-WORKER_LIMITS, WORKER_BEATS, WORKER_FILES, WORKER_CLAIMS = 2, 8, 16, 32
+WORKER_LIMITS, WORKER_JOURNAL_HEARTBEATS, WORKER_FILES, WORKER_PREFETCH = 2, 8, 16, 32
 CLIENT_RUN_LIMIT = 1
-CLIENT_CANCEL_UNBEGUN = 4
-BEATS_IN_JOURNAL = 1
+CLIENT_CANCEL_UNLESS_BEGUN = 4
+JOURNAL_HEARTBEATS = 1
 
 # Bounds, in bytes.
 FRAME_BYTES_MAX = 0xFFFF_FFFF
@@ -152,7 +152,7 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         at += 10
         if at + size > len(data):
             raise Malformed("an extension extends beyond the frame")
-        if tag & 0x8000 and tag != LEASED_BYTES:
+        if tag & 0x8000 and tag != LEASE_REF:
             raise Malformed(f"the supervisor requires the extension {tag:#x}, which this version does not know")
         found[tag] = data[at : at + size]
         at += size
@@ -208,7 +208,7 @@ def _texts_end(data: bytes, at: int, count: int) -> int:
     return at
 
 
-def lessee(metadata: bytes) -> bytes:
+def lease_owner(metadata: bytes) -> bytes:
     """Returns the encoded bulkhead and tenant of a SUBMIT, as LEASE contains them."""
     bulkhead = _texts_end(metadata, 0, 1)
     return metadata[:bulkhead] + metadata[_texts_end(metadata, bulkhead, 1) : _texts_end(metadata, bulkhead, 2)]
@@ -287,14 +287,14 @@ def outcome(metadata: bytes) -> Outcome:
 
 def error(metadata: bytes, payload: Payload) -> JobError:
     """Returns the exception for an OUTCOME other than ``ok``."""
-    told = outcome(metadata)
-    kind = ERROR_OF_OUTCOME.get(told.outcome)
+    found = outcome(metadata)
+    kind = ERROR_OF_OUTCOME.get(found.outcome)
     if kind is None:
         return Disconnected(
-            f"the supervisor reported an outcome that this client does not know ({told}); update bulkhead-py",
-            told.executed,
+            f"the supervisor reported an outcome that this client does not know ({found}); update bulkhead-py",
+            found.executed,
         )
-    return kind(told, payload)
+    return kind(found, payload)
 
 
 def progress(metadata: bytes) -> tuple[float, str]:
@@ -310,8 +310,8 @@ def progressed(fraction: float, words: str) -> bytes:
 
 def failed(code: str, message: str, retryable: bool, fault: str) -> bytes:
     """Encodes the metadata of FAILED."""
-    told = text(code, CODE_BYTES_MAX) + text(message, MESSAGE_BYTES_MAX)
-    return told + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
+    texts = text(code, CODE_BYTES_MAX) + text(message, MESSAGE_BYTES_MAX)
+    return texts + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
 
 
 #: Encoding of two empty text fields.
@@ -331,7 +331,7 @@ def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
     given = read_extensions(metadata, at + 8)
     trace = given.get(TRACEPARENT)
     traceparent = None if trace is None else trace.decode("ascii", "replace")
-    return operation, tenant, remaining, traceparent, given.get(LEASED_BYTES)
+    return operation, tenant, remaining, traceparent, given.get(LEASE_REF)
 
 
 def client_welcome(metadata: bytes) -> int:
