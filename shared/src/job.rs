@@ -56,7 +56,7 @@ impl std::str::FromStr for Priority {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Self::of(text)
+        Self::from_word(text)
             .ok_or_else(|| format!("'{text}' is not a priority: write critical, normal or best-effort"))
     }
 }

@@ -39,10 +39,10 @@ pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADAT
 /// Truncates `text` to at most `bytes_max` bytes, at a character boundary.
 ///
 /// ```
-/// assert_eq!(bulkhead_shared::limits::cut("größe", 4), "grö");
-/// assert_eq!(bulkhead_shared::limits::cut("größe", 3), "gr");
+/// assert_eq!(bulkhead_shared::limits::truncate("größe", 4), "grö");
+/// assert_eq!(bulkhead_shared::limits::truncate("größe", 3), "gr");
 /// ```
-pub fn cut(text: &str, bytes_max: usize) -> &str {
+pub fn truncate(text: &str, bytes_max: usize) -> &str {
     let mut end = text.len().min(bytes_max);
     while !text.is_char_boundary(end) {
         end -= 1;

@@ -152,7 +152,7 @@ impl Builder {
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
         // Writes to closed connections must not raise SIGPIPE in the application.
-        bulkhead_shared::connection::send_without_signals();
+        bulkhead_shared::connection::disable_sendfile();
         let prepare = move || self.prepare(&keeper);
         // On a separate thread, because `prepare` changes the signal mask and the scheduler slice of its
         // thread.

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec;
-use bulkhead_shared::limits::cut;
+use bulkhead_shared::limits::truncate;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token};
 use nix::sys::signal::SigSet;
@@ -404,7 +404,7 @@ impl Process {
     }
 
     fn report_failure(&mut self, worker: u64, refusal: &Refusal) {
-        let step = cut(&refusal.step, STEP_BYTES_MAX);
+        let step = truncate(&refusal.step, STEP_BYTES_MAX);
         let errno = refusal.errno.raw_os_error();
         self.report(&ReportMessage::SpawnFailed { worker, step, errno }, None);
     }

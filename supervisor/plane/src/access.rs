@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 
 use crate::entry::{self, Refusal};
 use bulkhead_config::{AccessConfig, Config, Who};
@@ -118,7 +118,7 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
 /// clients with access to all bulkheads can learn whether a bulkhead exists.
 pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &str) -> Option<String> {
     let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
-    let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
+    let name = truncate(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if reaching.peek().is_none() {
         return Some(format!("you cannot use a bulkhead '{name}'"));
     }
@@ -126,7 +126,7 @@ pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &
     if !is_there || reaching.any(|entry| entry.takes(tenant)) {
         return None;
     }
-    Some(match cut(tenant, TENANT_BYTES_MAX) {
+    Some(match truncate(tenant, TENANT_BYTES_MAX) {
         "" => format!("each of your jobs for bulkhead '{name}' must name a permitted tenant"),
         tenant => {
             let tenant = tenant.escape_debug();

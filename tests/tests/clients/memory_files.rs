@@ -13,7 +13,7 @@ use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Sub
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
-use bulkhead_shared::memory_files::{LeaseWanted, Named, receive_with_files};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_tests::{
     PATIENCE, Supervisor, connect, descriptors, kill_pid, outcome, programs, run, wait_for,
@@ -411,7 +411,7 @@ struct Raw {
 /// Frame received from the supervisor: kind, number, and some metadata of outcomes and leases.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
-    Leased(u64, Named),
+    Leased(u64, LeaseRef),
     Refused(u64),
     Ended(u64),
     Outcome(u64, u8, u8),
@@ -456,7 +456,7 @@ impl Raw {
             let Some(item) = batch.next().unwrap() else { continue };
             let Item::Frame { header, metadata, .. } = item else { panic!("{item:?}") };
             if header.kind == kind::PROGRESS {
-                batch.leave_rest();
+                batch.keep_rest();
                 continue;
             }
             let told = match header.kind {
@@ -465,7 +465,9 @@ impl Raw {
                     assert!(welcome.capabilities & capability::MEMORY_FILES != 0);
                     Told::Other
                 }
-                kind::LEASED => Told::Leased(header.number, codec::decode::<Named>(metadata, &[]).unwrap().0),
+                kind::LEASED => {
+                    Told::Leased(header.number, codec::decode::<LeaseRef>(metadata, &[]).unwrap().0)
+                }
                 kind::LEASE_REFUSED => Told::Refused(header.number),
                 kind::LEASE_ENDED => Told::Ended(header.number),
                 kind::OUTCOME => {
@@ -474,17 +476,17 @@ impl Raw {
                 }
                 other => panic!("kind {other}"),
             };
-            batch.leave_rest();
+            batch.keep_rest();
             return told;
         }
     }
 
     fn ask(&self, number: u64, tenant: &str, bytes: usize) {
-        self.send(kind::LEASE, number, &LeaseWanted { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
+        self.send(kind::LEASE, number, &LeaseRequest { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
     /// Gets a lease. Returns the name, the file for payloads, and the file for results.
-    fn lease(&mut self, tenant: &str) -> (Named, File, File) {
+    fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
         let Told::Leased(1, named) = self.told() else { panic!("no lease") };
         self.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
@@ -492,7 +494,7 @@ impl Raw {
         (named, files.next().unwrap(), files.next().unwrap())
     }
 
-    fn submit(&self, number: u64, tenant: &str, operation: &str, named: Named) {
+    fn submit(&self, number: u64, tenant: &str, operation: &str, named: LeaseRef) {
         let submit =
             Submit { bulkhead: "b", operation, tenant, deadline_us: 0, priority: 1, idempotent: 0, cost: 1 };
         self.send(kind::SUBMIT, number, &submit, &[(tag::LEASE, &named.to_bytes())]);
@@ -513,20 +515,20 @@ fn a_client_names_only_what_it_has() {
     file.write_all_at(&[7; MIB], 0).unwrap();
     assert!(file.set_len(0).is_err() && file.set_len(1 << 30).is_err(), "its size is sealed");
     let mut number = 10;
-    let mut refused = |raw: &mut Raw, tenant: &str, named: Named| {
+    let mut refused = |raw: &mut Raw, tenant: &str, named: LeaseRef| {
         number += 1;
         raw.submit(number, tenant, "", named);
         assert_eq!(raw.told(), Told::Outcome(number, REJECTED, INVALID), "{tenant} {named:?}");
     };
     let bytes = MIB as u64;
-    refused(&mut raw, "b", Named { bytes, ..lease });
-    refused(&mut raw, "a", Named { bytes: lease.bytes + 1, ..lease });
-    refused(&mut raw, "a", Named { bytes: 65_536, ..lease });
-    refused(&mut raw, "a", Named { bytes, ..foreign });
-    refused(&mut raw, "a", Named { bytes, lease: 1 << 40 });
+    refused(&mut raw, "b", LeaseRef { bytes, ..lease });
+    refused(&mut raw, "a", LeaseRef { bytes: lease.bytes + 1, ..lease });
+    refused(&mut raw, "a", LeaseRef { bytes: 65_536, ..lease });
+    refused(&mut raw, "a", LeaseRef { bytes, ..foreign });
+    refused(&mut raw, "a", LeaseRef { bytes, lease: 1 << 40 });
     // Two jobs cannot use one lease at the same time.
-    raw.submit(1, "a", "sleep", Named { bytes, ..lease });
-    refused(&mut raw, "a", Named { bytes, ..lease });
+    raw.submit(1, "a", "sleep", LeaseRef { bytes, ..lease });
+    refused(&mut raw, "a", LeaseRef { bytes, ..lease });
     loop {
         match raw.told() {
             Told::Outcome(1, ..) => break,
@@ -551,7 +553,7 @@ fn a_client_does_not_use_what_it_has_returned() {
     while raw.told() != Told::Ended(called_back.lease) {}
     raw.send(kind::LEASE_RETURNED, called_back.lease, &Empty, &[]);
     for (number, named) in [(2, returned), (3, foreign), (4, called_back)] {
-        raw.submit(number, "", "pid", Named { bytes: MIB as u64, ..named });
+        raw.submit(number, "", "pid", LeaseRef { bytes: MIB as u64, ..named });
         assert_eq!(raw.told(), Told::Outcome(number, REJECTED, INVALID));
     }
     // A revoked lease is rejected as overloaded until the client returns the lease, and as invalid
@@ -559,7 +561,7 @@ fn a_client_does_not_use_what_it_has_returned() {
     let (lost, ..) = raw.lease("");
     wait_for("it is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
     let mut submit = |number: u64| {
-        raw.submit(number, "", "pid", Named { bytes: MIB as u64, ..lost });
+        raw.submit(number, "", "pid", LeaseRef { bytes: MIB as u64, ..lost });
         loop {
             match raw.told() {
                 Told::Outcome(of, outcome, reason) if of == number => return (outcome, reason),
@@ -570,7 +572,7 @@ fn a_client_does_not_use_what_it_has_returned() {
     assert_eq!(submit(5), (REJECTED, OVERLOADED));
     assert_eq!(submit(6), (REJECTED, OVERLOADED));
     raw.send(kind::LEASE_RETURNED, lost.lease, &Empty, &[]);
-    raw.submit(7, "", "pid", Named { bytes: MIB as u64, ..lost });
+    raw.submit(7, "", "pid", LeaseRef { bytes: MIB as u64, ..lost });
     assert_eq!(raw.told(), Told::Outcome(7, REJECTED, INVALID));
 }
 
@@ -624,7 +626,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
         // The lease is in use, so that only the reload can end the lease, and not idleness.
-        raw.submit(1, "", "steps:count ran;wait end", Named { bytes: MIB as u64, ..lease });
+        raw.submit(1, "", "steps:count ran;wait end", LeaseRef { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
         supervisor.touch("end");
@@ -644,7 +646,7 @@ fn a_client_that_gives_nothing_back_loses_it() {
     let mut keeps = Raw::connect(&supervisor);
     let (lease, file, _) = keeps.lease("");
     file.write_all_at(&[7; MIB], 0).unwrap();
-    keeps.submit(1, "", "pid", Named { bytes: MIB as u64, ..lease });
+    keeps.submit(1, "", "pid", LeaseRef { bytes: MIB as u64, ..lease });
     assert_eq!(keeps.told(), Told::Outcome(1, OK, 0));
     let silent = Raw::connect(&supervisor);
     (0..10).for_each(|number| silent.ask(number, "", MIB));
@@ -657,7 +659,7 @@ fn a_client_that_gives_nothing_back_loses_it() {
         std::thread::sleep(Duration::from_millis(50));
         file.read_exact_at(&mut bytes, 0).unwrap();
     }
-    keeps.submit(2, "", "pid", Named { bytes: MIB as u64, ..lease });
+    keeps.submit(2, "", "pid", LeaseRef { bytes: MIB as u64, ..lease });
     loop {
         match keeps.told() {
             Told::Outcome(number, outcome, reason) => {
@@ -807,11 +809,11 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     };
     let mut raw = Raw::connect(&supervisor);
     let (lease, ..) = raw.lease("");
-    raw.submit(1, "", "steps:count ran;sleep 3600000", Named { bytes: MIB as u64, ..lease });
+    raw.submit(1, "", "steps:count ran;sleep 3600000", LeaseRef { bytes: MIB as u64, ..lease });
     wait_for("the job has begun", || (supervisor.file_bytes("ran") == 1).then_some(()));
     assert!(buffered() < MIB / 2, "{}", buffered());
     let (waits, ..) = raw.lease("");
-    raw.submit(2, "", "pid", Named { bytes: MIB as u64, ..waits });
+    raw.submit(2, "", "pid", LeaseRef { bytes: MIB as u64, ..waits });
     supervisor.wait_number("b", "queued", 1);
     assert!(buffered() >= MIB, "{}", buffered());
     kill_pid(supervisor.worker_pids("b")[0], Signal::SIGKILL);
@@ -853,7 +855,7 @@ fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
                 idempotent: 1,
                 cost: 1,
             };
-            let named = Named { bytes: MIB as u64, ..lease };
+            let named = LeaseRef { bytes: MIB as u64, ..lease };
             raw.send(kind::SUBMIT, 5, &submit, &[(tag::LEASE, &named.to_bytes())]);
             while !matches!(raw.told(), Told::Outcome(5, ..)) {}
         }
@@ -881,7 +883,7 @@ fn leases_that_were_given_back_count_until_their_jobs_are_over() {
         };
         raw.files.clear();
         raw.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
-        raw.submit(count, "", "hang", Named { bytes: 65_537, ..named });
+        raw.submit(count, "", "hang", LeaseRef { bytes: 65_537, ..named });
         raw.send(kind::LEASE_RETURNED, named.lease, &Empty, &[]);
         assert!(count <= 64, "there is no end to it");
     };

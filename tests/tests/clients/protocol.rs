@@ -834,8 +834,8 @@ fn the_page_names_every_capability_of_a_worker() {
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "sends heartbeats from a separate thread"),
         (capability::RESIZE, "understands LIMITS"),
-        (capability::CLAIMS, "takes [prefetched jobs]"),
-        (capability::JOURNAL_BEATS, "can write heartbeats into its journal"),
+        (capability::PREFETCH, "takes [prefetched jobs]"),
+        (capability::JOURNAL_HEARTBEATS, "can write heartbeats into its journal"),
     ] {
         assert!(page.contains(&format!("| {number} | {meaning}")), "{number}");
     }

@@ -17,7 +17,7 @@ use rustix::io::{Errno, ioctl_fionread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
-use super::launch::{self, Environment, Launch, Program, Surroundings};
+use super::launch::{self, ChildSetup, Environment, Launch, Program};
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
 use crate::reply::{HandlerError, Reply};
@@ -141,14 +141,14 @@ impl Host {
         let place = match super::inherited_program() {
             Some(program) => {
                 let place = super::place(&program);
-                rules.give_program(program);
+                rules.grant_program(program);
                 place
             }
             None => plan.program.clone(),
         };
         // Detects here an error that would affect every program.
-        rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
-        if rules.leave_temporary_files_open() {
+        rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
+        if rules.exposes_temporary_files() {
             eprintln!(
                 "programs of this worker can read each other's temporary files: `read` or `write` names a \
                  folder above these files"
@@ -169,9 +169,9 @@ impl Host {
             Ok(folder) => folder,
             Err(error) => return failed(error),
         };
-        let reply = match self.put_input(folder.as_ref(), job) {
+        let reply = match self.write_input(folder.as_ref(), job) {
             Ok(()) => match self.start(folder.as_ref(), ctx) {
-                Ok(program) => self.attend(program, job, folder.as_ref(), ctx),
+                Ok(program) => self.finish(program, job, folder.as_ref(), ctx),
                 Err(error) => failed(error),
             },
             Err(error) => {
@@ -190,7 +190,7 @@ impl Host {
     }
 
     /// Writes the payload to the program's input file, if one is configured.
-    fn put_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
+    fn write_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
         let Some(name) = &self.plan.input else { return Ok(()) };
         let folder = folder.ok_or(io::ErrorKind::NotFound)?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -200,7 +200,12 @@ impl Host {
 
     /// Reads the program's output file. Must be called when no process of the program is left. Does not
     /// follow symbolic links, and does not block on a FIFO.
-    fn take_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
+    fn read_output_file(
+        &self,
+        name: &str,
+        folder: Option<&Folder>,
+        most: u64,
+    ) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
                 "no_output",
@@ -209,7 +214,7 @@ impl Host {
         };
         let folder = folder.ok_or_else(|| none(&"there is no folder"))?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        folder.open_up();
+        folder.restore_owner_rights();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {
             Err(Errno::LOOP) => return Err(none(&"the file is a symbolic link")),
             file => file.map_err(|error| none(&error))?,
@@ -229,35 +234,38 @@ impl Host {
 
     /// Starts the program of a job.
     fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Program> {
-        let ruleset = self.rules.of_program(folder.map(Folder::place))?;
-        let proof = self.rules.temporary().map(Temporary::proof).transpose()?.flatten();
-        let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
+        let ruleset = self.rules.for_program(folder.map(Folder::place))?;
+        let hidden_folder = self.rules.temporary().map(Temporary::hidden_folder).transpose()?.flatten();
+        let environment = self.environment.for_job(ctx, folder.map(|folder| folder.path.as_path()))?;
         let program = (self.plan.program.as_str(), self.place.as_str());
         let launch = Launch::new(program, &self.plan.arguments, environment)?;
-        let surroundings = Surroundings {
+        let setup = ChildSetup {
             rlimits: &self.plan.rlimits,
             ruleset: ruleset.as_ref(),
-            proof: proof.as_ref().map(AsFd::as_fd),
+            hidden_folder: hidden_folder.as_ref().map(AsFd::as_fd),
             directory: folder.filter(|_| self.plan.has_files()).map(Folder::place),
             logs_output: self.plan.output.is_some(),
         };
-        self.orphans.start(|| launch.start(&surroundings), Program::id)
+        self.orphans.start(|| launch.start(&setup), Program::id)
     }
 
     /// Waits for the end of the program and kills its remaining descendants. Afterwards no process of the
     /// program is left.
-    fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
+    fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
-        let watched = self.watch(&mut program, job.payload(), folder, ctx);
-        let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited | End::Incomplete(_), .. }));
-        if is_cut_short {
-            // Kills only this process. The sweep below kills its descendants.
+        let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
+        let must_kill = !matches!(
+            exchanged,
+            Ok(Execution { end: ExecutionEnd::Exited | ExecutionEnd::Incomplete(_), .. })
+        );
+        if must_kill {
+            // Kills only this process. The cleanup below kills its descendants.
             program.kill();
         }
-        self.orphans.ended(pid);
+        self.orphans.unprotect(pid);
         let status = program.wait();
-        self.orphans.sweep();
-        match (watched, status) {
+        self.orphans.reap();
+        match (exchanged, status) {
             (Ok(mut run), Ok(status)) => {
                 run.read_rest(ctx.result_bytes_max());
                 self.reply(run, pid, status, folder, ctx.result_bytes_max())
@@ -271,23 +279,23 @@ impl Host {
 
     /// Writes the payload and reads the output until the program and its output have ended, or the job must
     /// end.
-    fn watch(
+    fn exchange(
         &self,
         program: &mut Program,
         payload: &[u8],
         folder: Option<&Folder>,
         ctx: &Ctx<Self>,
-    ) -> io::Result<Run> {
+    ) -> io::Result<Execution> {
         let cancelled = ctx.cancellation()?;
         // Without a payload, standard input is closed immediately.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
-        let mut run = Run {
+        let mut run = Execution {
             stdout: program.stdout.take(),
             stderr: program.stderr.take(),
             output: Vec::new(),
             tail: Vec::new(),
-            end: End::Exited,
+            end: ExecutionEnd::Exited,
         };
         let most = ctx.result_bytes_max();
         let mut until: Option<Instant> = None;
@@ -299,13 +307,13 @@ impl Host {
                 (run.stdout.as_ref().map(AsFd::as_fd), PollFlags::IN),
                 (run.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
             ];
-            let mut most_time = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let mut timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
             if run.stdout.is_none() {
-                most_time = most_time.map(|time| time.min(LEFT_CHECK_INTERVAL));
+                timeout = timeout.map(|time| time.min(LEFT_CHECK_INTERVAL));
             }
-            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, most_time);
+            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, timeout);
             if takes_input {
-                feed(&mut stdin, &mut unsent);
+                write_stdin(&mut stdin, &mut unsent);
             }
             if has_output && run.read_output() == 0 {
                 run.stdout = None;
@@ -314,23 +322,23 @@ impl Host {
                 run.stderr = None;
             }
             if run.output.len() as u64 > most {
-                run.end = End::TooLarge;
+                run.end = ExecutionEnd::TooLarge;
                 return Ok(run);
             }
             if has_ended {
                 if self.plan.output_grace.is_zero() || program.has_crashed()? {
                     return Ok(run);
                 }
-                self.orphans.keep(program.id());
+                self.orphans.protect(program.id());
                 until = Some(Instant::now() + self.plan.output_grace);
             }
             let may_write = run.stdout.is_some()
-                || until.is_some() && self.plan.output.is_some() && self.orphans.has_left(program.id());
+                || until.is_some() && self.plan.output.is_some() && self.orphans.has_orphans(program.id());
             if until.is_some() && !may_write {
                 return Ok(run);
             }
             if is_cancelled {
-                run.end = End::Cancelled;
+                run.end = ExecutionEnd::Cancelled;
                 return Ok(run);
             }
             if until.is_some_and(|until| Instant::now() >= until) {
@@ -343,19 +351,26 @@ impl Host {
                 };
                 let holders = result.map(|result| self.orphans.holders(program.id(), &result));
                 if run.stdout.is_some() || holders.as_ref().is_some_and(|holders| !holders.is_empty()) {
-                    run.end = End::Incomplete(holders.unwrap_or_default());
+                    run.end = ExecutionEnd::Incomplete(holders.unwrap_or_default());
                 }
                 return Ok(run);
             }
         }
     }
 
-    fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
+    fn reply(
+        &self,
+        run: Execution,
+        process: u32,
+        status: ExitStatus,
+        folder: Option<&Folder>,
+        most: u64,
+    ) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
-        if let End::Cancelled = run.end {
+        if let ExecutionEnd::Cancelled = run.end {
             return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
         }
-        if let End::TooLarge = run.end {
+        if let ExecutionEnd::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
             return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
         }
@@ -373,13 +388,13 @@ impl Host {
             let error = if self.plan.caller.contains(&status) { error.caller() } else { error };
             return failed(error, run.output);
         }
-        if let End::Incomplete(holders) = &run.end {
+        if let ExecutionEnd::Incomplete(holders) = &run.end {
             let output = self.plan.output.as_deref();
-            let written = output.and_then(|name| self.take_output(name, folder, most).ok());
+            let written = output.and_then(|name| self.read_output_file(name, folder, most).ok());
             let error = incomplete(output, holders, self.plan.output_grace);
             return failed(error, written.unwrap_or(run.output));
         }
-        match self.plan.output.as_deref().map(|name| self.take_output(name, folder, most)) {
+        match self.plan.output.as_deref().map(|name| self.read_output_file(name, folder, most)) {
             None => Reply::Exited { status, error: None, output: run.output },
             Some(Ok(output)) => Reply::Exited { status, error: None, output },
             Some(Err(mut error)) => {
@@ -412,7 +427,7 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
     HandlerError::new("output_incomplete", message)
 }
 
-enum End {
+enum ExecutionEnd {
     Exited,
     /// The program exited, and these processes held its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
@@ -421,19 +436,19 @@ enum End {
 }
 
 /// The output of a program, and the reason why reading stopped.
-struct Run {
+struct Execution {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,
     output: Vec<u8>,
     tail: Vec<u8>,
-    end: End,
+    end: ExecutionEnd,
 }
 
-impl Run {
+impl Execution {
     /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
     /// is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
-        if !matches!(self.end, End::Exited | End::Incomplete(_)) {
+        if !matches!(self.end, ExecutionEnd::Exited | ExecutionEnd::Incomplete(_)) {
             return;
         }
         let held =
@@ -451,7 +466,7 @@ impl Run {
             }
         }
         if self.output.len() as u64 > most {
-            self.end = End::TooLarge;
+            self.end = ExecutionEnd::TooLarge;
         }
     }
 
@@ -481,7 +496,7 @@ fn wait<const N: usize>(
 }
 
 /// Writes as much as the pipe takes. A program that closes its standard input is not an error.
-fn feed(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
+fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
         Ok(count) => *unsent = &unsent[count..],

@@ -14,12 +14,12 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::JobOutcome;
-use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit, read_run_limit, run_limit_bytes};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit, decode_run_limit, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
 use bulkhead_shared::limits::{
     BULKHEAD_NAME_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING,
-    TENANT_BYTES_MAX, cut,
+    TENANT_BYTES_MAX, truncate,
 };
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{CrashReason, JobId, Outcome, Priority, RejectReason, Verdict};
@@ -158,11 +158,11 @@ impl<'h> Asked<'h> {
     }
 
     fn take(&mut self, name: &str, value: &'h str) -> Result<(), String> {
-        let number = || format!("'{}' is no number that makes sense", cut(value, 32).escape_debug());
+        let number = || format!("'{}' is no number that makes sense", truncate(value, 32).escape_debug());
         match name {
             "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
             "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
-            "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
+            "bulkhead-priority" => self.priority = truncate(value, 32).parse()?,
             "bulkhead-deadline-ms" => self.deadline = Some(millis(value).ok_or_else(number)?),
             "bulkhead-run-limit-ms" => self.run_limit = Some(millis(value).ok_or_else(number)?),
             "bulkhead-cost" => self.cost = value.parse().map_err(|_| number())?,
@@ -427,7 +427,7 @@ async fn run(
     let (told, extensions) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
     let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-    outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
+    outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
     // The data plane's message contains the announced size instead of the real size.
@@ -473,13 +473,13 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
     let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
         *announced;
-    let run_limit = asked.run_limit.map(run_limit_bytes);
+    let run_limit = asked.run_limit.map(encode_run_limit);
     let trace = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
-    let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
+    let message = asked.message(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1));
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Cut::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
     let length = u32::try_from(metadata as u64 + payload).map_err(|_| Cut::Broken)?;
@@ -647,7 +647,7 @@ fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Re
 fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
     Outcome {
         job: None,
-        bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
+        bulkhead: truncate(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
         attempts: 0,
         queued: Duration::ZERO,
         ran: Duration::ZERO,

@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word, folder_name};
+use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, TemplateMessage, TemplateOrder, folder_name};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
@@ -155,7 +155,7 @@ impl Process {
         let Some(template) = self.template_mut(pid) else {
             return Err(Refusal::new("fork: the worker to fork from is not a template", Errno::INVAL));
         };
-        template.outbox.push(Order::Fork { worker, secret }.encode().to_vec(), descriptors);
+        template.outbox.push(TemplateOrder::Fork { worker, secret }.encode().to_vec(), descriptors);
         let fork = Fork { worker, secret, since: Instant::now(), pid: None, is_doomed: false };
         template.underway.push_back(fork);
         self.send_orders(pid);
@@ -166,7 +166,7 @@ impl Process {
     /// cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
-            template.outbox.push(Order::Remove { worker, secret }.encode().to_vec(), Vec::new());
+            template.outbox.push(TemplateOrder::Remove { worker, secret }.encode().to_vec(), Vec::new());
             self.send_orders(pid);
         }
     }
@@ -287,7 +287,7 @@ impl Process {
         let template = self.template_mut(pid)?;
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let (length, sender) = receive(&template.socket, &mut bytes)?;
-        let word = bytes.get(..length).and_then(Word::decode);
+        let word = bytes.get(..length).and_then(TemplateMessage::decode);
         let is_sense = word.is_some_and(|word| self.obey_template(pid, word, sender));
         if !is_sense {
             self.end_template(pid, "the program does not follow the protocol of templates: see `start.mode`");
@@ -310,13 +310,15 @@ impl Process {
     }
 
     /// Handles a message. Returns false if the message violates the protocol.
-    fn obey_template(&mut self, pid: u32, word: Word<'_>, sender: u32) -> bool {
+    fn obey_template(&mut self, pid: u32, word: TemplateMessage<'_>, sender: u32) -> bool {
         let Some(child) = self.children.get_mut(&pid) else { return true };
         let (worker, process) = (child.worker, child.process);
         let Some(template) = &mut child.template else { return true };
         let told = match word {
-            Word::Born { worker } => return sender != process && self.born(pid, worker, sender),
-            Word::NotForked { worker, errno, step } => {
+            TemplateMessage::Started { worker } => {
+                return sender != process && self.born(pid, worker, sender);
+            }
+            TemplateMessage::ForkFailed { worker, errno, step } => {
                 if let Some(fork) = template.take(worker) {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let refusal = Refusal::new(&step, Errno::from_raw_os_error(errno));
@@ -327,25 +329,25 @@ impl Process {
                 return true;
             }
             _ if sender != process => return false,
-            Word::Ready if template.inherited.is_some() => return false,
-            Word::Ready => {
+            TemplateMessage::Ready if template.inherited.is_some() => return false,
+            TemplateMessage::Ready => {
                 template.inherited = Some(Inherited::of(process));
                 TemplateWord::Ready
             }
-            Word::Refused(_) if template.is_refused => return false,
-            Word::Refused(text) => {
+            TemplateMessage::StartFailed(_) if template.is_refused => return false,
+            TemplateMessage::StartFailed(text) => {
                 template.is_refused = true;
                 TemplateWord::Refused(text.to_owned())
             }
             // A template may send any number of these. Excess messages are not forwarded.
-            Word::Status(_) | Word::Extend(_)
+            TemplateMessage::Status(_) | TemplateMessage::Extend(_)
                 if !template.may_be_heard(Instant::now()) || self.outbox.len() >= REPORTS_WAITING_MAX =>
             {
                 return true;
             }
-            Word::Status(text) => TemplateWord::Status(text.to_owned()),
-            Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
-            Word::Forked { worker, pid: forked } => {
+            TemplateMessage::Status(text) => TemplateWord::Status(text.to_owned()),
+            TemplateMessage::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
+            TemplateMessage::Forked { worker, pid: forked } => {
                 // If the worker has already identified itself, the fork is no longer in the list.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
                 if let Some(fork) = fork {

@@ -7,7 +7,7 @@ use bulkhead_shared::client_protocol::{OutcomeMessage, outcome_code};
 use bulkhead_shared::{JobId, Outcome, Verdict};
 
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Served {
+pub(crate) struct SuccessRecord {
     bulkhead: String,
     job: Option<JobId>,
     attempts: u32,
@@ -19,9 +19,9 @@ pub(crate) struct Served {
     outcome: OnceLock<Box<Outcome>>,
 }
 
-impl Served {
+impl SuccessRecord {
     /// Returns `None` if the message contains more than a plain success.
-    pub(crate) fn of(
+    pub(crate) fn from_message(
         message: &OutcomeMessage<'_>,
         bulkhead: &mut String,
         job: Option<JobId>,
@@ -63,7 +63,7 @@ impl Served {
     }
 }
 
-impl From<Box<Outcome>> for Served {
+impl From<Box<Outcome>> for SuccessRecord {
     fn from(outcome: Box<Outcome>) -> Self {
         Self { outcome: outcome.into(), ..Self::default() }
     }
@@ -74,24 +74,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_outcome_is_the_one_that_the_message_tells() {
+    fn record_yields_the_outcome_of_the_message() {
         let message = OutcomeMessage {
             attempts: 2,
             queued_us: 1_500,
             ran_us: 3_000_000,
             deadline_us: 5_000_001,
             worker_pid: 4242,
-            ..OutcomeMessage::of_verdict(&Verdict::Ok, "resize")
+            ..OutcomeMessage::from_verdict(&Verdict::Ok, "resize")
         };
         let (job, run_limit) = (Some(JobId(7)), Some(Duration::from_millis(9)));
         for worker_pid in [0, message.worker_pid] {
             let message = OutcomeMessage { worker_pid, ..message };
-            let served = Served::of(&message, &mut "resize".to_owned(), job, run_limit).unwrap();
+            let success =
+                SuccessRecord::from_message(&message, &mut "resize".to_owned(), job, run_limit).unwrap();
             let told = Outcome { job, run_limit, ..message.to_outcome().unwrap() };
-            assert_eq!(*served.outcome(), told);
-            assert_eq!(*Served::from(Box::new(told.clone())).outcome(), told);
+            assert_eq!(*success.outcome(), told);
+            assert_eq!(*SuccessRecord::from(Box::new(told.clone())).outcome(), told);
         }
         let again = OutcomeMessage { retryable: 1, ..message };
-        assert!(Served::of(&again, &mut String::new(), None, None).is_none());
+        assert!(SuccessRecord::from_message(&again, &mut String::new(), None, None).is_none());
     }
 }

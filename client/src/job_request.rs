@@ -11,7 +11,7 @@ use bulkhead_shared::codec::tag;
 use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 
-use crate::answer::JobError;
+use crate::reply::JobError;
 
 /// Maximum length of a bulkhead name or traceparent that the client sends, in bytes. The limits of the
 /// supervisor are lower.
@@ -35,11 +35,11 @@ impl Source {
         }
     }
 
-    fn fill(&self, place: &mut [u8]) -> io::Result<()> {
+    fn fill(&self, target: &mut [u8]) -> io::Result<()> {
         match self {
-            Self::File(file, _) => file.read_exact_at(place, 0),
+            Self::File(file, _) => file.read_exact_at(target, 0),
             Self::Function(fill, _) => {
-                fill(place);
+                fill(target);
                 Ok(())
             }
         }
@@ -54,7 +54,7 @@ impl fmt::Debug for Source {
 
 /// A job to be sent.
 #[derive(Clone, Debug)]
-pub(crate) struct Order {
+pub(crate) struct JobRequest {
     pub(crate) bulkhead: String,
     pub(crate) payload: Vec<u8>,
     /// Source of the payload, if the payload is not in `payload` yet.
@@ -71,7 +71,7 @@ pub(crate) struct Order {
     pub(crate) traceparent: Option<String>,
 }
 
-impl Order {
+impl JobRequest {
     pub(crate) fn new(bulkhead: String, payload: Vec<u8>) -> Self {
         Self {
             bulkhead,
@@ -93,16 +93,16 @@ impl Order {
         self.source.as_ref().map_or(self.payload.len(), Source::bytes)
     }
 
-    /// Writes the payload to `place`, which has the payload's size.
-    pub(crate) fn fill(&self, place: &mut [u8]) -> Result<(), JobError> {
+    /// Writes the payload to `target`, which has the payload's size.
+    pub(crate) fn fill(&self, target: &mut [u8]) -> Result<(), JobError> {
         match &self.source {
             None => {
-                place.copy_from_slice(&self.payload);
+                target.copy_from_slice(&self.payload);
                 Ok(())
             }
-            Some(source) => source.fill(place).map_err(|error| {
+            Some(source) => source.fill(target).map_err(|error| {
                 let message = format!("the payload's file cannot be read: {error}");
-                self.refused(RejectReason::Invalid, message)
+                self.rejection(RejectReason::Invalid, message)
             }),
         }
     }
@@ -119,38 +119,38 @@ impl Order {
 
     /// Rejects requests that the supervisor would reject.
     pub(crate) fn check(&self) -> Result<(), JobError> {
-        let too_long = |what: &str, most: usize| {
-            let message = format!("the {what}'s name is longer than {most} bytes");
-            Err(self.refused(RejectReason::Invalid, message))
+        let name_too_long = |what: &str, bytes_max: usize| {
+            let message = format!("the {what}'s name is longer than {bytes_max} bytes");
+            Err(self.rejection(RejectReason::Invalid, message))
         };
         if self.operation.len() > OPERATION_BYTES_MAX {
-            return too_long("operation", OPERATION_BYTES_MAX);
+            return name_too_long("operation", OPERATION_BYTES_MAX);
         }
         if self.tenant.len() > TENANT_BYTES_MAX {
-            return too_long("tenant", TENANT_BYTES_MAX);
+            return name_too_long("tenant", TENANT_BYTES_MAX);
         }
         let traceparent = self.traceparent.as_deref().unwrap_or_default();
         for (what, text) in [("bulkhead's name", self.bulkhead.as_str()), ("traceparent", traceparent)] {
             if text.len() > TEXT_BYTES_MAX {
                 let message = format!("the {what} is longer than {TEXT_BYTES_MAX} bytes");
-                return Err(self.refused(RejectReason::Invalid, message));
+                return Err(self.rejection(RejectReason::Invalid, message));
             }
         }
         Ok(())
     }
 
-    pub(crate) fn refused(&self, reason: RejectReason, message: String) -> JobError {
-        JobError::Rejected(Box::new(self.unsent(Verdict::Rejected { reason, message })))
+    pub(crate) fn rejection(&self, reason: RejectReason, message: String) -> JobError {
+        JobError::Rejected(Box::new(self.unsent_outcome(Verdict::Rejected { reason, message })))
     }
 
     /// Returns the error for a job whose deadline passed before it could be sent.
-    pub(crate) fn expired(&self, deadline: Duration) -> JobError {
-        let outcome = self.unsent(Verdict::DeadlineQueued);
+    pub(crate) fn deadline_error(&self, deadline: Duration) -> JobError {
+        let outcome = self.unsent_outcome(Verdict::DeadlineQueued);
         JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
     }
 
     /// Returns the outcome of a job that the supervisor never received.
-    fn unsent(&self, verdict: Verdict) -> Outcome {
+    fn unsent_outcome(&self, verdict: Verdict) -> Outcome {
         Outcome {
             job: None,
             bulkhead: self.bulkhead.clone(),

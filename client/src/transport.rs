@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use bulkhead_shared::connection::{BufferPool, Outbox};
-use bulkhead_shared::in_process::End;
+use bulkhead_shared::in_process::Endpoint;
 use bulkhead_shared::memory_files::receive_with_files;
 use rustix::net::RecvFlags;
 use tokio::io::Interest;
@@ -13,12 +13,12 @@ use tokio::net::UnixStream;
 
 /// Connection to the supervisor.
 #[derive(Debug)]
-pub(crate) enum Wire {
+pub(crate) enum Transport {
     Socket(UnixStream),
-    InProcess(End),
+    InProcess(Endpoint),
 }
 
-impl Wire {
+impl Transport {
     pub(crate) async fn readable(&self) -> io::Result<()> {
         match self {
             Self::Socket(socket) => socket.readable().await,
@@ -67,7 +67,7 @@ impl Wire {
     }
 
     /// Returns true if no received bytes are unread.
-    pub(crate) fn is_read(&self) -> bool {
+    pub(crate) fn has_no_unread_bytes(&self) -> bool {
         match self {
             Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),
             Self::InProcess(end) => end.readable_bytes() == 0,

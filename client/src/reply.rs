@@ -8,7 +8,7 @@ use bulkhead_shared::client_protocol::OutcomeMessage;
 use bulkhead_shared::{Executed, Outcome, Verdict};
 
 use crate::mapped::MappedResult;
-use crate::served::Served;
+use crate::success::SuccessRecord;
 
 /// A progress report of a job.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,7 +23,7 @@ pub struct Progress {
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
-    pub(crate) served: Served,
+    pub(crate) success: SuccessRecord,
     pub(crate) mapped: Option<Arc<MappedResult>>,
 }
 
@@ -71,7 +71,7 @@ impl Reply {
 
     /// Returns the outcome, with the serving bulkhead, queue and run times and other details.
     pub fn outcome(&self) -> &Outcome {
-        self.served.outcome()
+        self.success.outcome()
     }
 }
 
@@ -115,24 +115,24 @@ pub enum JobError {
 
 impl JobError {
     /// Returns the error for a connection that was lost while the job was pending.
-    pub(crate) fn lost(executed: Executed, why: &str) -> Self {
+    pub(crate) fn disconnected(executed: Executed, reason: &str) -> Self {
         let advice = match executed {
             Executed::No => "the job was not sent: send the job again",
             _ => "whether the job ran is unknown: send the job again only if a rerun is safe",
         };
-        let message = format!("the connection to the supervisor was lost ({why}); {advice}");
+        let message = format!("the connection to the supervisor was lost ({reason}); {advice}");
         Self::Disconnected { executed, message }
     }
 
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
-    pub(crate) fn result_lost() -> Self {
+    pub(crate) fn result_revoked() -> Self {
         let message = "the job is done, but the result was revoked before this program read the result: this \
                        program was stopped for many seconds; send the job again only if a second run is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
     /// Returns the error for an outcome with a code that this version does not know.
-    pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
+    pub(crate) fn unknown_outcome(message: &OutcomeMessage<'_>) -> Self {
         let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
         let OutcomeMessage { outcome, reason, message: said, .. } = message;
         let message = format!(
@@ -145,7 +145,7 @@ impl JobError {
     /// Converts an outcome to a result.
     pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
-            Verdict::Ok => Ok(Reply { payload, served: outcome.into(), mapped: None }),
+            Verdict::Ok => Ok(Reply { payload, success: outcome.into(), mapped: None }),
             Verdict::Failed(_) => Err(Self::Failed(Box::new(Failure { outcome: *outcome, payload }))),
             Verdict::Rejected { .. } => Err(Self::Rejected(outcome)),
             Verdict::DeadlineQueued | Verdict::DeadlineRunning => Err(Self::DeadlineExceeded(outcome)),
