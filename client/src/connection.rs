@@ -354,7 +354,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
         Target::Path(path) => connect(path).await.map(Transport::Socket),
         Target::InProcess(connector) => connector().map(Transport::InProcess),
     };
-    let wire = connected.map_err(|source| {
+    let transport = connected.map_err(|source| {
         let hint = match source.kind() {
             _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
