@@ -511,8 +511,8 @@ impl Driver {
         requests.idle().await;
     }
 
-    /// Ends the connection. Callers must not see the connection again when they retry, so it is made
-    /// unavailable before the waiters get their error.
+    /// Ends the connection. The connection becomes unavailable before the waiters get an error, so that a
+    /// caller that retries does not use the same connection again.
     fn disconnect(&self, message: &str) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {

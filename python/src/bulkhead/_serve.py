@@ -349,7 +349,7 @@ class Server:
         try:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
-                known = ", ".join(map(repr, sorted(self._operations))) or "none at all"
+                known = ", ".join(map(repr, sorted(self._operations))) or "none"
                 sentence = f"this worker has no operation {job.operation!r}; the operations are {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
