@@ -1,4 +1,4 @@
-//! Everything that the bench measures by default can be measured; what the figures say is not looked at.
+//! Runs all default measurements of the bench briefly. The figures are not checked.
 
 use std::process::{Command, Output};
 

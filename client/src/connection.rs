@@ -354,7 +354,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
         Target::Path(path) => connect(path).await.map(Transport::Socket),
         Target::InProcess(connector) => connector().map(Transport::InProcess),
     };
-    let wire = connected.map_err(|source| {
+    let transport = connected.map_err(|source| {
         let hint = match source.kind() {
             _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
@@ -511,8 +511,8 @@ impl Driver {
         requests.idle().await;
     }
 
-    /// Ends the connection. Callers must not see the connection again when they retry, so it is made
-    /// unavailable before the waiters get their error.
+    /// Ends the connection. The connection becomes unavailable before the waiters get an error, so that a
+    /// caller that retries does not use the same connection again.
     fn disconnect(&self, message: &str) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {

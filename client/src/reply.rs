@@ -200,7 +200,7 @@ impl JobError {
 }
 
 impl fmt::Display for JobError {
-    /// Writes one line for people: what happened, and what to do.
+    /// Writes one line for people, with the problem and the suggested action.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),

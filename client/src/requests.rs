@@ -375,7 +375,7 @@ impl Requests {
         state.phase = Phase::Closed;
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         drop(state);
-        // Closes the wire explicitly so that the supervisor notices now, even if other references to the
+        // Closes the connection explicitly so that the supervisor notices now, even if other references to the
         // socket exist.
         if self.owner == std::process::id() {
             self.transport.close();
@@ -564,9 +564,9 @@ mod tests {
     }
 
     /// A task that drops its job when it is woken.
-    struct Goes(Mutex<Option<PendingOutcome>>);
+    struct DropsJob(Mutex<Option<PendingOutcome>>);
 
-    impl Wake for Goes {
+    impl Wake for DropsJob {
         fn wake(self: Arc<Self>) {
             drop(self.0.lock().unwrap().take());
         }
@@ -578,10 +578,10 @@ mod tests {
         let (sender, mut receiver) = mpsc::channel(1);
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
         let Ok(pending) = requests.submit(&mut job, &mut Some(sender), None) else {
-            panic!("it was not sent")
+            panic!("the job was not sent")
         };
         let number = pending.number;
-        let waker = Waker::from(Arc::new(Goes(Mutex::new(Some(pending)))));
+        let waker = Waker::from(Arc::new(DropsJob(Mutex::new(Some(pending)))));
         assert!(receiver.poll_recv(&mut Context::from_waker(&waker)).is_pending());
         let mut metadata = Vec::new();
         let message = bulkhead_shared::client_protocol::Progress { fraction: 0.5, text: "half" };
@@ -603,10 +603,10 @@ mod tests {
         let cx = &mut Context::from_waker(Waker::noop());
         let mut turns = [0; 2].map(|_| Box::pin(requests.space.notified()));
         assert!(turns.iter_mut().all(|turn| turn.as_mut().poll(cx).is_pending()));
-        assert!(positions[1..].iter_mut().all(|position| send(position).is_err()), "it is not their turn");
+        assert!(positions[1..].iter_mut().all(|position| send(position).is_err()), "later submitters have to wait");
         let mut pending: Vec<PendingOutcome> = Vec::new();
         for (at, mut position) in positions.into_iter().enumerate() {
-            assert!(at == 0 || turns[at - 1].as_mut().poll(cx).is_ready(), "the one before has gone");
+            assert!(at == 0 || turns[at - 1].as_mut().poll(cx).is_ready(), "the previous submitter has finished");
             pending.extend(send(&mut position));
         }
         assert_eq!((pending.len(), requests.lock().queued_submitters), (3, 0));
@@ -617,7 +617,7 @@ mod tests {
     fn result_in_a_missing_file_leaves_no_caller_waiting() {
         let (requests, _there) = in_memory();
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
-        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else { panic!("it was not sent") };
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else { panic!("the job was not sent") };
         let lease_ref = LeaseRef { lease: 7, bytes: 1 }.to_bytes();
         let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
         let mut metadata = Vec::new();
@@ -631,7 +631,7 @@ mod tests {
         assert_eq!(requests.lock().waiters.waiting(), 0);
     }
 
-    /// A forked process shares the socket of its parent, and releases it when it ends.
+    /// A forked process shares the parent's socket, and must not close the connection.
     #[tokio::test]
     async fn only_the_process_that_connected_ends_the_connection() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
@@ -642,7 +642,7 @@ mod tests {
         requests.owner = std::process::id() + 1;
         requests.close("the child has ended");
         let open = there.read(&mut [0]).unwrap_err();
-        assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection goes on");
+        assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection stays open");
         requests.owner = std::process::id();
         requests.close("the parent has ended");
         assert_eq!(there.read(&mut [0]).unwrap(), 0);

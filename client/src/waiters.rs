@@ -211,7 +211,7 @@ mod tests {
     }
 
     fn lost() -> JobResult {
-        Err(JobError::disconnected(bulkhead_shared::Executed::No, "it is a test"))
+        Err(JobError::disconnected(bulkhead_shared::Executed::No, "test"))
     }
 
     #[test]
@@ -227,7 +227,7 @@ mod tests {
         assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
         assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
 
-        assert!(waiters.complete(number, lost()).is_err(), "it was not read");
+        assert!(waiters.complete(number, lost()).is_err(), "the outcome was not taken");
         assert!(waiters.take(number).is_some());
         assert!(waiters.take(number).is_none() && waiters.get(number).is_none());
         assert_eq!(waiters.waiting(), 1);
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(waiters.waiting(), 0);
         assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(Some(lost())));
         assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(None));
-        assert!(waiters.remove(number).is_none(), "it is free, once");
+        assert!(waiters.remove(number).is_none(), "the slot is freed only once");
     }
 
     #[test]
@@ -266,13 +266,13 @@ mod tests {
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();
         waiters.take(numbers[1]);
-        let of_its_own = || Err(JobError::result_revoked());
-        waiters.complete(numbers[1], of_its_own()).unwrap();
+        let revoked = || Err(JobError::result_revoked());
+        waiters.complete(numbers[1], revoked()).unwrap();
         waiters.take(numbers[3]);
         let (left, wakers) = waiters.complete_all(|_| lost());
         assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 3, 0));
         let cx = Context::from_waker(&task);
         let result: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
-        assert_eq!(result, [lost(), of_its_own(), lost(), lost()].map(|result| Poll::Ready(Some(result))));
+        assert_eq!(result, [lost(), revoked(), lost(), lost()].map(|result| Poll::Ready(Some(result))));
     }
 }

@@ -58,7 +58,7 @@ pub struct Hello<'a> {
     pub version_min: u16,
     /// Newest supported protocol version.
     pub version_max: u16,
-    /// One of [`role`].
+    /// Role of the sender, from [`role`].
     pub role: u8,
     /// Maximum size of a frame that the peer accepts, in bytes after the header.
     pub frame_bytes_max: u32,
@@ -129,7 +129,7 @@ pub struct Progress<'a> {
 /// the result of an `ok` job, or the handler's payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
-    /// One of [`outcome_code`].
+    /// Kind of the outcome, from [`outcome_code`].
     pub outcome: u8,
     /// Code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
     pub reason: u8,

@@ -177,7 +177,6 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     Ok((message, extensions))
 }
 
-/// Takes the next bytes.
 fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], CodecError> {
     let (taken, left) = rest.split_first_chunk().ok_or_else(cut_off)?;
     *rest = left;
@@ -226,8 +225,8 @@ mod tests {
 
         // A reason, and a text of one byte.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
-        let told = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
-        assert_eq!(told.to_string(), "the metadata is malformed: a text field is not UTF-8");
+        let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
+        assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");
 
         // A count of 2^56 extensions, with none behind it.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];

@@ -71,7 +71,7 @@ pub mod kind {
 pub struct Header {
     /// Number of bytes after the header.
     pub length: u32,
-    /// One of [`kind`], or a kind of a later version.
+    /// Kind of the frame, from [`kind`] or from a later version.
     pub kind: u8,
     /// Sum of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,

@@ -309,7 +309,7 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little memory");
     }
 
     #[test]
@@ -320,10 +320,10 @@ mod tests {
         here.watch(&ours.clone().into());
         here.write(b"a").unwrap();
         here.write(b"b").unwrap();
-        assert_eq!(theirs.take(), 1, "it has not read yet");
+        assert_eq!(theirs.take(), 1, "the reader has not read yet");
         assert_eq!(read(&there, 1).unwrap().0, b"a");
         here.write(b"c").unwrap();
-        assert_eq!(theirs.take(), 0, "it has left something");
+        assert_eq!(theirs.take(), 0, "some bytes are unread");
         assert_eq!(read(&there, 10).unwrap().0, b"bc");
         here.write(b"d").unwrap();
         assert_eq!(theirs.take(), 1);
@@ -331,13 +331,13 @@ mod tests {
         assert_eq!(here.write(&full), Ok(UNREAD_BYTES_MAX - 1));
         assert_eq!(here.write(&full), Err(Errno::AGAIN));
         read(&there, 1000).unwrap();
-        assert_eq!(ours.take(), 0, "there is hardly room");
+        assert_eq!(ours.take(), 0, "too little space is free");
         read(&there, UNREAD_BYTES_MAX / 2).unwrap();
         assert_eq!(ours.take(), 1);
     }
 
     /// A task that owns an end, which is dropped with the task.
-    struct Task(#[expect(dead_code, reason = "it is dropped with the task")] Endpoint);
+    struct Task(#[expect(dead_code, reason = "the endpoint is dropped with the task")] Endpoint);
 
     impl Wake for Task {
         fn wake(self: Arc<Self>) {}
@@ -365,12 +365,12 @@ mod tests {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());
-        here.write(b"last words").unwrap();
+        here.write(b"the end").unwrap();
         theirs.take();
         drop(here);
-        assert!(theirs.take() >= 1, "also one that has something to read is told");
+        assert!(theirs.take() >= 1, "a reader with unread bytes is woken too");
         assert_eq!(there.write(b"late"), Err(Errno::PIPE));
-        assert_eq!(read(&there, 100).unwrap().0, b"last words");
+        assert_eq!(read(&there, 100).unwrap().0, b"the end");
         assert_eq!(read(&there, 100).unwrap().0, b"");
     }
 
@@ -382,7 +382,7 @@ mod tests {
         here.write_with_files(b"one ", vec![open(), open()]).unwrap();
         here.write_with_files(b"two", vec![open()]).unwrap();
         assert_eq!(read(&there, 3), Ok((b"bef".to_vec(), 0)));
-        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "those of one write at a time");
+        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "files of a single write at a time");
         assert_eq!(there.incoming().files.len(), 1);
         there.close();
         assert_eq!(there.incoming().files.len(), 0);

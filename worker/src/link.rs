@@ -251,7 +251,7 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        // Texts of handlers were cut to size before, so the metadata fits.
+        // Texts of handlers were truncated before, so the metadata fits.
         let Some(mut unsent) = self.lock() else { return true };
         let Unsent { outbox, pool, journal } = &mut *unsent;
         let before = outbox.waiting_bytes();

@@ -47,8 +47,8 @@ pub(crate) fn kill_self() -> ! {
     std::process::abort();
 }
 
-/// Ends this process with a message. Runs no destructors, because they belong to the worker's code: they may
-/// hang or, in a forked process, undo what the worker still needs.
+/// Ends this process with a message. Runs no destructors of the worker's code, because a destructor could hang
+/// or, in a forked process, release resources that the worker still needs.
 pub(crate) fn exit_with_message(message: &str) -> ! {
     // Avoids the lock of `std::io::stderr`, which another thread may have held at the fork.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());

@@ -283,7 +283,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
                     let message = format!(
                         "this worker has no operation {:?}; the operations are {}",
                         ctx.operation(),
-                        if known.is_empty() { "none at all".into() } else { known.join(", ") }
+                        if known.is_empty() { "none".into() } else { known.join(", ") }
                     );
                     Reply::Failed(HandlerError::new("unknown_operation", message).caller())
                 }

@@ -141,7 +141,7 @@ impl Worker {
         while self.read.is_empty() {
             let patience = Timespec::try_from(TIMEOUT).unwrap();
             let count = poll(&mut [PollFd::new(&self.link, PollFlags::IN)], Some(&patience)).unwrap();
-            assert_eq!(count, 1, "the worker says nothing");
+            assert_eq!(count, 1, "the worker sends nothing");
             let (_, mut batch) = self.inbox.receive(&self.link, &mut self.scratch).unwrap();
             while let Some(Item::Frame { header, metadata, .. }) = batch.next().unwrap() {
                 self.read.push((header.kind, header.number, metadata.to_vec()));

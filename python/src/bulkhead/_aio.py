@@ -159,7 +159,10 @@ class _Connection:
             reason = "the supervisor closed the connection"
         except (OSError, _wire.Unreadable) as error:
             reason = str(error)
-        self._handle_frames()
+        try:
+            self._handle_frames()
+        except (_wire.Malformed, _wire.Unreadable) as error:
+            reason = str(error)
         if reason is not None:
             self.lose(reason)
 
@@ -172,13 +175,10 @@ class _Connection:
                 if job is None or job.done():
                     continue
                 job._job_connection = None
-                try:
-                    if _wire.is_ok(metadata):
-                        job.set_result(Reply(payload, metadata))
-                    else:
-                        job.set_exception(_wire.error(metadata, payload))
-                except _wire.Malformed as error:
-                    job.set_exception(Disconnected(str(error), "unknown"))
+                if _wire.is_ok(metadata):
+                    job.set_result(Reply(payload, metadata))
+                else:
+                    job.set_exception(_wire.error(metadata, payload))
             elif kind == _wire.PROGRESS:
                 job = jobs.get(number)
                 if job is not None and not job.done() and job._job_listeners:

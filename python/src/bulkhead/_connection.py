@@ -224,7 +224,7 @@ class Connection:
             self.cancel(number)
             raise
         metadata, result = call.answer
-        if metadata[0] == 0:
+        if _wire.is_ok(metadata):
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
 
@@ -394,7 +394,7 @@ class Connection:
                 frames.popleft()
         except EOFError:
             self.lose("the supervisor closed the connection")
-        except _wire.Unreadable as error:
+        except (_wire.Malformed, _wire.Unreadable) as error:
             self.lose(str(error))
         except OSError as error:
             if error.errno not in _wire.LOST_CONNECTION_ERRORS:

@@ -97,15 +97,20 @@ def _identity(socket: _socket.socket) -> tuple[int, int]:
 
 def end_without_link(error: OSError) -> NoReturn:
     """Ends a worker that lost its link. Prints a message unless the supervisor closed the link."""
-    if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-        sentence = (
-            "code in this worker closed or replaced the worker's link to the supervisor, or another descriptor that "
-            f"the code did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
-        )
-        try:
-            os.write(2, sentence.encode())
-        except OSError:
-            pass
+    if error.errno in (errno.EPIPE, errno.ECONNRESET):
+        os._exit(1)
+    exit_with_message(
+        "code in this worker closed or replaced the worker's link to the supervisor, or another descriptor that "
+        f"the code did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+    )
+
+
+def exit_with_message(message: str) -> NoReturn:
+    """Ends this process immediately. Avoids ``sys.stderr``, which a handler may have closed."""
+    try:
+        os.write(2, message.encode())
+    except OSError:
+        pass
     os._exit(1)
 
 

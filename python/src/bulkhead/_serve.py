@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from . import _files, _link, _wire
 from ._context import Context, HandlerError
@@ -348,7 +349,7 @@ class Server:
         try:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
-                known = ", ".join(map(repr, sorted(self._operations))) or "none at all"
+                known = ", ".join(map(repr, sorted(self._operations))) or "none"
                 sentence = f"this worker has no operation {job.operation!r}; the operations are {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
@@ -484,23 +485,23 @@ class Server:
         """Reads all available frames and queues the jobs."""
         with self._reading:
             self._read_at = time.monotonic()
-            try:
-                while self._reader.read():
-                    pass
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                _link.end_without_link(error)
-            except (EOFError, _wire.Unreadable):
-                # The supervisor is gone or violates the protocol, so this process is of no use any more.
-                os._exit(1)
             frames = self._reader.frames
-            if frames:
+            try:
+                with suppress(BlockingIOError):
+                    while self._reader.read():
+                        pass
                 with self._lock:
                     # Recalled jobs are removed first, because the frames can contain the same job again.
                     self._drop_recalled()
                     while frames:
                         self._handle_frame(*frames.popleft())
+            except EOFError:
+                # The supervisor is gone, so this process has no further use.
+                os._exit(1)
+            except (LookupError, _wire.Malformed, _wire.Unreadable) as error:
+                _link.exit_with_message(f"the supervisor sent an invalid frame ({error!r}); the worker ends here\n")
+            except OSError as error:
+                _link.end_without_link(error)
 
     def _handle_frame(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.JOB:

@@ -234,7 +234,7 @@ def _micros(name: str, seconds: float) -> int:
 
 def is_ok(metadata: bytes) -> bool:
     """Returns true if the outcome is ``ok``, so that the payload is the result."""
-    return metadata[0] == 0
+    return metadata[:1] == b"\0"
 
 
 def ran_us(metadata: bytes) -> int:
@@ -286,8 +286,11 @@ def outcome(metadata: bytes) -> Outcome:
 
 
 def error(metadata: bytes, payload: Payload) -> JobError:
-    """Returns the exception for an OUTCOME other than ``ok``."""
-    found = outcome(metadata)
+    """Returns the exception for an OUTCOME other than ``ok``, or for one that cannot be read."""
+    try:
+        found = outcome(metadata)
+    except Malformed as problem:
+        return Disconnected(str(problem), "unknown")
     kind = ERROR_OF_OUTCOME.get(found.outcome)
     if kind is None:
         return Disconnected(

@@ -107,8 +107,8 @@ enum ReceiveState {
     },
 }
 
-/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because it
-/// is reused and clearing it would cost as much as filling it.
+/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because
+/// buffers are reused, and clearing a buffer would cost as much as filling the buffer.
 struct Large {
     header: Header,
     metadata: Vec<u8>,

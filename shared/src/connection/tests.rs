@@ -51,7 +51,7 @@ fn frames_of_all_sizes_arrive_in_order() {
     // Another test that starts a process can hold a copy briefly.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
-        assert!(began.elapsed().as_secs() < 30, "the end of the stream is not seen");
+        assert!(began.elapsed().as_secs() < 30, "the end of the stream was not received");
         std::thread::yield_now();
     }
 }
@@ -140,7 +140,7 @@ fn held_memory_follows_the_received_bytes() {
                 }
                 Some(Item::Large { payload, .. }) => {
                     assert!(arrived == total && payload == bytes[payload_at..]);
-                    assert!(pool.bytes < total, "the pool's buffer has served");
+                    assert!(pool.bytes < total, "the pool's buffer was used");
                     return;
                 }
                 _ => {}
@@ -148,7 +148,7 @@ fn held_memory_follows_the_received_bytes() {
         }
         let most = POOL_OVERSIZE_FACTOR_MAX * LARGE_GROWTH_FACTOR_MAX * arrived.max(LARGE_BUFFER_BYTES_MIN)
             + METADATA_BYTES_TYPICAL;
-        assert!(inbox.held_bytes() <= most, "{arrived} came, {} are held", inbox.held_bytes());
+        assert!(inbox.held_bytes() <= most, "{arrived} bytes arrived, {} bytes are held", inbox.held_bytes());
     }
     panic!("the frame did not end");
 }
@@ -157,7 +157,7 @@ fn held_memory_follows_the_received_bytes() {
 fn pool_drops_unusable_buffers() {
     let mut pool = BufferPool::default();
     pool.put(Vec::with_capacity(POOL_BYTES_MAX));
-    assert_eq!(pool.take(100_000).capacity(), 0, "far too large for that");
+    assert_eq!(pool.take(100_000).capacity(), 0, "the buffer is too large for the request");
     (0..3).for_each(|_| pool.put(Vec::with_capacity(1 << 20)));
     assert_eq!((pool.buffers.len(), pool.bytes), (3, 3 << 20));
     assert!(pool.take(600_000).capacity() == 1 << 20);
@@ -188,10 +188,10 @@ fn idle_connections_share_buffers() {
             outbox.push_pooled(kind::JOB, 1, &Empty, &[], payload, &mut pool).unwrap();
             outbox.release_buffer(&mut pool);
         }
-        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "it has something to send");
+        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "bytes are waiting");
         assert!(outbox.flush(&here, &mut pool).unwrap());
         outbox.release_buffer(&mut pool);
-        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "one for both");
+        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both share a buffer");
         drain(&mut inbox, &there, &mut scratch);
     }
     (0..2 * POOL_SPARES_MAX).for_each(|_| pool.put_spare(Vec::with_capacity(1)));

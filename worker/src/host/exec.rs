@@ -30,7 +30,7 @@ const TAIL_BYTES: usize = 4 * 1024;
 /// Interval between checks for remaining processes of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, its limits, and the meaning of its exit status. The supervisor passes them as
+/// The program to run, with limits and the meaning of exit statuses. The supervisor passes these settings as
 /// arguments.
 #[derive(Default)]
 pub(super) struct Plan {

@@ -125,7 +125,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
 
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     let text =
-        |name: &str| CString::new(name).map_err(|_| library_error("a name holds a NUL".into()).caller());
+        |name: &str| CString::new(name).map_err(|_| library_error("a name contains a NUL byte".into()).caller());
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
     let call = Call {
         ctx,

@@ -122,16 +122,16 @@ impl Fixture {
         numbers
     }
 
-    fn wait_for(&self, what: &str, condition: impl Fn(&State) -> bool) {
+    fn wait_for(&self, condition_text: &str, condition: impl Fn(&State) -> bool) {
         let began = Instant::now();
         while !condition(&lock(&self.pool.state)) {
-            assert!(began.elapsed() < TIMEOUT, "waited {TIMEOUT:?} in vain: {what}");
+            assert!(began.elapsed() < TIMEOUT, "waited {TIMEOUT:?}: {condition_text}");
             std::thread::park_timeout(Duration::from_millis(1));
         }
     }
 
     fn wait_idle(&self, threads: usize) {
-        self.wait_for("as many threads, all of them idle", |state| {
+        self.wait_for("all threads are idle", |state| {
             (state.threads, state.idle, state.live.len()) == (threads, threads, 0)
         });
     }
@@ -177,7 +177,7 @@ fn surplus_jobs_wait_in_order_of_arrival() {
     fixture.send_jobs(1..=4);
     for number in 1..=4 {
         assert_eq!(fixture.next_begun(1), [number]);
-        fixture.wait_for("the rest waits", |state| state.pending.len() as u64 == 4 - number);
+        fixture.wait_for("the other jobs wait", |state| state.pending.len() as u64 == 4 - number);
         assert!(fixture.begun.try_recv().is_err());
         fixture.release([number]);
     }
@@ -211,14 +211,14 @@ fn lower_limit_ends_threads_after_their_jobs() {
     fixture.send_jobs(1..=4);
     let begun: Vec<_> = (0..4).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
     fixture.limit(1);
-    fixture.wait_for("it is heard", |state| state.threads_max == 1);
+    fixture.wait_for("the limit is known", |state| state.threads_max == 1);
     let (stays, others): (Vec<_>, Vec<_>) =
         begun.into_iter().partition(|&(_, thread)| thread == fixture.init_thread);
     fixture.send_jobs([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
         fixture.release([number]);
         // The thread takes no other job.
-        fixture.wait_for("each ends with its job", |state| {
+        fixture.wait_for("the thread ends after the job", |state| {
             (state.threads, state.live.len()) == (left, left + 1)
         });
     }
@@ -226,7 +226,7 @@ fn lower_limit_ends_threads_after_their_jobs() {
     assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (5, fixture.init_thread));
     fixture.limit(2);
     fixture.send_jobs([6]);
-    assert_eq!(fixture.next_begun(1), [6], "beside the other");
+    assert_eq!(fixture.next_begun(1), [6], "next to the other job");
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn limits_before_ready_take_effect() {
     for limit in [9, 0, 3] {
         fixture.limit(limit);
     }
-    fixture.wait_for("they are heard", |state| state.threads_max == 3);
+    fixture.wait_for("the limits are known", |state| state.threads_max == 3);
     init.send(()).unwrap();
     fixture.wait_idle(1);
     fixture.send_jobs(1..=3);
@@ -273,14 +273,14 @@ fn thread_count_has_a_minimum_and_a_maximum() {
     let fixture = Fixture::new(u32::MAX);
     assert_eq!(lock(&fixture.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
     fixture.limit(0);
-    fixture.wait_for("one is left", |state| state.threads_max == 1);
+    fixture.wait_for("a single thread is left", |state| state.threads_max == 1);
     fixture.send_jobs([1]);
     assert_eq!(fixture.next_begun(1), [1]);
     fixture.limit(u32::MAX);
-    fixture.wait_for("the most", |state| state.threads_max == IN_FLIGHT_CEILING as usize);
+    fixture.wait_for("the maximum", |state| state.threads_max == IN_FLIGHT_CEILING as usize);
     let repeated = [5; 100];
     fixture.send(|outbox| repeated.into_iter().for_each(|limit| push_limits(outbox, limit)));
-    fixture.wait_for("the last one counts", |state| state.threads_max == 5);
+    fixture.wait_for("the last limit applies", |state| state.threads_max == 5);
     fixture.release([1]);
     fixture.wait_idle(1);
 }
@@ -346,7 +346,7 @@ fn every_job_runs_once_while_limits_change() {
     assert_eq!(answered, everything);
     fixture.limit(1);
     fixture.wait_idle(1);
-    fixture.wait_for("every call is answered", |state| !state.is_wake_pending);
+    fixture.wait_for("no wake-up is pending", |state| !state.is_wake_pending);
     let state = lock(&fixture.pool.state);
     assert_eq!((state.begun, state.pending.len()), (job_count, 0));
 }
@@ -357,7 +357,7 @@ fn first_thread_respects_the_limit() {
     fixture.send_jobs(1..=2);
     let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
     let of_first = |(_, thread): &&(u64, ThreadId)| *thread == fixture.init_thread;
-    let (first, _) = *begun.iter().find(of_first).expect("the first thread runs one of them");
+    let (first, _) = *begun.iter().find(of_first).expect("the first thread runs a job");
     let other = 3 - first;
     fixture.limit(1);
     fixture.wait_for("the limit is known", |state| state.threads_max == 1);
@@ -365,7 +365,7 @@ fn first_thread_respects_the_limit() {
     assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
     // The thread waits for the link, with a pending job behind the running one.
     fixture.send_jobs([QUICK]);
-    fixture.wait_for("it is seen and not begun", |state| state.arrived == 3 && state.idle == 1);
+    fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&fixture.pool.state).pending.len(), 1);
     fixture.release([other]);
     assert_eq!(fixture.next_begun(1), [QUICK]);
@@ -397,7 +397,7 @@ fn each_job_runs_or_is_recalled() {
             let begun = claims.recall(sent);
             let runs: Vec<u64> = (recalled + 1..=begun).collect();
             while ran.len() + returned.iter().filter(|number| runs.contains(number)).count() < runs.len() {
-                match fixture.frames.recv_timeout(TIMEOUT).expect("it runs or comes back") {
+                match fixture.frames.recv_timeout(TIMEOUT).expect("the job runs or is returned") {
                     (kind::RESULT, number) => ran.push(number - RETURNS),
                     (kind::RETURNED, number) => returned.push(number - RETURNS),
                     _ => {}
@@ -406,14 +406,14 @@ fn each_job_runs_or_is_recalled() {
             ran.sort_unstable();
             let last = returned.iter().copied().find(|number| runs.contains(number));
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
-            assert_eq!(ran, expected, "of {runs:?}; given back: {returned:?}");
-            assert!(last.is_none_or(|last| last == begun), "only the last can come back");
+            assert_eq!(ran, expected, "of {runs:?}; returned: {returned:?}");
+            assert!(last.is_none_or(|last| last == begun), "only the last job can be returned");
             // A job returned after its recall is the one after the last begun.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
             recalled = sent;
         }
-        fixture.wait_for("what was recalled back is forgotten", |state| state.live.is_empty());
+        fixture.wait_for("recalled jobs are dropped", |state| state.live.is_empty());
     }
 }
 
@@ -423,11 +423,11 @@ fn recalled_jobs_are_dropped_with_one_heartbeat() {
     let fixture = Fixture::with_journal(1, journal);
     fixture.send_jobs([1, 2, 3, RETURNS]);
     assert_eq!(fixture.next_begun(1), [1]);
-    fixture.wait_for("all jobs are there", |state| state.arrived == 4);
+    fixture.wait_for("all jobs have arrived", |state| state.arrived == 4);
     assert_eq!(claims.recall(4), 1);
     // Reuses the number for another job.
     fixture.send_jobs([3]);
-    fixture.wait_for("only that is left", |state| state.pending.len() == 1 && state.live.len() == 2);
+    fixture.wait_for("only the new job is left", |state| state.pending.len() == 1 && state.live.len() == 2);
     fixture.release([3, 1]);
     assert_eq!(fixture.next_begun(1), [3]);
     let frames: Vec<_> = fixture.frames.iter().take(3).collect();
