@@ -250,7 +250,7 @@ impl Template {
             Ok((temporary.path.join(&name), temporary.make(&name)?))
         });
         let folder = folder.transpose().map_err(at("temporary folder"))?;
-        let failed = |error: io::Error| ("landlock", errno::of(&error, Errno::IO));
+        let failed = |error: io::Error| ("landlock", errno::from_io(&error, Errno::IO));
         let ruleset =
             self.rules.of_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
         let proof = temporary.map(Temporary::proof).transpose().map_err(failed)?.flatten();

@@ -314,7 +314,7 @@ impl Keeper {
     pub fn reap_orphans(&self) -> bool {
         let Process::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_MAX {
-            match bulkhead_linux::wait::peek() {
+            match bulkhead_linux::wait::peek_ended() {
                 Some(pid) if pid != keeper.id() => drop(wait::take(pid)),
                 _ => return false,
             }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::wait::is_readable;
+use bulkhead_linux::wait::wait_until_readable;
 use bulkhead_linux::{errno, vfork};
 use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -98,7 +98,7 @@ impl Detached {
     pub(super) fn wait(&self, patience: Duration) -> io::Result<bool> {
         let until = Instant::now() + patience;
         for process in [&self.keeper, &self.guard] {
-            if !is_readable(process, until.saturating_duration_since(Instant::now()))? {
+            if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
             // Reaps the process if this process adopts orphans. Otherwise the call fails, and this process
@@ -176,7 +176,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
         arguments.push(CString::new(FIRST_ARGUMENT)?);
     }
     let environment = environment();
-    let (argv, envp) = (vfork::pointers(&arguments), vfork::pointers(&environment));
+    let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
     // SAFETY: three system calls, with lists that were prepared before and end with a null pointer.
     let started = unsafe {

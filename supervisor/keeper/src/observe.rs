@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use bulkhead_linux::process_tree::read_small;
+use bulkhead_linux::process_tree::read_proc_file;
 use bulkhead_linux::rlimits::Resource;
 
 use super::Rlimit;
@@ -29,7 +29,7 @@ pub(super) struct Own {
 impl Own {
     pub(super) fn read() -> Self {
         let namespaces = NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
-        Self { namespaces, filters: filters_of(&read_small("/proc/self/status").unwrap_or_default()) }
+        Self { namespaces, filters: filters_of(&read_proc_file("/proc/self/status").unwrap_or_default()) }
     }
 
     /// Returns the namespaces of a process that differ from the keeper's.
@@ -61,7 +61,7 @@ pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
 /// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 on
 /// kernels that do not report it.
 pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
-    let text = read_small(&format!("/proc/{pid}/status"))?;
+    let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     parse(&text, observed);
     Ok(filters_of(&text))
 }
@@ -90,7 +90,7 @@ fn parse(text: &str, observed: &mut Observed) {
 /// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
 /// the limit `to_come`, which is set later.
 pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::Result<Option<&'static str>> {
-    let text = read_small(&format!("/proc/{pid}/limits"))?;
+    let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
         limit.resource != to_come && limit_of(&text, limit.resource) != Some((limit.soft, limit.hard))
     };
@@ -99,7 +99,7 @@ pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::
 
 /// Returns the first of these limits that a process exceeds.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
-    let text = read_small(&format!("/proc/{pid}/limits"))?;
+    let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
         let found = limit_of(&text, limit.resource);
         found.is_none_or(|(soft, hard)| soft > limit.soft || hard > limit.hard)
@@ -118,19 +118,19 @@ fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
 }
 
 fn limit_name(resource: u32) -> &'static str {
-    Resource::numbered(resource).map_or("unknown", Resource::label)
+    Resource::from_number(resource).map_or("unknown", Resource::label)
 }
 
 /// True if a process is in the control group of this folder.
 pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
-    let Ok(text) = read_small(&format!("/proc/{pid}/cgroup")) else { return false };
+    let Ok(text) = read_proc_file(&format!("/proc/{pid}/cgroup")) else { return false };
     let own = text.lines().find_map(|line| line.strip_prefix("0::"));
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
 /// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
 pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
-    let text = read_small(&format!("/proc/{thread}/status"))?;
+    let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
     let process = field("Tgid:").and_then(|value| value.trim().parse().ok());
     let inner = field("NStgid:").and_then(|value| value.split_whitespace().last()?.parse().ok());
@@ -147,7 +147,7 @@ pub(super) struct Place {
 
 /// Reads the parent and the inner pid of a process.
 pub(super) fn place(pid: u32) -> io::Result<Place> {
-    let text = read_small(&format!("/proc/{pid}/status"))?;
+    let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().last());
     let number = |name| field(name).and_then(|value| value.parse().ok()).ok_or(io::ErrorKind::InvalidData);
     Ok(Place { parent: number("PPid:")?, inner: number("NSpid:")? })
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn limits_are_found_by_their_numbers() {
         let [cpu, nofile, nice, address_space] =
-            ["cpu", "nofile", "nice", "as"].map(|name| Resource::named(name).unwrap().number());
+            ["cpu", "nofile", "nice", "as"].map(|name| Resource::from_name(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
             Max cpu time              60                   61                   seconds   \n\
             Max open files            1024                 unlimited            files     \n\

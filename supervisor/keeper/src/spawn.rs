@@ -153,7 +153,7 @@ impl Refusal {
     }
 
     pub(super) fn of(step: &str, error: &io::Error) -> Self {
-        Self::new(step, errno::of(error, Errno::IO))
+        Self::new(step, errno::from_io(error, Errno::IO))
     }
 }
 
@@ -290,8 +290,8 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
     let plan = match job {
         Job::Worker(prepared) => Some(Plan {
             prepared,
-            arguments: vfork::pointers(&prepared.arguments),
-            environment: vfork::pointers(&prepared.environment),
+            arguments: vfork::null_terminated(&prepared.arguments),
+            environment: vfork::null_terminated(&prepared.environment),
             keeper: rustix::process::getpid(),
             own: Identity {
                 uid: rustix::process::geteuid().as_raw(),

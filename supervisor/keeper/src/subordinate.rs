@@ -15,8 +15,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use bulkhead_linux::errno;
-use bulkhead_linux::fork::fork_unheard;
-use bulkhead_linux::wait::is_readable;
+use bulkhead_linux::fork::fork_without_sigchld;
+use bulkhead_linux::wait::wait_until_readable;
 use nix::unistd::User;
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -173,15 +173,15 @@ impl Holder {
         let (told, tell) = rustix::pipe::pipe_with(flags)?;
         let parent = rustix::process::getpid();
         // SAFETY: the child makes only raw system calls until it is killed.
-        let pid = match unsafe { fork_unheard() }? {
+        let pid = match unsafe { fork_without_sigchld() }? {
             0 => hold(&tell, parent),
             pid => pid,
         };
         let holder = Self { pid };
         drop(tell);
         let mut errno = [0; 4];
-        let is_told =
-            is_readable(&told, CHILD_PATIENCE)? && rustix::io::read(&told, &mut errno)? == errno.len();
+        let is_told = wait_until_readable(&told, CHILD_PATIENCE)?
+            && rustix::io::read(&told, &mut errno)? == errno.len();
         match i32::from_ne_bytes(errno) {
             0 if is_told => Ok(holder),
             0 => Err(Errno::TIMEDOUT.into()),

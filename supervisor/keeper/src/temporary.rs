@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::time::Instant;
 
-use bulkhead_linux::folder::{self, FOLDER};
+use bulkhead_linux::folder::{self, FOLDER_FLAGS};
 use rustix::fs::{FlockOperation, Mode};
 use rustix::io::Errno;
 
@@ -133,7 +133,7 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
 /// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the
 /// folder is gone, is being removed, or another folder has the name.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
-    let lock = rustix::fs::open(path, FOLDER, Mode::empty())?;
+    let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
     let (locked, named) = (rustix::fs::fstat(&lock)?, rustix::fs::stat(path)?);
     if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
@@ -246,11 +246,11 @@ mod tests {
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
         // Deeper than the maximum length of a path.
-        let mut here = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
+        let mut here = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
         for _ in 0..3000 {
             rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
             rustix::fs::symlinkat("/etc", &here, "link").unwrap();
-            here = rustix::fs::openat(&here, "d", FOLDER, Mode::empty()).unwrap();
+            here = rustix::fs::openat(&here, "d", FOLDER_FLAGS, Mode::empty()).unwrap();
         }
         std::fs::write(top.join("file"), "x").unwrap();
         std::fs::create_dir(top.join("locked")).unwrap();
@@ -333,7 +333,7 @@ mod tests {
             (0..200).for_each(|file| std::fs::write(folder.join(file.to_string()), "").unwrap());
             (0..20).for_each(|file| std::fs::write(folder.join(format!("inner/{file}")), "").unwrap());
         }
-        let folder = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
+        let folder = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
         std::thread::scope(|scope| {
             let removers: Vec<_> =
                 (0..3).map(|_| scope.spawn(|| folder::empty(&folder, usize::MAX))).collect();

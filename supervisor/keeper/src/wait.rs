@@ -7,7 +7,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::kill_descendants;
-use bulkhead_linux::wait::{is_readable, thread_has_children, wait4};
+use bulkhead_linux::wait::{thread_has_children, wait_until_readable, wait4};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
@@ -92,7 +92,7 @@ pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
 /// Returns true if the process ends within `patience`.
 pub(super) fn ends_within(process: &Child, patience: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
-    is_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
+    wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
 }
 
 /// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.

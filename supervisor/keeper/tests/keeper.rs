@@ -470,7 +470,7 @@ fn no_keeper() {
     let error = Keeper::start_beside(Path::new("/no/such/program")).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
     wait_until("nothing is left", PATIENCE, || {
-        while bulkhead_linux::wait::peek()
+        while bulkhead_linux::wait::peek_ended()
             .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
         {}
         descendants_of(std::process::id()).unwrap().is_empty()

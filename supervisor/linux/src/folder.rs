@@ -10,7 +10,7 @@ use rustix::path::Arg;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 /// Flags for opening a folder. The last component of the path must not be a symbolic link.
-pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// Maximum number of a folder's entries whose names are held in memory at a time.
 const NAMES_MAX: usize = 16 * 1024;
@@ -26,7 +26,7 @@ fn open_by(
     rights: Mode,
     resolve: ResolveFlags,
 ) -> Result<OwnedFd> {
-    let flags = FOLDER | OFlags::RDONLY;
+    let flags = FOLDER_FLAGS | OFlags::RDONLY;
     // A worker's seccomp filter has no `openat2`. The fallback is safe because nothing can be mounted in the
     // worker's folder.
     let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
@@ -46,11 +46,11 @@ fn open_by(
 fn unlock(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
     // Goes through a descriptor, so that the mode of an entry that has since taken the folder's name never
     // changes.
-    give_to_owner(&rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?)
+    restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
 /// Sets the mode of a folder to 0700. Also works for a descriptor opened with `O_PATH`.
-pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
+pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     let link = format!("/proc/self/fd/{}", folder.as_raw_fd());
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }

@@ -19,7 +19,7 @@ const ACK: u32 = 0x10;
 /// or is refused. Proxies are restarted without lost connections in this way, but with a packet filter of the
 /// whole machine. This function attaches a filter to the socket instead. Errors are those of `setsockopt(2)`
 /// with `SO_ATTACH_FILTER`.
-pub fn begin_no_more(listener: &impl AsFd) -> io::Result<()> {
+pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
     let filter = [
         instruction(BPF_LD | BPF_B | BPF_ABS, FLAGS, 0),
@@ -50,7 +50,7 @@ mod tests {
             };
             let address = listener.local_addr().unwrap();
             let _before = TcpStream::connect(address).unwrap();
-            begin_no_more(&listener).unwrap();
+            stop_new_connections(&listener).unwrap();
             let error = TcpStream::connect_timeout(&address, WITHIN).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{address}");
             assert!(listener.accept().is_ok(), "{address}");
@@ -81,7 +81,7 @@ mod tests {
                 }
             };
             answer(WITHIN / 20, &|| false);
-            begin_no_more(&listener).unwrap();
+            stop_new_connections(&listener).unwrap();
             answer(20 * WITHIN, &|| clients.iter().all(std::thread::JoinHandle::is_finished));
             drop(listener);
             clients.into_iter().for_each(|client| client.join().unwrap());

@@ -39,8 +39,8 @@ struct Process {
 }
 
 impl Process {
-    fn identity(&self, pid: u32) -> Identity {
-        Identity { pid, session: self.session, started: self.started }
+    fn identity(&self, pid: u32) -> ProcessIdentity {
+        ProcessIdentity { pid, session: self.session, started: self.started }
     }
 }
 
@@ -68,7 +68,7 @@ pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
 
 /// Identity of a process that stays unique when the pid is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct ProcessIdentity {
     /// Process id.
     pub pid: u32,
     /// Session id.
@@ -79,7 +79,7 @@ pub struct Identity {
 
 /// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the
 /// child of this process at the top of its branch. Errors: `/proc` cannot be read.
-pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
+pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (processes()?, std::process::id());
     let child_above = |pid: u32| {
         let line = std::iter::successors(Some(pid), |pid| Some(table.get(pid)?.parent));
@@ -91,17 +91,17 @@ pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
 
 /// Returns the identity of a process, or `None` if there is no such process or this user cannot see the
 /// process.
-pub fn identity_of(pid: u32) -> Option<Identity> {
+pub fn identity_of(pid: u32) -> Option<ProcessIdentity> {
     read_process(pid).map(|process| process.identity(pid))
 }
 
 /// Returns the start time of a process, in the kernel's ticks. The pid and the start time together identify a
 /// process uniquely. Returns `None` if there is no such process or this user cannot see the process.
-pub fn started(pid: u32) -> Option<u64> {
+pub fn start_time(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// True if the process with this pid and this start time ([`started`]) is still running. A zombie is not
+/// True if the process with this pid and this start time ([`start_time`]) is still running. A zombie is not
 /// running. A process that this user cannot see counts as running.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
@@ -119,7 +119,7 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 ///
 /// Takes some microseconds per process. Errors: a process of the line cannot be read in `/proc`, there are
 /// more than 64 ancestors, or the ancestors kept changing.
-pub fn lineage(pid: u32, root: u32) -> io::Result<Vec<u32>> {
+pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     let mut trouble = None;
     for _ in 0..LOOKS_MAX {
         match look_up(pid, root) {
@@ -162,7 +162,7 @@ fn is_still(line: &[u32]) -> bool {
 /// number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
-    let stat = read_small(&path)
+    let stat = read_proc_file(&path)
         .map_err(|error| io::Error::new(error.kind(), format!("{path} cannot be read: {error}")))?;
     let process = parse(&stat);
     process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} is malformed")))
@@ -209,18 +209,18 @@ fn processes() -> io::Result<HashMap<u32, Process>> {
 
 /// Reads `/proc/PID/stat`. Returns `None` if there is no such process (any more).
 fn read_process(pid: u32) -> Option<Process> {
-    parse(&read_small(&format!("/proc/{pid}/stat")).ok()?)
+    parse(&read_proc_file(&format!("/proc/{pid}/stat")).ok()?)
 }
 
 /// Reads a small file of `/proc`, at most the first 16 KiB, in half as many system calls as
 /// [`std::fs::read_to_string`]. Bytes that are not UTF-8, as in the name of a program, are replaced.
 ///
 /// ```
-/// let stat = bulkhead_linux::process_tree::read_small("/proc/self/stat")?;
+/// let stat = bulkhead_linux::process_tree::read_proc_file("/proc/self/stat")?;
 /// assert!(stat.starts_with(&format!("{} (", std::process::id())));
 /// # Ok::<(), std::io::Error>(())
 /// ```
-pub fn read_small(path: &str) -> io::Result<String> {
+pub fn read_proc_file(path: &str) -> io::Result<String> {
     let mut bytes = Vec::with_capacity(USUAL_BYTES);
     File::open(path)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
     Ok(String::from_utf8(bytes)
@@ -248,7 +248,7 @@ mod tests {
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
-        if super::started(pid) == Some(started) {
+        if super::start_time(pid) == Some(started) {
             let _ = pidfd_send_signal(&descriptor, signal);
         }
     }
@@ -282,17 +282,17 @@ mod tests {
                 _ => std::thread::yield_now(),
             }
         };
-        let line = lineage(deepest, own).unwrap();
+        let line = ancestors(deepest, own).unwrap();
         assert_eq!((line.len(), line[0], line[2], line[3]), (4, deepest, child.id(), own));
         // No process has the pid 0, so the line goes up to the outermost process.
-        let whole = lineage(deepest, 0).unwrap();
+        let whole = ancestors(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == line[..], "{whole:?} {line:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);
         for pid in line[..3].iter().rev() {
             signal(*pid, read_process(*pid).unwrap().started, Signal::KILL);
         }
         child.wait().unwrap();
-        assert!(lineage(child.id(), own).unwrap_err().to_string().contains("cannot be read"));
+        assert!(ancestors(child.id(), own).unwrap_err().to_string().contains("cannot be read"));
     }
 
     #[test]
@@ -305,7 +305,7 @@ mod tests {
                 _ => std::thread::yield_now(),
             }
         };
-        let error = lineage(deepest, std::process::id()).unwrap_err().to_string();
+        let error = ancestors(deepest, std::process::id()).unwrap_err().to_string();
         assert!(error.contains("more than 64 ancestors"), "{error}");
         for (pid, started) in descendants(&processes().unwrap(), child.id(), |_| false) {
             signal(pid, started, Signal::KILL);

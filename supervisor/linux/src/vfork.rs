@@ -97,7 +97,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     drop(blocked);
     failed?;
     // The child has ended, or is about to.
-    let _ = wait::exit_code(pid);
+    let _ = wait::wait_for_exit_code(pid);
     // SAFETY: a number that is not negative is a new descriptor that the call has stored.
     let pidfd = (between.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(between.pidfd) });
     match (between.call.error, Pid::from_raw(between.pid.max(0)), pidfd) {
@@ -108,7 +108,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
 
 /// Returns a list in the form that `execve` takes: pointers to the texts, and a null pointer. The texts must
 /// outlive the list.
-pub fn pointers(texts: &[CString]) -> Vec<*const c_char> {
+pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
 

@@ -26,7 +26,7 @@ fn look(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
 
 /// Returns the pid of a child that has ended, without reaping the child. So the pid stays valid and cannot be
 /// reused.
-pub fn peek() -> Option<u32> {
+pub fn peek_ended() -> Option<u32> {
     look(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
 
@@ -58,13 +58,13 @@ pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
 }
 
 /// Waits for a child to end. Returns its exit code, or `None` if a signal ended the child.
-pub fn exit_code(pid: i32) -> Result<Option<i32>, Errno> {
+pub fn wait_for_exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     let (_, status, _) = retry_on_intr(|| wait4(pid, 0))?;
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }
 
 /// Waits for up to `patience` until the descriptor is readable. A pidfd is readable once its process has ended.
-pub fn is_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
+pub fn wait_until_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
     let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
     Ok(retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)

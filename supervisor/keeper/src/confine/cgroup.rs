@@ -244,7 +244,7 @@ impl Root {
     fn own_processes(&self) -> Result<Vec<u32>, Failure> {
         let keeper = std::process::id();
         let mut ours = descendants_of(keeper).map_err(|error| {
-            let errno = errno::of(&error, Errno::IO);
+            let errno = errno::from_io(&error, Errno::IO);
             failure("read /proc for the keeper's processes".into(), errno)
         })?;
         ours.extend([keeper, self.supervisor]);

@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bulkhead_linux::errno;
-use bulkhead_linux::landlock::{give, kernel_abi, restrict_self};
+use bulkhead_linux::landlock::{abi_version, add_path_rule, restrict_self};
 use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
@@ -87,7 +87,7 @@ impl Ruleset {
     /// Makes the rules. Leaves out missing paths of the system, but fails for missing paths of the
     /// configuration.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
-        let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
+        let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
         let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
@@ -150,7 +150,7 @@ impl Ruleset {
 
     fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
         let folder = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        give(self.descriptor.as_fd(), folder.as_fd(), access.bits())
+        add_path_rule(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
     /// Enforces the rules on the calling thread and on everything that it starts. This cannot be undone. Then
@@ -298,7 +298,7 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
 }
 
 fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
-    let errno = errno::of(error, Errno::INVAL);
+    let errno = errno::from_io(error, Errno::INVAL);
     failure(&format!("list {} for Landlock rules: {error}", folder.display()), errno)
 }
 

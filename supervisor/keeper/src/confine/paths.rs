@@ -209,7 +209,7 @@ pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno
     match std::fs::canonicalize(path) {
         Ok(real) if !is_in(&real, &writable) => Err(Errno::XDEV),
         Ok(_) => Ok(false),
-        Err(error) => Err(errno::of(&error, Errno::NOENT)),
+        Err(error) => Err(errno::from_io(&error, Errno::NOENT)),
     }
 }
 

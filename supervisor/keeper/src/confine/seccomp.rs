@@ -214,8 +214,8 @@ impl Rules {
     /// Returns the first number of each range with the same rule, in order.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const NEWER: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
-        let known = (0..=syscalls::LAST).map(|number| (number, self.rule(number)));
-        let mut ranges: Vec<_> = known.chain([(syscalls::LAST + 1, &NEWER)]).collect();
+        let known = (0..=syscalls::NUMBER_MAX).map(|number| (number, self.rule(number)));
+        let mut ranges: Vec<_> = known.chain([(syscalls::NUMBER_MAX + 1, &NEWER)]).collect();
         ranges.dedup_by_key(|(_, rule)| *rule);
         ranges
     }

@@ -1,7 +1,7 @@
 //! A child process that makes one trial and exits.
 
-use bulkhead_linux::fork::fork_unheard;
-use bulkhead_linux::wait::exit_code;
+use bulkhead_linux::fork::fork_without_sigchld;
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::io::Errno;
 
 use super::explain;
@@ -46,7 +46,7 @@ impl Refused {
 /// many.
 pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Refused> {
     // SAFETY: the child makes only raw system calls until it exits.
-    let child = unsafe { fork_unheard() }?;
+    let child = unsafe { fork_without_sigchld() }?;
     if child == 0 {
         let code = match task() {
             Ok(()) => 0,
@@ -56,7 +56,7 @@ pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Re
         // SAFETY: ends the process without running anything that the parent registered.
         unsafe { libc::_exit(code) }
     }
-    match exit_code(child)? {
+    match wait_for_exit_code(child)? {
         Some(0) => Ok(()),
         Some(UNTRUE) => Err(Refused::Untrue),
         Some(errno) => Err(Errno::from_raw_os_error(errno).into()),

@@ -3,7 +3,7 @@
 
 use std::os::fd::AsFd;
 
-use bulkhead_linux::landlock::{Withheld, create_ruleset, kernel_abi, restrict_self};
+use bulkhead_linux::landlock::{HandledAccess, abi_version, create_ruleset, restrict_self};
 use landlock::{AccessFs, AccessNet, Scope};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -18,17 +18,17 @@ struct Part {
     /// Version of Landlock that introduced the part.
     since: u32,
     what_to_do: &'static str,
-    withheld: Withheld,
+    withheld: HandledAccess,
     /// Attempt that the kernel must refuse with `refusal` under the rule. Returns `Ok` in a process without
     /// rules.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
 
-const NOTHING: Withheld = Withheld { files: 0, network: 0, scopes: 0 };
+const NOTHING: HandledAccess = HandledAccess { files: 0, network: 0, scopes: 0 };
 
 fn parts() -> [Part; 5] {
-    let files = |right: AccessFs| Withheld { files: right as u64, ..NOTHING };
+    let files = |right: AccessFs| HandledAccess { files: right as u64, ..NOTHING };
     let tcp = AccessNet::BindTcp as u64 | AccessNet::ConnectTcp as u64;
     let scopes = Scope::Signal as u64 | Scope::AbstractUnixSocket as u64;
     [
@@ -52,7 +52,7 @@ fn parts() -> [Part; 5] {
             layer: "landlock tcp",
             since: 4,
             what_to_do: "run kernel 6.7 or later; seccomp is used instead",
-            withheld: Withheld { network: tcp, ..NOTHING },
+            withheld: HandledAccess { network: tcp, ..NOTHING },
             forbidden: bind_tcp,
             refusal: Errno::ACCESS,
         },
@@ -60,7 +60,7 @@ fn parts() -> [Part; 5] {
             layer: "landlock scopes",
             since: 6,
             what_to_do: "run kernel 6.12 or later; a separate user for each worker or a pid namespace is used instead",
-            withheld: Withheld { scopes, ..NOTHING },
+            withheld: HandledAccess { scopes, ..NOTHING },
             forbidden: signal_the_parent,
             refusal: Errno::PERM,
         },
@@ -76,7 +76,7 @@ fn parts() -> [Part; 5] {
 }
 
 pub(super) fn probe() -> Vec<Ability> {
-    let abi = kernel_abi();
+    let abi = abi_version();
     let tried = |part: &Part| match abi {
         Ok(abi) if abi >= part.since => {
             part.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(Refused::explain)

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::null;
 
 use bulkhead_linux::errno::check;
-use bulkhead_linux::fork::fork_unheard;
+use bulkhead_linux::fork::fork_without_sigchld;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
@@ -61,7 +61,7 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     let kind = SocketType::SEQPACKET;
     let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
     // SAFETY: the child is a copy of only this thread. It makes only raw system calls, and exits.
-    let pid = match unsafe { fork_unheard() }? {
+    let pid = match unsafe { fork_without_sigchld() }? {
         0 => {
             // If the parent is killed before the child requests a signal for this, the child sees the end of
             // file.

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use bulkhead_linux::descriptors::close_all_but;
+use bulkhead_linux::descriptors::close_all_except;
 use bulkhead_linux::signals;
 use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
@@ -114,7 +114,7 @@ pub(super) fn set_signals() -> io::Result<()> {
         // SAFETY: no handler function is installed.
         unsafe { signal(number, SigHandler::SigIgn) }?;
     }
-    signals::let_children_be_waited_for();
+    signals::restore_default_sigchld();
     let mut blocked = SigSet::empty();
     blocked.add(Signal::SIGCHLD);
     blocked.thread_set_mask()?;
@@ -126,5 +126,5 @@ pub(super) fn set_signals() -> io::Result<()> {
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
     // SAFETY: this process has just started, and has opened no descriptors yet.
-    Ok(unsafe { close_all_but(LINK_FD, &mut []) }?)
+    Ok(unsafe { close_all_except(LINK_FD, &mut []) }?)
 }

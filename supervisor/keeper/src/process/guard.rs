@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno;
-use bulkhead_linux::wait::{exit_code, is_readable};
+use bulkhead_linux::wait::{wait_for_exit_code, wait_until_readable};
 use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
@@ -118,11 +118,11 @@ fn attend(
     if polled[0].revents().is_empty() {
         // The keeper notices the application's end itself, unless it is stopped.
         let _ = pidfd_send_signal(&process, Signal::CONT);
-        if !is_readable(&process, END_PATIENCE + KEEPER_TIME_MORE)? {
+        if !wait_until_readable(&process, END_PATIENCE + KEEPER_TIME_MORE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);
         }
     }
-    if exit_code(keeper.as_raw_pid())? == Some(0) {
+    if wait_for_exit_code(keeper.as_raw_pid())? == Some(0) {
         return Ok(true);
     }
     wait::end_all(END_PATIENCE)?;

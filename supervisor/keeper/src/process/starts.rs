@@ -23,7 +23,7 @@ fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
     // Older kernels do not support this.
-    let _ = bulkhead_linux::rights::refuse_descriptors(&ours);
+    let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
 
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn a_template_passes_no_descriptors_to_the_keeper() {
         let (ours, theirs) = template_socket().unwrap();
-        if bulkhead_linux::rights::refuse_descriptors(&ours).is_err() {
+        if bulkhead_linux::scm_rights::refuse_descriptors(&ours).is_err() {
             return;
         }
         let mut outbox = Outbox::default();

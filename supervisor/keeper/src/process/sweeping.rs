@@ -123,7 +123,7 @@ impl Process {
             if heard >= HEARD_PER_TURN {
                 break;
             }
-            let Some(pid) = bulkhead_linux::wait::peek() else { return };
+            let Some(pid) = bulkhead_linux::wait::peek_ended() else { return };
             if !self.children.contains_key(&pid) {
                 heard += self.hear_forks();
             }

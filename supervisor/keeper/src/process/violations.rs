@@ -74,7 +74,7 @@ impl Process {
         if is_worker(&process) {
             return process;
         }
-        let line = process_tree::lineage(process, pid).unwrap_or_default();
+        let line = process_tree::ancestors(process, pid).unwrap_or_default();
         line.into_iter().find(is_worker).unwrap_or(pid)
     }
 

@@ -258,14 +258,14 @@ impl Filters {
 fn keeps_from_unix_sockets(terms: &Terms) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;
-    let version = bulkhead_linux::landlock::kernel_abi().ok().filter(|_| terms.landlock).unwrap_or(0);
+    let version = bulkhead_linux::landlock::abi_version().ok().filter(|_| terms.landlock).unwrap_or(0);
     version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
 }
 
 /// True if Landlock can deny truncating a file that may be read.
 fn can_keep_from_truncating() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
-    bulkhead_linux::landlock::kernel_abi().is_ok_and(|version| version >= TRUNCATE_SINCE)
+    bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)
 }
 
 fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {

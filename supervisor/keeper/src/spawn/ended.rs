@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-use bulkhead_linux::descriptors::close_all_but;
+use bulkhead_linux::descriptors::close_all_except;
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
@@ -49,7 +49,7 @@ pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     // SAFETY: sets a flag of this process, so that no process in the namespace can inspect it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     // SAFETY: nothing in this process uses the other descriptors any more.
-    let _ = unsafe { close_all_but(0, kept) };
+    let _ = unsafe { close_all_except(0, kept) };
 }
 
 pub(super) fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {

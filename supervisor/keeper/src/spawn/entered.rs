@@ -42,7 +42,7 @@ pub(super) fn clone(
     let mut word = [0; BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut word));
     // The intermediate process has nothing left to do except to exit.
-    let _ = wait::exit_code(between as i32);
+    let _ = wait::wait_for_exit_code(between as i32);
     match i32::from_ne_bytes(word) {
         pid @ 1.. if read == Ok(BYTES) => Ok(pid as u32),
         errno @ ..=-1 if read == Ok(BYTES) => Err(Errno::from_raw_os_error(-errno)),

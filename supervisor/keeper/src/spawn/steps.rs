@@ -6,7 +6,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
-use bulkhead_linux::descriptors::close_all_but;
+use bulkhead_linux::descriptors::close_all_except;
 use bulkhead_linux::errno::check;
 use bulkhead_linux::rlimits::{OPEN_FILES, Resource};
 use rustix::fs::{Mode, OFlags};
@@ -130,7 +130,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
 }
 
 fn rlimit_name(resource: u32) -> &'static str {
-    Resource::numbered(resource).map_or("unknown", Resource::name)
+    Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
 /// Waits for the user and group maps. The fork has already created the user namespace.
@@ -463,7 +463,7 @@ fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let progress = prepared.progress.as_raw_fd();
     let [ruleset, executable, hosted] = [ruleset, executable, hosted].map(|one| one.unwrap_or(progress));
     // SAFETY: the descriptors are copies of the keeper's, and nothing in this process uses them.
-    Ok(unsafe { close_all_but(LINK_FD + 1, &mut [progress, ruleset, executable, hosted]) }?)
+    Ok(unsafe { close_all_except(LINK_FD + 1, &mut [progress, ruleset, executable, hosted]) }?)
 }
 
 fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {

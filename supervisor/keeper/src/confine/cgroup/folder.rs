@@ -210,7 +210,7 @@ fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
     let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();
     let read = File::from(file).take(most as u64 + 1).read_to_end(&mut bytes);
-    read.map_err(|error| errno::of(&error, Errno::IO))?;
+    read.map_err(|error| errno::from_io(&error, Errno::IO))?;
     if bytes.len() > most { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 

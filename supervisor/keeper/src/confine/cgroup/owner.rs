@@ -24,7 +24,7 @@ impl Owner {
         let pid = std::process::id();
         let namespace = rustix::fs::stat("/proc/self/ns/pid")
             .map_err(|errno| failure("look at /proc/self/ns/pid".into(), errno))?;
-        let started = process_tree::started(pid)
+        let started = process_tree::start_time(pid)
             .ok_or_else(|| failure(format!("read /proc/{pid}/stat for the keeper's start"), Errno::SRCH))?;
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
@@ -93,7 +93,7 @@ mod tests {
     fn a_keeper_that_is_not_waited_for_is_dead() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let own = Owner::this_process().unwrap();
-        let started = process_tree::started(child.id()).unwrap();
+        let started = process_tree::start_time(child.id()).unwrap();
         let other = Owner { pid: child.id(), started, ..own };
         assert!(!own.outlived(&other));
         child.kill().unwrap();

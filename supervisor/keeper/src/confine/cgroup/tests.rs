@@ -313,7 +313,7 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     let root = ground.root(0);
     let living = Owner::this_process().unwrap();
     let mut keeper = Command::new("sleep").arg("1000").spawn().unwrap();
-    let other = Owner { pid: keeper.id(), started: process_tree::started(keeper.id()).unwrap(), ..living };
+    let other = Owner { pid: keeper.id(), started: process_tree::start_time(keeper.id()).unwrap(), ..living };
     let foreign = Owner { namespace: living.namespace + 1, ..other };
     let names = [other.leaf_name(1), other.leaf_name(2), foreign.leaf_name(1), living.leaf_name(1)];
     let folders = names.each_ref().map(|name| ground.0.make_child(name).unwrap());

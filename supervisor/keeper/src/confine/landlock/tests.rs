@@ -15,13 +15,13 @@ use rustix::io::Errno;
 use rustix::process::{Pid, getppid, test_kill_process};
 use tempfile::TempDir;
 
-use super::{Rules, Ruleset, kernel_abi};
+use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC;
 
 /// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
 /// success.
 fn has_abi(least: u32) -> bool {
-    match kernel_abi() {
+    match abi_version() {
         Ok(abi) if abi >= least => true,
         found => {
             eprintln!("NOT RUN: requires Landlock version {least}, found {found:?}");
@@ -271,7 +271,7 @@ fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
         assert_eq!(failure.attempted, format!("open {} for a Landlock rule", gone.display()));
     }
     let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
-    assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), kernel_abi().unwrap());
+    assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), abi_version().unwrap());
     // A single file can be given in place of a folder.
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();

@@ -54,7 +54,7 @@ fn expected(rules: &Rules, number: u32, arguments: [u64; 6]) -> u32 {
     if cfg!(target_arch = "x86_64") && number >= X32 {
         return libc::SECCOMP_RET_KILL_PROCESS;
     }
-    if number > syscalls::LAST {
+    if number > syscalls::NUMBER_MAX {
         return Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
     }
     let mut rule = rules.calls.get(&number).unwrap_or(&rules.otherwise);

@@ -11,7 +11,7 @@ use crate::errno;
 /// with a scheduling policy other than `SCHED_OTHER` or `SCHED_BATCH` is left alone. Errors are those of
 /// `sched_setattr(2)`. Linux before 6.12 accepts the slice without effect.
 #[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
-pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
+pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
     // SAFETY: the structure has only numbers, for which zero is a valid value.
     let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
@@ -36,15 +36,15 @@ mod tests {
     fn the_slice_is_what_was_asked_for_and_is_inherited() {
         let tell = || {
             let size = size_of::<libc::sched_attr>();
-            // SAFETY: as in `shorten_slice`.
+            // SAFETY: as in `set_time_slice`.
             let mut told: libc::sched_attr = unsafe { std::mem::zeroed() };
-            // SAFETY: as in `shorten_slice`.
+            // SAFETY: as in `set_time_slice`.
             unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut told, size, 0) };
             (told.sched_policy, told.sched_nice, told.sched_runtime)
         };
         std::thread::spawn(move || {
             let (policy, nice, before) = tell();
-            shorten_slice(Duration::from_micros(100)).unwrap();
+            set_time_slice(Duration::from_micros(100)).unwrap();
             // Linux before 6.12 reports no slice.
             let expected = (policy, nice, if before == 0 { 0 } else { 100_000 });
             assert_eq!(tell(), expected);

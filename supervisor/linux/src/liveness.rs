@@ -12,12 +12,12 @@ use rustix::net::SocketType;
 /// An inherited pipe, socket or terminal, which ends when the other side closes, or a pidfd, which ends with
 /// its process. Programs started later do not inherit the descriptor.
 #[derive(Debug)]
-pub struct Lifeline {
+pub struct LivenessDescriptor {
     descriptor: OwnedFd,
     is_pidfd: bool,
 }
 
-impl Lifeline {
+impl LivenessDescriptor {
     /// Takes over an inherited descriptor. Call this on the first thread, before any other code has opened a
     /// descriptor.
     ///
@@ -91,14 +91,14 @@ fn is_pidfd(number: RawFd) -> bool {
     told.is_ok_and(|told| told.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Starts a thread that waits for the lifeline to end and then calls `act`.
+/// Starts a thread that waits for the descriptor to end and then calls `act`.
 ///
 /// # Errors
 ///
 /// If the thread cannot be started.
-pub fn at_the_end_of(lifeline: Lifeline, act: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub fn spawn_watcher(descriptor: LivenessDescriptor, act: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let wait = move || {
-        lifeline.wait();
+        descriptor.wait();
         act();
     };
     std::thread::Builder::new().name("while-open".into()).spawn(wait).map(drop)
