@@ -193,7 +193,7 @@ impl Builder {
             Some(host) => Some(host),
             None => program::require_host(&config)?,
         };
-        let (keeper, found) = Keeper::start_beside(keeper).map_err(system("start the keeper"))?;
+        let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;
         let support = SandboxSupport::found(&config, found);
         crate::inherited::warn_of_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), 0);

@@ -128,7 +128,7 @@ impl Ready {
     ) -> Result<Self, RunError> {
         let Basis { config, host, support, mut keeper, open_files, fate } = basis;
         if let Some(ids) = support.subordinate() {
-            keeper.give(ids).map_err(system("start the keeper"))?;
+            keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
         }
         let (file, support) = (Arc::new(config), Arc::new(support));
         let mut config = file.clone();

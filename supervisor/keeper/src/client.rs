@@ -16,7 +16,7 @@ use bincode::{BorrowDecode, Encode};
 use bulkhead_shared::codec;
 use rustix::process::Pid;
 
-use super::detached::{Detached, Found, IsFirst};
+use super::detached::{Detached, IsFirst, ProbeResult};
 use super::socket::{self, Outbox, Received};
 use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
@@ -40,7 +40,7 @@ const ORPHANS_MAX: usize = 64;
 
 /// Returns advice about a start that failed at this step. The text is empty if nothing is known about the
 /// cause.
-pub fn advice(step: &str, error: &io::Error) -> &'static str {
+pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
         "exec" | "working directory" => UNREACHABLE,
@@ -54,7 +54,7 @@ const UNREACHABLE: &str = " (check that the worker's user can access the path an
 
 /// A report of the keeper.
 ///
-/// The answer to each [`Keeper::spawn`] is either `Spawned`, `Exited` and `Swept`, in this order, or
+/// The answer to each [`Keeper::spawn`] is either `Spawned`, `Exited` and `Reaped`, in this order, or
 /// `SpawnFailed`.
 #[derive(Debug)]
 pub enum Report {
@@ -82,7 +82,7 @@ pub enum Report {
         worker: u64,
         /// Process id as the worker sees it.
         process: u32,
-        /// Number of the call; see [`super::call_name`].
+        /// Number of the call; see [`super::syscall_name`].
         call: u32,
     },
     /// The worker's program never ran.
@@ -104,7 +104,7 @@ pub enum Report {
         usage: Usage,
     },
     /// Everything that a dead worker left behind is gone.
-    Swept {
+    Reaped {
         /// Spawn number of the worker.
         worker: u64,
     },
@@ -113,13 +113,13 @@ pub enum Report {
         /// Spawn number of the template.
         worker: u64,
         /// The message.
-        word: TemplateWord,
+        message: TemplateMessage,
     },
     /// The answer to [`Keeper::ping`].
     Pong,
     /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
     /// processes behind.
-    Remains {
+    Unkillable {
         /// Number of these processes.
         count: u64,
     },
@@ -127,7 +127,7 @@ pub enum Report {
 
 /// A message that a template sends before it forks; see [`Keeper::fork`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub enum TemplateWord {
+pub enum TemplateMessage {
     /// The template can fork.
     Ready,
     /// Current status of the initialisation.
@@ -140,7 +140,7 @@ pub enum TemplateWord {
 
 /// The supervisor's handle of a keeper.
 ///
-/// Dropping the handle orders the keeper to exit. [`Keeper::end`] also waits for the exit.
+/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
 #[derive(Debug)]
 pub struct Keeper {
     process: Process,
@@ -166,20 +166,20 @@ enum Process {
 
 /// Everything needed to start another keeper in place of a previous one.
 #[derive(Clone, Debug)]
-pub struct KeeperOrigin {
+pub struct KeeperLauncher {
     program: PathBuf,
     is_detached: bool,
     ids: Option<Arc<SubordinateIds>>,
 }
 
-impl KeeperOrigin {
+impl KeeperLauncher {
     /// Starts the keeper, and passes on the worker ids of the previous keeper.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
-            true => Keeper::start_detached(&self.program, IsFirst::No)?.0,
+            true => Keeper::launch_detached(&self.program, IsFirst::No)?.0,
             false => Keeper::start(&self.program)?,
         };
-        self.ids.map_or(Ok(()), |ids| keeper.give(ids))?;
+        self.ids.map_or(Ok(()), |ids| keeper.send_subordinate_ids(ids))?;
         Ok(keeper)
     }
 }
@@ -193,11 +193,11 @@ impl Keeper {
     /// [`super::run_as_keeper`] first in `main`.
     ///
     /// Waits some ten milliseconds until the keeper is running.
-    pub fn start_beside(program: &Path) -> io::Result<(Self, Found)> {
-        Self::start_detached(program, IsFirst::Yes)
+    pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
+        Self::launch_detached(program, IsFirst::Yes)
     }
 
-    fn start_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, Found)> {
+    fn launch_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, ProbeResult)> {
         let (socket, theirs) = socket::pair()?;
         let (process, found) = Detached::start(program, is_first, &socket, theirs)?;
         Ok((Self::of(Process::Detached(process), program, socket), found))
@@ -227,17 +227,17 @@ impl Keeper {
         }
     }
 
-    /// Sends the keeper the user namespace that workers with [`super::Terms::subordinate`] enter.
-    pub fn give(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
+    /// Sends the keeper the user namespace that workers with [`super::Layers::subordinate_ids`] enter.
+    pub fn send_subordinate_ids(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
         self.order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
 
     /// Returns the data for starting the next keeper.
-    pub fn origin(&self) -> KeeperOrigin {
+    pub fn launcher(&self) -> KeeperLauncher {
         let is_detached = matches!(self.process, Process::Detached(_));
-        KeeperOrigin { program: self.program.clone(), is_detached, ids: self.ids.clone() }
+        KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
     /// Returns the keeper's process id.
@@ -338,14 +338,14 @@ impl Keeper {
     }
 
     /// True if orders wait for the socket to become writable.
-    pub fn has_waiting(&self) -> bool {
+    pub fn has_pending_orders(&self) -> bool {
         self.outbox.len() > 0
     }
 
     /// Returns the next report, or `None` if no report is available at present.
     ///
     /// Any error means that this keeper is lost, and that its workers die. [`io::ErrorKind::UnexpectedEof`]
-    /// means that the keeper has exited. See [`sweep_after_keeper`].
+    /// means that the keeper has exited. See [`reap_after_keeper`].
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
             match socket::receive(&self.socket, &mut self.buffer)? {
@@ -380,11 +380,11 @@ impl Keeper {
             }
             ReportMessage::Exited { worker, .. } if self.disowned.contains(&worker) => None,
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
-            ReportMessage::Swept { worker } if self.disowned.remove(&worker) => None,
-            ReportMessage::Swept { worker } => Some(Report::Swept { worker }),
-            ReportMessage::Template { worker, word } => Some(Report::Template { worker, word }),
+            ReportMessage::Reaped { worker } if self.disowned.remove(&worker) => None,
+            ReportMessage::Reaped { worker } => Some(Report::Reaped { worker }),
+            ReportMessage::Template { worker, message } => Some(Report::Template { worker, message }),
             ReportMessage::Pong => Some(Report::Pong),
-            ReportMessage::Remains { count } => Some(Report::Remains { count }),
+            ReportMessage::Unkillable { count } => Some(Report::Unkillable { count }),
         })
     }
 
@@ -399,7 +399,7 @@ impl Keeper {
 
     /// Orders the keeper to exit, with all workers and their descendants, and waits for the exit. This
     /// usually takes some milliseconds, but up to a minute if processes cannot be killed.
-    pub fn end(self) -> io::Result<()> {
+    pub fn shut_down(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
         drop(socket);
         let mut process = match process {
@@ -435,7 +435,7 @@ impl AsRawFd for Keeper {
     }
 }
 
-/// Makes this process inherit the descendants of a killed keeper, for [`sweep_after_keeper`]. The
+/// Makes this process inherit the descendants of a killed keeper, for [`reap_after_keeper`]. The
 /// supervisor's own program calls this when it starts.
 pub fn become_subreaper() -> io::Result<()> {
     // The kernel takes any number except zero as true.
@@ -448,9 +448,9 @@ pub fn become_subreaper() -> io::Result<()> {
 /// Only for a program that called [`become_subreaper`]. The program must have no other children, because this
 /// function kills and reaps all children. Blocks, usually for some milliseconds.
 ///
-/// For a keeper from [`Keeper::start_beside`], the guard does the work, and spares processes that do not
+/// For a keeper from [`Keeper::start_detached`], the guard does the work, and spares processes that do not
 /// belong to the keeper.
-pub fn sweep_after_keeper(old: Keeper) -> io::Result<()> {
+pub fn reap_after_keeper(old: Keeper) -> io::Result<()> {
     match old.process {
         Process::Child(mut process) => {
             process.kill()?;

@@ -9,7 +9,7 @@ use bincode::{BorrowDecode, Encode};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
     /// Layers and limits.
-    pub terms: Terms,
+    pub layers: Layers,
     /// Programs that the worker executes, and the files that these execute or load. The worker can read the
     /// folders of these files.
     pub programs: Vec<&'a str>,
@@ -27,7 +27,7 @@ pub struct Confinement<'a> {
 
 /// Layers of confinement, and their numeric parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
-pub struct Terms {
+pub struct Layers {
     /// Executed programs cannot gain privileges.
     pub no_new_privs: bool,
     /// The worker has no capabilities, whatever its user is.
@@ -45,28 +45,28 @@ pub struct Terms {
     pub identity: Option<Identity>,
     /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
     /// Other namespaces are created inside, without another user namespace.
-    pub subordinate: bool,
+    pub subordinate_ids: bool,
     /// True if the worker can use the network.
     pub network: bool,
     /// Place for temporary files.
-    pub temporary: Temporary,
+    pub temporary: TemporaryFiles,
     /// True if the worker receives its own rules. The worker can then confine each program that it runs
     /// separately from the others.
-    pub programs_apart: bool,
+    pub program_rules: bool,
     /// Limits for the worker and its descendants together, in a separate control group. `None` means no
     /// group.
-    pub cgroup: Option<Cgroup>,
+    pub cgroup: Option<CgroupLimits>,
 }
 
 /// Limits of a control group. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
-pub struct Cgroup {
+pub struct CgroupLimits {
     /// Memory in bytes.
     pub memory_bytes: Option<u64>,
     /// Number of processes and threads.
     pub pids: Option<u64>,
     /// Thousandths of a processor core.
-    pub cpu_thousandths: Option<u64>,
+    pub cpu_millicores: Option<u64>,
 }
 
 /// A filter of system calls.
@@ -76,9 +76,9 @@ pub enum Seccomp {
     #[default]
     Off,
     /// A deny list that ordinary programs do not notice.
-    Deny,
+    DenyList,
     /// An allow list with the calls needed for computing.
-    Allow,
+    AllowList,
 }
 
 /// New namespaces of a worker.
@@ -114,17 +114,17 @@ pub struct Identity {
 
 /// Place for a worker's temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
-pub enum Temporary {
+pub enum TemporaryFiles {
     /// None, or wherever the worker's user can write.
     #[default]
     None,
     /// A private folder on disk, named by `TMPDIR`.
     Folder,
     /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
-    FileSystem(u64),
+    PrivateTmp(u64),
     /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
     /// The root folder is the system's.
-    Mounted(u64),
+    MountedTmpfs(u64),
 }
 
 /// The confinement of a worker as read back from the kernel once the program runs.
@@ -160,23 +160,23 @@ pub struct Observed {
 impl Observed {
     /// Returns the first value that differs from the order, by its name in `/proc/PID/status` if there is
     /// one.
-    pub fn mismatch(&self, terms: &Terms) -> Option<&'static str> {
-        let wanted = terms.namespaces;
+    pub fn mismatch(&self, layers: &Layers) -> Option<&'static str> {
+        let wanted = layers.namespaces;
         let found = self.namespaces;
         let is = |identity: Identity| self.uid == Some(identity.uid) && self.gid == Some(identity.gid);
-        let filter = if terms.seccomp == Seccomp::Off { 0 } else { FILTER };
+        let filter = if layers.seccomp == Seccomp::Off { 0 } else { FILTER };
         let rows = [
-            ("NoNewPrivs", !terms.no_new_privs || self.no_new_privs),
-            ("capabilities", !terms.no_capabilities || self.capabilities == 0),
+            ("NoNewPrivs", !layers.no_new_privs || self.no_new_privs),
+            ("capabilities", !layers.no_capabilities || self.capabilities == 0),
             ("Seccomp", self.seccomp >= filter),
-            ("Uid or Gid", terms.identity.is_none_or(is)),
-            ("Groups", terms.identity.is_none() || self.groups == 0),
-            ("user namespace", !(wanted.user || terms.subordinate) || found.user),
+            ("Uid or Gid", layers.identity.is_none_or(is)),
+            ("Groups", layers.identity.is_none() || self.groups == 0),
+            ("user namespace", !(wanted.user || layers.subordinate_ids) || found.user),
             ("pid namespace", !wanted.pid || found.pid),
             ("mount namespace", !(wanted.mount || wanted.proc) || found.mount),
             ("network namespace", !wanted.network || found.network),
-            ("Landlock", !terms.landlock || self.landlock.is_some()),
-            ("cgroup", terms.cgroup.is_none() || self.cgroup),
+            ("Landlock", !layers.landlock || self.landlock.is_some()),
+            ("cgroup", layers.cgroup.is_none() || self.cgroup),
             ("descriptors", self.descriptors == super::WORKER_DESCRIPTORS),
         ];
         rows.iter().find(|(_, is_right)| !is_right).map(|(name, _)| *name)
@@ -194,14 +194,14 @@ mod tests {
     fn whatever_is_missing_is_named() {
         let identity = Identity { uid: 7, gid: 8 };
         let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
-        let terms = Terms {
+        let layers = Layers {
             no_new_privs: true,
             no_capabilities: true,
             landlock: true,
-            seccomp: Seccomp::Allow,
+            seccomp: Seccomp::AllowList,
             namespaces: everything,
             identity: Some(identity),
-            ..Terms::default()
+            ..Layers::default()
         };
         let right = Observed {
             no_new_privs: true,
@@ -213,7 +213,7 @@ mod tests {
             descriptors: super::super::WORKER_DESCRIPTORS,
             ..Observed::default()
         };
-        assert_eq!(right.mismatch(&terms), None);
+        assert_eq!(right.mismatch(&layers), None);
         let wrong = [
             (Observed { no_new_privs: false, ..right }, "NoNewPrivs"),
             (Observed { capabilities: 1, ..right }, "capabilities"),
@@ -225,11 +225,11 @@ mod tests {
             (Observed { descriptors: 9, ..right }, "descriptors"),
             (Observed { namespaces: Namespaces { pid: false, ..everything }, ..right }, "pid namespace"),
         ];
-        let only_proc = Terms { namespaces: Namespaces { proc: true, ..Namespaces::default() }, ..terms };
+        let only_proc = Layers { namespaces: Namespaces { proc: true, ..Namespaces::default() }, ..layers };
         let shared = Observed { namespaces: Namespaces { mount: false, ..everything }, ..right };
         assert_eq!(shared.mismatch(&only_proc), Some("mount namespace"));
         for (observed, name) in wrong {
-            assert_eq!(observed.mismatch(&terms), Some(name));
+            assert_eq!(observed.mismatch(&layers), Some(name));
         }
     }
 }

@@ -17,7 +17,7 @@ use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pid
 
 use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
 use crate::socket::{self, Received};
-use crate::{Ability, KEEPER_ARGUMENT, ORDER_BYTES_MAX, SubordinateIds, WITHHELD};
+use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SubordinateIds, WITHHELD};
 
 /// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
 /// is stuck.
@@ -28,9 +28,9 @@ const DESCRIPTOR_MIN: i32 = 3;
 
 /// Results of the guard's probe of the machine.
 #[derive(Debug)]
-pub struct Found {
+pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
-    pub abilities: Vec<Ability>,
+    pub abilities: Vec<LayerSupport>,
     /// Ids for workers, or the reason why there are none.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
@@ -57,7 +57,7 @@ impl Detached {
         is_first: IsFirst,
         socket: &OwnedFd,
         theirs: OwnedFd,
-    ) -> io::Result<(Self, Found)> {
+    ) -> io::Result<(Self, ProbeResult)> {
         let guard = start(program, is_first, theirs).map_err(|error| {
             io::Error::new(error.kind(), format!("failed to run {}: {error}", program.display()))
         })?;
@@ -69,7 +69,7 @@ impl Detached {
                 Some(namespace) => Ok(Arc::new(SubordinateIds::received(ids, namespace))),
                 None => Err(String::new()),
             });
-            Ok((keeper, ready.keeper, Found { abilities: ready.abilities, ids }))
+            Ok((keeper, ready.keeper, ProbeResult { abilities: ready.abilities, ids }))
         });
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),

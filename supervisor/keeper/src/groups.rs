@@ -2,7 +2,7 @@
 //! groups are removed. If a group is not empty yet, the removal is retried.
 
 use super::confine::cgroup::{Failure, Leaf, Limits, Root};
-use super::confinement::Cgroup;
+use super::confinement::CgroupLimits;
 use super::spawn::Refusal;
 
 /// The parent of all groups, and the groups that could not be removed yet.
@@ -16,7 +16,7 @@ pub(super) struct Groups {
 
 impl Groups {
     /// Creates a group for a worker.
-    pub(super) fn make(&mut self, worker: u64, limits: &Cgroup) -> Result<Leaf, Refusal> {
+    pub(super) fn make(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, Refusal> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, what_to_do } = failure;
             Refusal::new(&format!("cgroup: {attempted} ({what_to_do})"), errno)
@@ -31,7 +31,7 @@ impl Groups {
         let limits = Limits {
             memory_bytes: limits.memory_bytes,
             pids: limits.pids,
-            cpu_cores: limits.cpu_thousandths.map(|thousandths| thousandths as f64 / 1000.0),
+            cpu_cores: limits.cpu_millicores.map(|millicores| millicores as f64 / 1000.0),
         };
         root.leaf(worker, &limits).map_err(refused)
     }

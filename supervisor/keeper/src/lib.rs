@@ -52,10 +52,15 @@ use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::syscalls;
 use std::io;
 
-pub use client::{Keeper, KeeperOrigin, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
-pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
-pub use detached::Found;
-pub use probe::{Ability, FORKED, TREE_END, probe};
+pub use client::{
+    Keeper, KeeperLauncher, Report, TemplateMessage, become_subreaper, reap_after_keeper,
+    spawn_failure_advice,
+};
+pub use confinement::{
+    CgroupLimits, Confinement, Identity, Layers, Namespaces, Observed, Seccomp, TemporaryFiles,
+};
+pub use detached::ProbeResult;
+pub use probe::{FORKED_WORKERS, LayerSupport, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
 pub use temporary::folders as temporary_folders;
@@ -135,7 +140,7 @@ pub enum Exit {
     /// The kernel killed the worker because its control group had reached the memory limit, or because the
     /// machine was out of memory.
     Oom,
-    /// The keeper killed the worker for a system call that the filter forbids; see [`call_name`].
+    /// The keeper killed the worker for a system call that the filter forbids; see [`syscall_name`].
     Violation {
         /// Number of the call.
         call: u32,
@@ -160,7 +165,7 @@ enum Order<'a> {
     Spawn(Box<SpawnOrder<'a>>),
     /// Makes a template fork a worker, with the same descriptors as `Spawn`.
     Fork { worker: u64, template: u64 },
-    /// Sends the user namespace that workers with [`Terms::subordinate`] enter, as a descriptor.
+    /// Sends the user namespace that workers with [`Layers::subordinate_ids`] enter, as a descriptor.
     Namespace,
     /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
     /// be.
@@ -191,14 +196,14 @@ impl SpawnOrder<'_> {
 }
 
 /// Returns the name of a system call, or an empty text if the number has no name on this architecture.
-pub fn call_name(number: u32) -> &'static str {
+pub fn syscall_name(number: u32) -> &'static str {
     syscalls::name(number).unwrap_or_default()
 }
 
 /// A stricter filter that a worker installs itself when it is ready for its first job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seal<'a> {
-    /// True if the worker has [`Seccomp::Allow`]. The seal then also forbids to execute programs and to
+    /// True if the worker has [`Seccomp::AllowList`]. The seal then also forbids to execute programs and to
     /// create sockets.
     pub is_strict: bool,
     /// True if the worker has the network, and so can create sockets.
@@ -229,9 +234,9 @@ enum ReportMessage<'a> {
     Violation { worker: u64, process: u32, call: u32 },
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
-    Swept { worker: u64 },
-    Template { worker: u64, word: TemplateWord },
-    Remains { count: u64 },
+    Reaped { worker: u64 },
+    Template { worker: u64, message: TemplateMessage },
+    Unkillable { count: u64 },
     Pong,
 }
 

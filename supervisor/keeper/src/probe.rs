@@ -25,7 +25,7 @@ use super::confine::seccomp::{self, Ending};
 
 /// A layer of confinement, and whether it is available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
-pub struct Ability {
+pub struct LayerSupport {
     /// Name of the layer.
     pub layer: String,
     /// True if the layer is available.
@@ -39,7 +39,7 @@ pub struct Ability {
     pub what_to_do: Option<String>,
 }
 
-impl Ability {
+impl LayerSupport {
     /// Converts the result of a trial.
     pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
@@ -58,7 +58,7 @@ impl Ability {
 }
 
 /// Tries all layers. Takes some milliseconds, or some seconds if something is stuck.
-pub fn probe() -> Vec<Ability> {
+pub fn probe() -> Vec<LayerSupport> {
     let mut abilities = landlock::probe();
     abilities.extend(filters());
     abilities.extend(namespaces::probe());
@@ -66,7 +66,7 @@ pub fn probe() -> Vec<Ability> {
     abilities.extend(descriptors());
     abilities.extend(own_capabilities());
     abilities.push(yama());
-    abilities.push(Ability::plain("no_new_privs", child::tried(no_new_privs), NEWER_KERNEL));
+    abilities.push(LayerSupport::plain("no_new_privs", child::tried(no_new_privs), NEWER_KERNEL));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities.push(tree_end(&abilities));
     abilities.push(forked(&abilities));
@@ -74,11 +74,11 @@ pub fn probe() -> Vec<Ability> {
 }
 
 /// Name of the ability to fork workers from a template in a sandbox (`start.mode = "fork"`).
-pub const FORKED: &str = "forked workers";
+pub const FORKED_WORKERS: &str = "forked workers";
 
 /// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
 /// by which the keeper finds processes that workers leave behind.
-fn forked(abilities: &[Ability]) -> Ability {
+fn forked(abilities: &[LayerSupport]) -> LayerSupport {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
@@ -89,14 +89,14 @@ fn forked(abilities: &[Ability]) -> Ability {
     };
     let what_to_do = "`start.mode = \"fork\"` works only with `profile = \"none\"`: fix the missing layer, or run \
                       a kernel built with CONFIG_PROC_CHILDREN";
-    Ability::of(FORKED, tried, what_to_do)
+    LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
 /// Name of the ability of the kernel to kill all descendants of a worker, under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
 /// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
-fn tree_end(abilities: &[Ability]) -> Ability {
+fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
     let lacking = namespaces.into_iter().find(|layer| !has(layer));
@@ -109,7 +109,7 @@ fn tree_end(abilities: &[Ability]) -> Ability {
              survive"
         )),
     };
-    Ability::of(
+    LayerSupport::of(
         TREE_END,
         tried,
         "set `KillMode=control-group` (or `mixed`) in the unit, or fix the missing layer",
@@ -120,17 +120,17 @@ fn tree_end(abilities: &[Ability]) -> Ability {
 /// in this way how a configuration works on a machine with fewer layers.
 pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
-fn withhold(abilities: &mut [Ability], layers: &str) {
-    let named = |ability: &Ability| match ability.layer.as_str() {
+fn withhold(abilities: &mut [LayerSupport], layers: &str) {
+    let named = |ability: &LayerSupport| match ability.layer.as_str() {
         "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
-    let is_withheld = |ability: &Ability| layers.split(',').any(|layer| layer.trim() == named(ability));
+    let is_withheld = |ability: &LayerSupport| layers.split(',').any(|layer| layer.trim() == named(ability));
     for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
         let what_to_do = Some("remove the layer from this variable".into());
         let why_not = Some(format!("{WITHOUT} disables the layer"));
-        *ability = Ability { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
+        *ability = LayerSupport { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
     }
 }
 
@@ -147,18 +147,18 @@ fn explain(errno: Errno) -> String {
 
 const NEWER_KERNEL: &str = "run a newer kernel";
 
-fn filters() -> [Ability; 3] {
+fn filters() -> [LayerSupport; 3] {
     let action = |action| seccomp_action(action).map_err(Refused::from);
     let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| filter(Ending::Kill));
     let named = filtered.and_then(|()| filter(Ending::Notify));
     [
-        Ability::plain("seccomp", filtered, "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
-        Ability::plain(
+        LayerSupport::plain("seccomp", filtered, "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
+        LayerSupport::plain(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
             "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
         ),
-        Ability::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
+        LayerSupport::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
     ]
 }
 
@@ -177,11 +177,11 @@ fn seccomp_action(action: u32) -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) })
 }
 
-fn descriptors() -> [Ability; 3] {
+fn descriptors() -> [LayerSupport; 3] {
     [
-        Ability::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
-        Ability::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
-        Ability::plain("close_range", close_range(), NEWER_KERNEL),
+        LayerSupport::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
+        LayerSupport::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
+        LayerSupport::plain("close_range", close_range(), NEWER_KERNEL),
     ]
 }
 
@@ -198,7 +198,7 @@ fn close_range() -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_close_range, NONE, NONE, 0) })
 }
 
-fn own_capabilities() -> [Ability; 3] {
+fn own_capabilities() -> [LayerSupport; 3] {
     let own = capabilities(None).map(|sets| sets.effective);
     let tried = |wanted| match own {
         Ok(own) if own.contains(wanted) => Ok(None),
@@ -206,13 +206,13 @@ fn own_capabilities() -> [Ability; 3] {
         Err(errno) => Err(explain(errno)),
     };
     [
-        Ability::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
-        Ability::of(
+        LayerSupport::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
+        LayerSupport::of(
             "CAP_SYS_ADMIN",
             tried(CapabilitySet::SYS_ADMIN),
             "not needed if user namespaces are available",
         ),
-        Ability::of(
+        LayerSupport::of(
             "CAP_SYS_RESOURCE",
             tried(CapabilitySet::SYS_RESOURCE),
             "needed only for limits above the supervisor's own: raise the supervisor's (ulimit -H, LimitNOFILE=)",
@@ -238,7 +238,7 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
 }
 
 /// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
-fn yama() -> Ability {
+fn yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
         Ok("0") => (
@@ -251,7 +251,7 @@ fn yama() -> Ability {
             "boot with `yama` in `lsm=`; Landlock and separate users are used instead",
         ),
     };
-    Ability::of("yama", tried, what_to_do)
+    LayerSupport::of("yama", tried, what_to_do)
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ use self::precedence::Precedence;
 use self::sweeping::Sweep;
 use self::templates::{Held, Template};
 use super::confine::cgroup::Leaf;
-use super::confinement::{Observed, Terms};
+use super::confinement::{Layers, Observed};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
 use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
@@ -118,7 +118,7 @@ struct Child {
     worker: u64,
     pidfd: OwnedFd,
     stage: Stage,
-    terms: Terms,
+    layers: Layers,
     rlimits: Vec<Rlimit>,
     /// True if the child was allowed to execute its program.
     is_confined: bool,
@@ -174,12 +174,12 @@ impl Child {
         let mut observed = self.observed;
         observe::status(self.process, &mut observed).ok()?;
         self.observed = observed;
-        if self.terms == Terms::default() {
+        if self.layers == Layers::default() {
             return None;
         }
         // The worker can have lowered its limits already.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
-        observed.mismatch(&self.terms).or_else(limit)
+        observed.mismatch(&self.layers).or_else(limit)
     }
 }
 

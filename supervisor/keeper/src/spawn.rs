@@ -47,7 +47,7 @@ use self::root::Root;
 use self::shown::Shown;
 use self::steps::{INNER, OUTER};
 use super::confine::cgroup;
-use super::confinement::{Identity, Namespaces, Temporary};
+use super::confinement::{Identity, Namespaces, TemporaryFiles};
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
 pub(super) use self::barriers::{Barriers, Filters};
@@ -118,7 +118,7 @@ impl Program {
     pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
         let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
         let mut environment = texts(&order.environment)?;
-        let own_tmp = matches!(order.confinement.terms.temporary, Temporary::FileSystem(_));
+        let own_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
         let home = temporary.or(own_tmp.then_some(Path::new(OWN_TMP)));
         for (variable, folder) in [(TEMPORARY, temporary), (HOME, home)] {
             let has_own = order.environment.iter().any(|one| one.starts_with(variable));
@@ -197,7 +197,7 @@ impl Prepared {
         }
         let [link, stdout, stderr] = descriptors;
         let (ours, progress) = progress::pair().map_err(|errno| Refusal::new("fork", errno))?;
-        let has_first = barriers.terms.namespaces.pid;
+        let has_first = barriers.layers.namespaces.pid;
         let nest = (has_first && is_template).then(crate::socket::pair).transpose();
         let (nest_ours, nest) = nest.map_err(|error| Refusal::of("fork", &error))?.unzip();
         let status = (has_first && !is_template).then(|| {
@@ -381,13 +381,13 @@ struct Plan<'p> {
 }
 
 impl Plan<'_> {
-    fn terms(&self) -> &super::confinement::Terms {
-        &self.prepared.barriers.terms
+    fn layers(&self) -> &super::confinement::Layers {
+        &self.prepared.barriers.layers
     }
 
     /// Returns the namespaces that the fork creates. A user namespace can also be created later.
     fn forked_into(&self) -> Namespaces {
-        let wanted = self.terms().namespaces;
+        let wanted = self.layers().namespaces;
         Namespaces { user: wanted.user && !self.prepared.barriers.root_comes_first(), ..wanted }
     }
 
@@ -396,7 +396,7 @@ impl Plan<'_> {
         // set.
         // SAFETY: the keeper's copy stays open, and nothing in this process uses this one.
         unsafe { libc::close(self.prepared.other_end) };
-        let namespaces = self.terms().namespaces;
+        let namespaces = self.layers().namespaces;
         if namespaces.any() {
             self.take(0, &OUTER);
         }

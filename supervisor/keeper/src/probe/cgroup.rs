@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use rustix::thread::gettid;
 
-use super::{Ability, explain};
+use super::{LayerSupport, explain};
 use crate::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
 
 /// Prefix of the names of groups made by a trial, followed by a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
-pub(super) fn probe() -> Vec<Ability> {
+pub(super) fn probe() -> Vec<LayerSupport> {
     let own = own();
     let leaf = own.clone().and_then(|own| Leaf::make(&own));
     let in_leaf = |task: fn(&Leaf) -> Result<(), String>| {
@@ -24,17 +24,17 @@ pub(super) fn probe() -> Vec<Ability> {
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
-        Ability::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_IT),
-        Ability::of("cgroup leaf", in_leaf(Leaf::takes_processes), DELEGATE),
-        Ability::of(
+        LayerSupport::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_IT),
+        LayerSupport::of("cgroup leaf", in_leaf(Leaf::takes_processes), DELEGATE),
+        LayerSupport::of(
             "cgroup clone",
             in_leaf(Leaf::clone_into),
             or_delegate("run kernel 5.7 or later, and allow clone3 in seccomp filters"),
         ),
-        Ability::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run kernel 5.14 or later")),
-        Ability::of("cgroup memory", controller("memory"), FREE_IT),
-        Ability::of("cgroup pids", controller("pids"), FREE_IT),
-        Ability::of("cgroup cpu", controller("cpu"), FREE_IT),
+        LayerSupport::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run kernel 5.14 or later")),
+        LayerSupport::of("cgroup memory", controller("memory"), FREE_IT),
+        LayerSupport::of("cgroup pids", controller("pids"), FREE_IT),
+        LayerSupport::of("cgroup cpu", controller("cpu"), FREE_IT),
     ]
 }
 

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
 use super::child::{self, Refused};
-use super::{Ability, explain};
+use super::{LayerSupport, explain};
 
 /// A part of Landlock.
 struct Part {
@@ -75,7 +75,7 @@ fn parts() -> [Part; 5] {
     ]
 }
 
-pub(super) fn probe() -> Vec<Ability> {
+pub(super) fn probe() -> Vec<LayerSupport> {
     let abi = abi_version();
     let tried = |part: &Part| match abi {
         Ok(abi) if abi >= part.since => {
@@ -84,7 +84,7 @@ pub(super) fn probe() -> Vec<Ability> {
         Ok(abi) => Err(format!("version {abi} is too old, version {} is required", part.since)),
         Err(errno) => Err(explain(errno)),
     };
-    parts().iter().map(|part| Ability::of(part.layer, tried(part), part.what_to_do)).collect()
+    parts().iter().map(|part| LayerSupport::of(part.layer, tried(part), part.what_to_do)).collect()
 }
 
 impl Part {

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
 use super::child::{self, Refused};
-use super::{Ability, explain};
+use super::{LayerSupport, explain};
 
 /// Time limit of a step. No step takes nearly this long.
 const PATIENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
@@ -50,10 +50,10 @@ const MOUNT_NAMESPACE: usize = 5;
 /// Size of the child's message in bytes: the error number, or zero.
 const MESSAGE_BYTES: usize = 4;
 
-pub(super) fn probe() -> Vec<Ability> {
+pub(super) fn probe() -> Vec<LayerSupport> {
     let results = run().unwrap_or_else(|errno| vec![Err(explain(errno)); STEPS.len()]);
     let rows = STEPS.iter().zip(results);
-    rows.map(|((layer, _, what_to_do), result)| Ability::of(layer, result.map(|()| None), what_to_do))
+    rows.map(|((layer, _, what_to_do), result)| LayerSupport::of(layer, result.map(|()| None), what_to_do))
         .collect()
 }
 

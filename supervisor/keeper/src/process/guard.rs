@@ -22,7 +22,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use super::{END_PATIENCE, becoming};
 use crate::socket::Outbox;
 use crate::spawn::put_at;
-use crate::{Ability, SubordinateIds, wait};
+use crate::{LayerSupport, SubordinateIds, wait};
 
 /// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
 pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
@@ -41,7 +41,7 @@ const KEEPER_TIME_MORE: Duration = Duration::from_secs(5);
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct Ready {
     pub(crate) keeper: u32,
-    pub(crate) abilities: Vec<Ability>,
+    pub(crate) abilities: Vec<LayerSupport>,
     /// First and last subordinate id, or the reason why there are none.
     pub(crate) ids: Result<(u32, u32), String>,
 }
@@ -101,7 +101,7 @@ fn fork() -> io::Result<Option<Pid>> {
 /// of either. Returns true if the keeper exited without an error.
 fn attend(
     keeper: Pid,
-    abilities: Vec<Ability>,
+    abilities: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
     tells: OwnedFd,
 ) -> io::Result<bool> {
@@ -132,7 +132,7 @@ fn attend(
 fn tell(
     keeper: Pid,
     process: &OwnedFd,
-    abilities: Vec<Ability>,
+    abilities: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
 ) -> io::Result<()> {
     let mut descriptors = vec![process.try_clone()?];

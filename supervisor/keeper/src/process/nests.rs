@@ -263,7 +263,7 @@ impl Process {
         nest.outbox.push(order.encode(), Vec::new());
         let is_overdue = |leaving: &Leaving| now >= leaving.since + PATIENCE;
         if nest.leaving.iter().any(is_overdue) {
-            self.report(&ReportMessage::Remains { count: left.len() as u64 }, None);
+            self.report(&ReportMessage::Unkillable { count: left.len() as u64 }, None);
             self.nest_is_swept(pid, is_overdue);
         }
         self.order_nest(pid, false);
@@ -293,7 +293,7 @@ impl Process {
             if let Some(secret) = secret {
                 self.remove_folder(pid, worker, secret);
             }
-            self.report(&ReportMessage::Swept { worker }, None);
+            self.report(&ReportMessage::Reaped { worker }, None);
         }
     }
 
@@ -333,7 +333,7 @@ impl Process {
         debug_assert!(!self.children.contains_key(&pid));
         for Leaving { worker, folder, leaf, .. } in leaving {
             self.clear(folder, leaf);
-            self.report(&ReportMessage::Swept { worker }, None);
+            self.report(&ReportMessage::Reaped { worker }, None);
         }
     }
 }

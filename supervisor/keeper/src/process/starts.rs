@@ -13,7 +13,7 @@ use super::nests::Nest;
 use super::templates::Template;
 use super::{Child, END, FORKS, LISTENER, NEST, Process, STATUS, Stage, deregister, register};
 use crate::confine::cgroup::Leaf;
-use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
+use crate::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
 use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
 
@@ -38,14 +38,14 @@ impl Process {
             descriptors.insert(0, theirs);
             Template::new(ours)
         });
-        let terms = order.confinement.terms;
-        let folder = match terms.temporary {
-            Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
+        let layers = order.confinement.layers;
+        let folder = match layers.temporary {
+            TemporaryFiles::Folder => Some(self.make_folder(order.worker, layers.identity)?),
             // The folder stays the keeper's. Only the file system mounted over it belongs to the worker.
-            Temporary::Mounted(_) => Some(self.make_folder(order.worker, None)?),
-            Temporary::None | Temporary::FileSystem(_) => None,
+            TemporaryFiles::MountedTmpfs(_) => Some(self.make_folder(order.worker, None)?),
+            TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
-        let leaf = terms.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
+        let leaf = layers.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
         let started = leaf.and_then(|leaf| {
             let started = self.start_in(order, descriptors, folder.as_deref(), leaf.as_ref());
             match started {
@@ -72,10 +72,10 @@ impl Process {
                     worker: order.worker,
                     pidfd,
                     stage: Stage::Starting(ends),
-                    terms,
+                    layers,
                     rlimits: order.rlimits.clone(),
                     // A worker without confinement does not wait for permission.
-                    is_confined: terms == Terms::default(),
+                    is_confined: layers == Layers::default(),
                     process: pid,
                     listener: None,
                     violation: None,
@@ -120,7 +120,7 @@ impl Process {
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
         let cgroup = cgroup.map_err(|error| Refusal::of("cgroup", &error))?;
         let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup, order.is_template)?;
-        let step = spawn::fork_step(order.confinement.terms.namespaces);
+        let step = spawn::fork_step(order.confinement.layers.namespaces);
         let in_fork = |error: io::Error| Refusal::of(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
         match self.watch(pid, &ends.progress) {
@@ -143,10 +143,10 @@ impl Process {
     /// Reads messages of a starting child, does what the child waits for, and reports the result of the
     /// start.
     pub(super) fn look_at_start(&mut self, pid: u32) {
-        while let Some(Child { stage: Stage::Starting(ends), terms, .. }) = self.children.get(&pid) {
+        while let Some(Child { stage: Stage::Starting(ends), layers, .. }) = self.children.get(&pid) {
             let refusal = match spawn::read_progress(&ends.progress) {
                 Progress::Underway => return,
-                Progress::WantsMap => match maps::write(pid, terms.identity) {
+                Progress::WantsMap => match maps::write(pid, layers.identity) {
                     Ok(()) => {
                         spawn::go_on(&ends.progress);
                         continue;
@@ -192,9 +192,9 @@ impl Process {
         let filters = observe::status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
         // The supervisor can be under a filter itself, which does not count here.
-        let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
+        let is_bare = child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
         let filter = is_bare.then_some("Seccomp_filters");
-        if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {
+        if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
             let step = format!("read-back from /proc: {what} is not as ordered");
             return Err(Refusal::new(&step, Errno::PERM));
         }

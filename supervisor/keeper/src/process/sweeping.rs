@@ -276,7 +276,7 @@ impl Process {
         let is_overdue = |leaving: &Leaving| now >= leaving.since + SWEEP_PATIENCE;
         if self.sweep.leaving.iter().any(is_overdue) {
             self.sweep.stuck = self.sweep.found.max(1);
-            self.report(&ReportMessage::Remains { count: self.sweep.stuck as u64 }, None);
+            self.report(&ReportMessage::Unkillable { count: self.sweep.stuck as u64 }, None);
             self.report_swept(|_, leaving| is_overdue(leaving));
         }
     }
@@ -293,7 +293,7 @@ impl Process {
         for Leaving { worker, is_reported, folder, leaf, .. } in swept {
             self.clear(folder, leaf);
             if is_reported {
-                self.report(&ReportMessage::Swept { worker }, None);
+                self.report(&ReportMessage::Reaped { worker }, None);
             }
         }
     }

@@ -21,10 +21,10 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::inherited::Inherited;
 use super::nests::Home;
 use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage, deregister, register, register_again};
-use crate::confinement::{Observed, Temporary};
+use crate::confinement::{Observed, TemporaryFiles};
 use crate::socket::Outbox;
 use crate::spawn::Refusal;
-use crate::{ReportMessage, TemplateWord, observe, wait};
+use crate::{ReportMessage, TemplateMessage, observe, wait};
 
 /// Time limit for a fork. A template that takes longer is hung.
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
@@ -302,7 +302,7 @@ impl Process {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
             self.report(
-                &ReportMessage::Template { worker, word: TemplateWord::Refused(text.to_owned()) },
+                &ReportMessage::Template { worker, message: TemplateMessage::Refused(text.to_owned()) },
                 None,
             );
             wait::kill_group(pid);
@@ -330,12 +330,12 @@ impl Process {
             Word::Ready if template.inherited.is_some() => return false,
             Word::Ready => {
                 template.inherited = Some(Inherited::of(process));
-                TemplateWord::Ready
+                TemplateMessage::Ready
             }
             Word::Refused(_) if template.is_refused => return false,
             Word::Refused(text) => {
                 template.is_refused = true;
-                TemplateWord::Refused(text.to_owned())
+                TemplateMessage::Refused(text.to_owned())
             }
             // A template may send any number of these. Excess messages are not forwarded.
             Word::Status(_) | Word::Extend(_)
@@ -343,8 +343,8 @@ impl Process {
             {
                 return true;
             }
-            Word::Status(text) => TemplateWord::Status(text.to_owned()),
-            Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
+            Word::Status(text) => TemplateMessage::Status(text.to_owned()),
+            Word::Extend(more_ms) => TemplateMessage::Extend(Duration::from_millis(more_ms.into())),
             Word::Forked { worker, pid: forked } => {
                 // If the worker has already identified itself, the fork is no longer in the list.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
@@ -362,7 +362,7 @@ impl Process {
                 return true;
             }
         };
-        self.report(&ReportMessage::Template { worker, word: told }, None);
+        self.report(&ReportMessage::Template { worker, message: told }, None);
         true
     }
 
@@ -385,14 +385,14 @@ impl Process {
     fn fork_failed(&mut self, template: u32, fork: &Fork, refusal: &Refusal) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
-            match (child.terms.temporary, &child.folder) {
-                (Temporary::Folder, Some(folder)) => {
+            match (child.layers.temporary, &child.folder) {
+                (TemporaryFiles::Folder, Some(folder)) => {
                     self.folders.remove(folder.join(folder_name(worker, secret)));
                 }
-                (Temporary::FileSystem(_) | Temporary::Mounted(_), _) => {
+                (TemporaryFiles::PrivateTmp(_) | TemporaryFiles::MountedTmpfs(_), _) => {
                     self.remove_folder(template, worker, secret);
                 }
-                (Temporary::Folder | Temporary::None, _) => {}
+                (TemporaryFiles::Folder | TemporaryFiles::None, _) => {}
             }
         }
         self.report_failure(worker, refusal);
@@ -429,7 +429,7 @@ impl Process {
     fn adopt(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, Refusal> {
         let Fork { worker, secret, is_doomed, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
-        let (terms, rlimits) = (parent.terms, parent.rlimits.clone());
+        let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
         let observed = Observed { is_inherited: true, ..parent.observed };
         let number = Pid::from_raw(pid as i32).ok_or(Refusal::new("fork", Errno::SRCH))?;
         let opened = rustix::process::pidfd_open(number, PidfdFlags::empty())
@@ -468,11 +468,12 @@ impl Process {
                 Some(Home { nest: template, inner: place.inner, secret: None })
             }
         };
-        let folder = match (terms.temporary, &parent.folder) {
-            (Temporary::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
+        let folder = match (layers.temporary, &parent.folder) {
+            (TemporaryFiles::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
             _ => None,
         };
-        let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
+        let is_inside =
+            matches!(layers.temporary, TemporaryFiles::PrivateTmp(_) | TemporaryFiles::MountedTmpfs(_));
         let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
         // Registered before the worker has anything to clean up. Closing the pidfd removes the registration.
         if home.is_none()
@@ -481,7 +482,7 @@ impl Process {
             self.refuse_birth(template, pid);
             return Err(Refusal::of("descriptors", &error));
         }
-        let leaf = terms.cgroup.map(|limits| self.groups.make(worker, &limits));
+        let leaf = layers.cgroup.map(|limits| self.groups.make(worker, &limits));
         let leaf = leaf.map(|made| {
             let leaf = made?;
             match leaf.take_in(pid) {
@@ -509,7 +510,7 @@ impl Process {
             worker,
             pidfd,
             stage: Stage::Running,
-            terms,
+            layers,
             rlimits,
             is_confined: true,
             process: pid,

@@ -19,7 +19,7 @@ use crate::SpawnOrder;
 use crate::confine::landlock::{self, Ruleset};
 use crate::confine::reach::{self, Closed, Given};
 use crate::confine::seccomp::{self, Ending, Filter};
-use crate::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
+use crate::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
 
 /// Name of the step.
 pub(super) const SUBORDINATE: &str = "user namespace of subordinate ids";
@@ -31,7 +31,7 @@ const FILTERS_MAX: usize = 1024;
 /// Confinement that the child applies step by step.
 #[derive(Default)]
 pub(crate) struct Barriers {
-    pub(super) terms: Terms,
+    pub(super) layers: Layers,
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<Root>>,
@@ -62,8 +62,8 @@ pub(crate) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
-    /// Prepares the confinement of a worker. `temporary` is the private folder for [`Temporary::Folder`] or
-    /// [`Temporary::Mounted`]. `subordinate` is the user namespace of subordinate ids.
+    /// Prepares the confinement of a worker. `temporary` is the private folder for [`TemporaryFiles::Folder`] or
+    /// [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
     pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
@@ -71,12 +71,12 @@ impl Barriers {
         subordinate: Option<Arc<OwnedFd>>,
     ) -> Result<Self, Refusal> {
         let SpawnOrder { directory, confinement: ordered, .. } = order;
-        let terms = ordered.terms;
+        let layers = ordered.layers;
         let programs = as_paths(&ordered.programs);
         let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
         let withheld = as_paths(&ordered.withheld);
         let directory = Path::new(directory);
-        let ruleset = terms.landlock.then(|| {
+        let ruleset = layers.landlock.then(|| {
             let rules = landlock::Rules {
                 programs: &programs,
                 directory: Some(directory),
@@ -84,14 +84,14 @@ impl Barriers {
                 write: &write,
                 temporary,
                 withheld: &withheld,
-                has_own_root: terms.namespaces.mount,
-                network: terms.network,
+                has_own_root: layers.namespaces.mount,
+                network: layers.network,
             };
             Ruleset::prepare(&rules).map_err(|failure| {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
-        let entered = match (terms.subordinate, subordinate) {
+        let entered = match (layers.subordinate_ids, subordinate) {
             (false, _) => None,
             (true, None) => return Err(Refusal::new(SUBORDINATE, Errno::NOENT)),
             (true, found) => found,
@@ -105,35 +105,35 @@ impl Barriers {
             read: &read,
             write: &write,
             temporary,
-            is_mounted: matches!(terms.temporary, Temporary::Mounted(_)),
+            is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
-        let closed = closed(&given, &terms)?;
+        let closed = closed(&given, &layers)?;
         let executable = match closed.folders.first() {
             Some(_) if !may_mount && closed.is_only_programs(&given) => Some(open(given.program)?),
-            Some(folder) if !may_mount => return Err(unreachable(folder, terms.identity)),
+            Some(folder) if !may_mount => return Err(unreachable(folder, layers.identity)),
             _ => None,
         };
         let hosted = executable.as_ref().and_then(|_| closed.hosted(&given)).map(open).transpose()?;
-        let root = terms.namespaces.mount.then(|| {
+        let root = layers.namespaces.mount.then(|| {
             machine::prepare();
             let missing = |path: &Path| {
                 Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
             };
-            Root::prepare(&given, &withheld, &closed, &terms).map(Arc::new).map_err(missing)
+            Root::prepare(&given, &withheld, &closed, &layers).map(Arc::new).map_err(missing)
         });
         let ruleset = ruleset.transpose()?;
         // A template confines the processes that it forks, as a host confines its programs.
-        let is_told = terms.programs_apart || order.is_template && terms != Terms::default();
-        let program_rules = is_told.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
+        let is_told = layers.program_rules || order.is_template && layers != Layers::default();
+        let program_rules = is_told.then(|| programs::rules(&layers, ruleset.as_ref(), temporary));
         let shown = match root {
             _ if !may_mount => None,
             Some(_) => None,
             None => Shown::prepare(&closed, &withheld)
-                .map_err(|folder| unreachable(&folder, terms.identity))?
+                .map_err(|folder| unreachable(&folder, layers.identity))?
                 .map(Arc::new),
         };
         Ok(Self {
-            terms,
+            layers,
             program_rules: program_rules.transpose()?,
             ruleset,
             filter: filters.get(ordered, order.is_template)?,
@@ -141,8 +141,8 @@ impl Barriers {
             shown,
             executable,
             hosted,
-            own_temporary: own_temporary(&terms, temporary),
-            shared_memory: shared_memory(&terms, temporary),
+            own_temporary: own_temporary(&layers, temporary),
+            shared_memory: shared_memory(&layers, temporary),
             entered,
             may_mount,
         })
@@ -155,7 +155,7 @@ impl Barriers {
 
     /// True if the child reports when it is confined, and waits for permission to continue.
     pub(super) fn are_any(&self) -> bool {
-        self.terms != Terms::default()
+        self.layers != Layers::default()
     }
 
     /// True if the child makes its root folder before it enters a user namespace.
@@ -173,30 +173,30 @@ impl Barriers {
 
     /// True if the worker has a private `/tmp`.
     pub(super) fn has_tmp(&self) -> bool {
-        matches!(self.terms.temporary, Temporary::FileSystem(_))
+        matches!(self.layers.temporary, TemporaryFiles::PrivateTmp(_))
     }
 }
 
 /// Returns the folder to show at `/dev/shm`: the temporary folder on disk. The step that mounts a file system
 /// over the folder shows that file system itself.
-fn shared_memory(terms: &Terms, temporary: Option<&Path>) -> Option<CString> {
-    let folder = temporary.filter(|_| terms.namespaces.proc && terms.temporary == Temporary::Folder);
+fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
+    let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
     folder.and_then(root::text)
 }
 
 /// Finds the given paths that the worker's own user cannot reach.
-fn closed(given: &Given<'_>, terms: &Terms) -> Result<Closed, Refusal> {
-    let Some(identity) = terms.identity else { return Ok(Closed::default()) };
+fn closed(given: &Given<'_>, layers: &Layers) -> Result<Closed, Refusal> {
+    let Some(identity) = layers.identity else { return Ok(Closed::default()) };
     reach::look(given, identity).map_err(|mut useless| {
-        useless.is_subordinate = terms.subordinate;
+        useless.is_subordinate = layers.subordinate_ids;
         Refusal::new(&useless.to_string(), Errno::ACCESS)
     })
 }
 
 /// Returns mount point and mount options of a temporary file system in the system's root folder.
-fn own_temporary(terms: &Terms, folder: Option<&Path>) -> Option<(CString, CString)> {
-    let Temporary::Mounted(bytes) = terms.temporary else { return None };
-    root::text(folder?).zip(root::tmp_options(bytes, terms.identity))
+fn own_temporary(layers: &Layers, folder: Option<&Path>) -> Option<(CString, CString)> {
+    let TemporaryFiles::MountedTmpfs(bytes) = layers.temporary else { return None };
+    root::text(folder?).zip(root::tmp_options(bytes, layers.identity))
 }
 
 fn open(program: &Path) -> Result<OwnedFd, Refusal> {
@@ -216,24 +216,24 @@ fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {
 
 impl Filters {
     fn get(&mut self, ordered: &Confinement<'_>, is_template: bool) -> Result<Option<Arc<Filter>>, Refusal> {
-        let terms = &ordered.terms;
+        let layers = &ordered.layers;
         let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         let (allow, deny) = (owned(&ordered.allow), owned(&ordered.deny));
-        let key = (terms.seccomp, terms.seccomp_names, terms.network, is_template, allow, deny);
+        let key = (layers.seccomp, layers.seccomp_names, layers.network, is_template, allow, deny);
         if let Some(filter) = self.0.get(&key) {
             return Ok(Some(filter.clone()));
         }
-        let rules = match terms.seccomp {
+        let rules = match layers.seccomp {
             Seccomp::Off => return Ok(None),
-            Seccomp::Deny => seccomp::default(terms.network),
-            Seccomp::Allow => seccomp::strict(terms.network),
+            Seccomp::DenyList => seccomp::default(layers.network),
+            Seccomp::AllowList => seccomp::strict(layers.network),
         };
-        let rules = if terms.network && !keeps_from_unix_sockets(terms) {
+        let rules = if layers.network && !keeps_from_unix_sockets(layers) {
             seccomp::without_unix_sockets(rules)
         } else {
             rules
         };
-        let rules = if terms.landlock && !can_keep_from_truncating() {
+        let rules = if layers.landlock && !can_keep_from_truncating() {
             seccomp::without_truncation(rules)
         } else {
             rules
@@ -242,7 +242,7 @@ impl Filters {
         let unknown =
             |name| Refusal::new(&format!("{}: unknown system call {name}", steps::SECCOMP), Errno::INVAL);
         let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
-        let ending = if terms.seccomp_names { Ending::Notify } else { Ending::Kill };
+        let ending = if layers.seccomp_names { Ending::Notify } else { Ending::Kill };
         let filter = Arc::new(rules.compile(ending));
         if self.0.len() >= FILTERS_MAX {
             self.0.clear();
@@ -255,11 +255,11 @@ impl Filters {
 /// True if a worker with the network can reach only the Unix sockets in its own folders. Newer versions of
 /// Landlock ensure this. With older versions, a private root folder ensures this if Landlock denies abstract
 /// sockets.
-fn keeps_from_unix_sockets(terms: &Terms) -> bool {
+fn keeps_from_unix_sockets(layers: &Layers) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;
-    let version = bulkhead_linux::landlock::abi_version().ok().filter(|_| terms.landlock).unwrap_or(0);
-    version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
+    let version = bulkhead_linux::landlock::abi_version().ok().filter(|_| layers.landlock).unwrap_or(0);
+    version >= PATHS_SINCE || version >= SCOPES_SINCE && layers.namespaces.mount
 }
 
 /// True if Landlock can deny truncating a file that may be read.

@@ -10,23 +10,23 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::Refusal;
 use crate::confine::landlock::Ruleset;
-use crate::confinement::{Temporary, Terms};
+use crate::confinement::{Layers, TemporaryFiles};
 
 /// Name of the step.
 const STEP: &str = "rules for programs";
 
-/// Mount point of [`Temporary::FileSystem`].
+/// Mount point of [`TemporaryFiles::PrivateTmp`].
 const TMP: &str = "/tmp";
 
 /// Returns a file with the rules, positioned at its start.
 pub(super) fn rules(
-    terms: &Terms,
+    layers: &Layers,
     ruleset: Option<&Ruleset>,
     temporary: Option<&Path>,
 ) -> Result<OwnedFd, Refusal> {
-    let temporary = match terms.temporary {
-        Temporary::FileSystem(_) => Some(Path::new(TMP)),
-        Temporary::None | Temporary::Folder | Temporary::Mounted(_) => temporary,
+    let temporary = match layers.temporary {
+        TemporaryFiles::PrivateTmp(_) => Some(Path::new(TMP)),
+        TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => temporary,
     };
     let rules = match ruleset {
         Some(ruleset) => ruleset.of_programs(temporary),

@@ -18,7 +18,7 @@ use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use crate::confine::paths;
 use crate::confine::reach::{Closed, Given};
-use crate::confinement::{Identity, Temporary, Terms};
+use crate::confinement::{Identity, Layers, TemporaryFiles};
 
 /// Location of the system's root folder while the new one is being made.
 const OLD: &CStr = c"/old";
@@ -89,7 +89,7 @@ impl Root {
         given: &Given<'v>,
         withheld: &'v [&'v Path],
         closed: &Closed,
-        terms: &Terms,
+        layers: &Layers,
     ) -> Result<Self, &'v Path> {
         let mut places = Places::default();
         for path in paths::SYSTEM {
@@ -135,11 +135,11 @@ impl Root {
         for path in withheld {
             steps.extend(places.hide(path));
         }
-        let tmp_options = match terms.temporary {
-            Temporary::FileSystem(bytes) => tmp_options(bytes, terms.identity),
-            Temporary::None | Temporary::Folder | Temporary::Mounted(_) => None,
+        let tmp_options = match layers.temporary {
+            TemporaryFiles::PrivateTmp(bytes) => tmp_options(bytes, layers.identity),
+            TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => None,
         };
-        Ok(Self { steps, opened, has_own_processes: terms.namespaces.pid, tmp_options })
+        Ok(Self { steps, opened, has_own_processes: layers.namespaces.pid, tmp_options })
     }
 
     /// Returns folders that exist only for their entries. The Landlock rules do not contain them.

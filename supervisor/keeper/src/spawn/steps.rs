@@ -135,7 +135,7 @@ fn rlimit_name(resource: u32) -> &'static str {
 
 /// Waits for the user and group maps. The fork has already created the user namespace.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user || plan.prepared.barriers.root_comes_first() {
+    if !plan.layers().namespaces.user || plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
@@ -143,7 +143,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Creates a user namespace after the root folder, and waits for the user and group maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
+    if !plan.layers().namespaces.user || !plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
     // SAFETY: the process has one thread, and shares no state that the call changes.
@@ -162,22 +162,22 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
 /// Becomes the worker's user in the new user namespace. A process there has all rights, but cannot create
 /// files as a user that is not mapped. The change takes no rights from the process.
 fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user {
+    if !plan.layers().namespaces.user {
         return Ok(());
     }
     // Fails if the keeper has no privileges. Then the keeper has no groups whose loss matters.
     let _ = rustix::thread::set_thread_groups(&[]);
-    become_one(plan.terms().identity.unwrap_or(plan.own))
+    become_one(plan.layers().identity.unwrap_or(plan.own))
 }
 
 /// Becomes the worker's user outside of a new user namespace. Inside of a new user namespace, this has been
 /// done already.
 fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    match plan.terms().identity {
-        Some(identity) if !plan.terms().namespaces.user => {
+    match plan.layers().identity {
+        Some(identity) if !plan.layers().namespaces.user => {
             rustix::thread::set_thread_groups(&[])?;
             become_one(identity)?;
-            if plan.terms().subordinate {
+            if plan.layers().subordinate_ids {
                 be_readable();
             }
             Ok(())
@@ -213,7 +213,7 @@ fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Mounts a private `/proc` on the system's root folder. A private root folder has one already.
 fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.proc {
+    if !plan.layers().namespaces.proc {
         return Ok(());
     }
     super::root::mount_own_proc()?;
@@ -237,7 +237,7 @@ fn show_as_shared_memory(folder: &CStr) -> Result<(), Stop> {
 /// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
 /// folder. The group's location on this machine then stays hidden.
 fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.mount {
+    if !plan.layers().namespaces.mount {
         return Ok(());
     }
     // SAFETY: this process has one thread, and nothing in it depends on the previous namespace.
@@ -252,7 +252,7 @@ fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(shown) = &barriers.shown else { return Ok(()) };
     let mask = rustix::process::umask(Mode::empty());
-    let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
+    let entered = shown.enter(barriers.ruleset.as_ref(), plan.layers().namespaces.proc);
     rustix::process::umask(mask);
     entered
 }
@@ -271,7 +271,7 @@ fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
 /// Drops the bounding set, so that no executed program can give capabilities to the worker. Must come before
 /// the identity, which removes the capability that this step needs.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().no_capabilities {
+    if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
@@ -284,7 +284,7 @@ fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Clears all capability sets.
 fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().no_capabilities {
+    if !plan.layers().no_capabilities {
         return Ok(());
     }
     // SAFETY: changes a set of this process. Fails only on a kernel without this set.
@@ -295,7 +295,7 @@ fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 fn no_new_privs(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().no_new_privs { Ok(rustix::thread::set_no_new_privs(true)?) } else { Ok(()) }
+    if plan.layers().no_new_privs { Ok(rustix::thread::set_no_new_privs(true)?) } else { Ok(()) }
 }
 
 fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
@@ -368,7 +368,7 @@ fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Sets the score if there are no new namespaces. Otherwise the first process has set it for all.
 fn inherited_memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().namespaces.any() { Ok(()) } else { memory_score(plan) }
+    if plan.layers().namespaces.any() { Ok(()) } else { memory_score(plan) }
 }
 
 fn umask(_: &Plan<'_>) -> Result<(), Stop> {
@@ -445,7 +445,7 @@ fn set_limit(limit: &Rlimit) -> Result<(), Stop> {
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     // A parent outside of the namespace has no pid here. Only a living parent lets this process continue.
-    let is_numbered = !plan.terms().namespaces.pid;
+    let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
     } else {
@@ -476,7 +476,7 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
 /// Enters the working directory before the change of identity, if the worker's user cannot and no mount can
 /// help.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
+    if plan.layers().namespaces.any() { Ok(()) } else { enter_directory(plan) }
 }
 
 /// Enters the working directory early in new namespaces, where the process soon becomes the worker's user.
