@@ -35,7 +35,7 @@ fn open_by(
     };
     let folder = open().or_else(|errno| match errno {
         Errno::XDEV => Err(errno),
-        _ => unlock(parent, path).and_then(|()| open()),
+        _ => make_accessible(parent, path).and_then(|()| open()),
     })?;
     if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(rights) {
         let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
@@ -43,7 +43,7 @@ fn open_by(
     Ok(folder)
 }
 
-fn unlock(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
+fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
     // Goes through a descriptor, so that the mode of an entry that has since taken the folder's name never
     // changes.
     restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
@@ -66,7 +66,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {
         let mut is_empty = true;
-        for (name, kind) in names(top)? {
+        for (name, kind) in list_names(top)? {
             is_empty = false;
             seen += 1;
             if seen > entries_max {
@@ -79,13 +79,13 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
                 Err(Errno::NOENT) => continue,
                 opened => opened?,
             };
-            for (inner, kind) in names(&folder)? {
+            for (inner, kind) in list_names(&folder)? {
                 seen += 1;
                 if seen > entries_max {
                     return Ok(false);
                 }
                 if !remove_file(folder.as_fd(), &inner, kind)? {
-                    bring_up(&folder, &inner, top)?;
+                    move_to_top(&folder, &inner, top)?;
                 }
             }
             match rustix::fs::unlinkat(top, name.as_c_str(), AtFlags::REMOVEDIR) {
@@ -101,18 +101,18 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
 
 /// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create
 /// that name first, and the move would fail.
-fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
-    let mut drawn = [0; 16];
-    getrandom(&mut drawn, GetRandomFlags::empty())?;
-    let free = format!(".bulkhead-{:032x}", u128::from_ne_bytes(drawn));
-    let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
-    let brought = bring().or_else(|errno| match errno {
+fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
+    let mut random = [0; 16];
+    getrandom(&mut random, GetRandomFlags::empty())?;
+    let name = format!(".bulkhead-{:032x}", u128::from_ne_bytes(random));
+    let rename = || rustix::fs::renameat_with(folder, inner, top, name.as_str(), RenameFlags::NOREPLACE);
+    let moved = rename().or_else(|errno| match errno {
         // Moving a folder to another parent requires the right to write to the folder, because its `..` entry
         // changes.
-        Errno::ACCESS => unlock(folder.as_fd(), inner).and_then(|()| bring()),
+        Errno::ACCESS => make_accessible(folder.as_fd(), inner).and_then(|()| rename()),
         errno => Err(errno),
     });
-    match brought {
+    match moved {
         Err(Errno::NOENT) => Ok(()),
         result => result,
     }
@@ -120,7 +120,7 @@ fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
 
 /// Returns the names of the first `NAMES_MAX` entries. Later entries follow in the next call, when these are
 /// removed.
-fn names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
+fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
     let named = entries

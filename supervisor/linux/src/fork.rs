@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_waited_for_by_its_number_alone() {
+    fn only_wall_waits_for_the_child() {
         // SAFETY: the child only exits.
         let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {
@@ -41,8 +41,8 @@ mod tests {
         let mut status = 0;
         // SAFETY: the pointer is to a local. The pid is given because other tests of this process can have
         // ordinary children.
-        let any = unsafe { libc::waitpid(pid, &mut status, 0) };
-        assert_eq!((any, errno::last()), (-1, Errno::CHILD));
+        let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
+        assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));
         // SAFETY: as above.
         assert_eq!(unsafe { libc::waitpid(pid, &mut status, libc::__WALL) }, pid);
         assert_eq!(libc::WEXITSTATUS(status), 7);

@@ -27,11 +27,11 @@ impl LivenessDescriptor {
     #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if number < 0 {
-            return Err(closed(number));
+            return Err(not_open(number));
         }
         // SAFETY: the descriptor is only queried. If the number is not open, the call fails.
         let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-        let flags = fcntl_getfd(borrowed).map_err(|_| closed(number))?;
+        let flags = fcntl_getfd(borrowed).map_err(|_| not_open(number))?;
         let is_pidfd = is_pidfd(number);
         let stat = rustix::fs::fstat(borrowed)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
@@ -54,7 +54,7 @@ impl LivenessDescriptor {
 
     /// Waits for the end of the other side. Discards data that arrives in the meantime.
     pub fn wait(&self) {
-        let mut thrown_away = [0; 4096];
+        let mut discarded = [0; 4096];
         loop {
             let mut polled = [PollFd::new(&self.descriptor, PollFlags::IN)];
             match poll(&mut polled, None) {
@@ -62,11 +62,11 @@ impl LivenessDescriptor {
                 Err(_) => return,
                 Ok(_) => {}
             }
-            let told = polled[0].revents();
-            if self.is_pidfd || !told.contains(PollFlags::IN) {
+            let revents = polled[0].revents();
+            if self.is_pidfd || !revents.contains(PollFlags::IN) {
                 return;
             }
-            match rustix::io::read(&self.descriptor, &mut thrown_away) {
+            match rustix::io::read(&self.descriptor, &mut discarded) {
                 Ok(1..) | Err(Errno::INTR | Errno::AGAIN) => {}
                 Ok(0) | Err(_) => return,
             }
@@ -80,26 +80,29 @@ fn is_connected(socket: BorrowedFd<'_>) -> bool {
     matches!(kind, Ok(SocketType::STREAM | SocketType::SEQPACKET)) && rustix::net::getpeername(socket).is_ok()
 }
 
-fn closed(number: RawFd) -> io::Error {
+fn not_open(number: RawFd) -> io::Error {
     io::Error::other(format!(
         "descriptor {number} is not open: the supervisor must inherit the descriptor (not close-on-exec)"
     ))
 }
 
 fn is_pidfd(number: RawFd) -> bool {
-    let told = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
-    told.is_ok_and(|told| told.lines().any(|line| line.starts_with("Pid:")))
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
+    info.is_ok_and(|info| info.lines().any(|line| line.starts_with("Pid:")))
 }
 
-/// Starts a thread that waits for the descriptor to end and then calls `act`.
+/// Starts a thread that waits for the descriptor to end and then calls `on_end`.
 ///
 /// # Errors
 ///
 /// If the thread cannot be started.
-pub fn spawn_watcher(descriptor: LivenessDescriptor, act: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub fn spawn_watcher(
+    descriptor: LivenessDescriptor,
+    on_end: impl FnOnce() + Send + 'static,
+) -> io::Result<()> {
     let wait = move || {
         descriptor.wait();
-        act();
+        on_end();
     };
     std::thread::Builder::new().name("while-open".into()).spawn(wait).map(drop)
 }

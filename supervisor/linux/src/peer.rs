@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Initial space for supplementary groups. Most processes have fewer.
-const GROUPS_FIRST: usize = 64;
+const GROUPS_INITIAL: usize = 64;
 
 /// Maximum number of groups of a Linux process.
 const GROUPS_MAX: usize = 65_536;
@@ -74,17 +74,17 @@ impl Peer {
         if pid == own {
             return Ok(Descent::Unrelated);
         }
-        let Some(pidfd) = pin(socket, pid)? else { return Ok(Descent::Ended) };
+        let Some(pidfd) = open_pidfd(socket, pid)? else { return Ok(Descent::Ended) };
         let process = start_time(pid).map(|started| (pid, started));
-        let is_known = process.is_some_and(|process| unrelated.know(process));
-        let line = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
+        let is_known = process.is_some_and(|process| unrelated.contains(process));
+        let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
         // The process is still alive, so the pid belonged to it during the whole lookup.
         if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
-        let line = line?;
-        if line.last() == Some(&own) {
-            return Ok(Descent::Descendant(line));
+        let chain = chain?;
+        if chain.last() == Some(&own) {
+            return Ok(Descent::Descendant(chain));
         }
         if let Some(process) = process.filter(|_| !is_known) {
             unrelated.remember(process);
@@ -104,7 +104,7 @@ impl UnrelatedProcesses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn know(&self, process: (u32, u64)) -> bool {
+    fn contains(&self, process: (u32, u64)) -> bool {
         self.lock().contains(&process)
     }
 
@@ -116,7 +116,7 @@ impl UnrelatedProcesses {
 }
 
 /// Opens a descriptor of the process that connected. Returns `None` if the process is gone.
-fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
+fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     use nix::errno::Errno::{EINVAL, ENODATA, ENOPROTOOPT, ESRCH};
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
@@ -138,7 +138,7 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
 /// `getsockopt(2)`.
 #[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe wrapper")]
 pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
-    let mut groups = vec![0u32; GROUPS_FIRST];
+    let mut groups = vec![0u32; GROUPS_INITIAL];
     loop {
         let mut bytes = size_of_val(&groups[..]) as libc::socklen_t;
         let (fd, into) = (socket.as_fd().as_raw_fd(), groups.as_mut_ptr().cast());
@@ -179,7 +179,7 @@ mod tests {
 
     /// Starts another process that connects. The process then runs until it is killed, unless `then` does
     /// something else.
-    fn caller(path: &std::path::Path, then: &str) -> Child {
+    fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
             path.display()
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_told_by_descent() {
+    fn descent_of_connecting_process_is_found() {
         if Command::new("python3").arg("--version").output().is_err() {
             eprintln!("NOT RUN: python3 is not installed");
             return;
@@ -198,7 +198,7 @@ mod tests {
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
 
-        let mut child = caller(&path, "time.sleep(100)");
+        let mut child = connecting_process(&path, "time.sleep(100)");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
         let own = std::process::id();
@@ -224,10 +224,11 @@ mod tests {
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
         // The process is dead, but its pid is still taken.
-        let mut child = caller(&path, "0");
+        let mut child = connecting_process(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
-        while !wait_until_readable(pin(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap() {
+        while !wait_until_readable(open_pidfd(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap()
+        {
             std::thread::yield_now();
         }
         assert_eq!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
@@ -247,25 +248,25 @@ mod tests {
     /// cost`.
     #[test]
     #[ignore = "a measurement"]
-    fn the_cost_of_a_look() {
+    fn lookup_cost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
-        let mut child = caller(&path, "time.sleep(100)");
+        let mut child = connecting_process(&path, "time.sleep(100)");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
-        const LOOKS: u32 = 20_000;
+        const LOOKUPS: u32 = 20_000;
         let began = std::time::Instant::now();
-        for _ in 0..LOOKS {
+        for _ in 0..LOOKUPS {
             assert_ne!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         }
-        println!("a child of ours: {:?}", began.elapsed() / LOOKS);
+        println!("a child of ours: {:?}", began.elapsed() / LOOKUPS);
         let began = std::time::Instant::now();
         let mut length = 0;
-        for _ in 0..LOOKS {
+        for _ in 0..LOOKUPS {
             length = ancestors(child.id(), 0).unwrap().len();
         }
-        println!("a line of {length}: {:?}", began.elapsed() / LOOKS);
+        println!("a chain of {length}: {:?}", began.elapsed() / LOOKUPS);
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -16,8 +16,8 @@ pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     // SAFETY: the structure has only numbers, for which zero is a valid value.
     let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel writes at most `size` bytes to `attributes`, which outlives the call.
-    let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
-    errno::check(told)?;
+    let result = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+    errno::check(result)?;
     if ![libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32)) {
         return Ok(());
     }
@@ -33,22 +33,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_slice_is_what_was_asked_for_and_is_inherited() {
-        let tell = || {
+    fn time_slice_is_set_and_inherited() {
+        let query = || {
             let size = size_of::<libc::sched_attr>();
             // SAFETY: as in `set_time_slice`.
-            let mut told: libc::sched_attr = unsafe { std::mem::zeroed() };
+            let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
             // SAFETY: as in `set_time_slice`.
-            unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut told, size, 0) };
-            (told.sched_policy, told.sched_nice, told.sched_runtime)
+            unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+            (attributes.sched_policy, attributes.sched_nice, attributes.sched_runtime)
         };
         std::thread::spawn(move || {
-            let (policy, nice, before) = tell();
+            let (policy, nice, before) = query();
             set_time_slice(Duration::from_micros(100)).unwrap();
             // Linux before 6.12 reports no slice.
             let expected = (policy, nice, if before == 0 { 0 } else { 100_000 });
-            assert_eq!(tell(), expected);
-            assert_eq!(std::thread::spawn(tell).join().unwrap(), expected);
+            assert_eq!(query(), expected);
+            assert_eq!(std::thread::spawn(query).join().unwrap(), expected);
         })
         .join()
         .unwrap();

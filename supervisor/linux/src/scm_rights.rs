@@ -16,7 +16,7 @@ pub fn refuse_descriptors(socket: &impl AsFd) -> rustix::io::Result<()> {
     let (fd, none): (_, libc::c_int) = (socket.as_fd().as_raw_fd(), 0);
     let bytes = size_of_val(&none) as libc::socklen_t;
     // SAFETY: the kernel reads `bytes` bytes from `none`, which outlives the call.
-    let done =
+    let result =
         unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const none).cast(), bytes) };
-    errno::check(done)
+    errno::check(result)
 }

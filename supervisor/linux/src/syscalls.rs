@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_numbers_are_unique_and_lead_to_each_other() {
+    fn names_and_numbers_map_one_to_one() {
         let names: HashSet<_> = TABLE.iter().map(|(name, _)| name).collect();
         let numbers: Vec<_> = TABLE.iter().filter_map(|(_, number)| *number).collect();
         assert_eq!(names.len(), TABLE.len());
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_architecture_lacks_is_known_there() {
+    fn names_of_the_other_architecture_are_known() {
         assert_eq!(number("read"), Some(libc::SYS_read as u32));
         assert!(is_known("open") && is_known("clone3") && !is_known("opne"));
         assert_eq!(number("open").is_some(), cfg!(target_arch = "x86_64"));

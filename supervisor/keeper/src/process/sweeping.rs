@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::{Hunt, Progress};
+use bulkhead_linux::process_tree::{DescendantKiller, Progress};
 use rustix::io::Errno;
 
 use super::{Child, Process, Stage, deregister};
@@ -42,8 +42,8 @@ struct Leaving {
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// The hunt's moment at the worker's death.
-    moment: u64,
+    /// Number of scans begun before the worker's death.
+    scan_number: u64,
 }
 
 /// Workers that are leaving, and the hunt for the processes they left behind.
@@ -52,7 +52,7 @@ pub(super) struct Sweep {
     /// shows whether something is left.
     looks_always: bool,
     leaving: Vec<Leaving>,
-    hunt: Hunt,
+    hunt: DescendantKiller,
     /// Start time of the next hunt.
     next: Option<Instant>,
     pause: Duration,
@@ -72,7 +72,7 @@ impl Sweep {
         Self {
             looks_always,
             leaving: Vec::new(),
-            hunt: Hunt::default(),
+            hunt: DescendantKiller::default(),
             next: None,
             pause: HUNT_PAUSE_MIN,
             found: 0,
@@ -85,12 +85,12 @@ impl Sweep {
 
     /// True if no fork must be started, because a hunt is in progress or about to begin.
     pub(super) fn wants_quiet(&self) -> bool {
-        self.waits_for_forks || self.hunt.is_on()
+        self.waits_for_forks || self.hunt.is_active()
     }
 
     /// Returns the time of the next work, which is `now` if there is work already.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
-        if self.has_dead || self.hunt.is_on() {
+        if self.has_dead || self.hunt.is_active() {
             return Some(now);
         }
         if self.waits_for_forks {
@@ -197,8 +197,8 @@ impl Process {
         // Comes after the report, so that no worker is ordered from a template that has ended.
         nest.into_iter().for_each(|nest| self.nest_ended(pid, nest));
         let Child { worker, folder, leaf, .. } = child;
-        let moment = self.sweep.hunt.moment();
-        self.sweep.leaving.push(Leaving { worker, is_reported, folder, leaf, since: now, moment });
+        let scan_number = self.sweep.hunt.scan_number();
+        self.sweep.leaving.push(Leaving { worker, is_reported, folder, leaf, since: now, scan_number });
         self.sweep.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
@@ -220,7 +220,7 @@ impl Process {
         self.give_up_on_overdue(now);
         if !self.sweep.leaving.is_empty() {
             self.precedence.take();
-        } else if !self.sweep.hunt.is_on() {
+        } else if !self.sweep.hunt.is_active() {
             self.sweep.next = None;
             self.sweep.pause = HUNT_PAUSE_MIN;
         }
@@ -228,7 +228,7 @@ impl Process {
 
     /// Continues the current hunt, or begins the next if it is due.
     fn hunt(&mut self, now: Instant) {
-        if !self.sweep.hunt.is_on() {
+        if !self.sweep.hunt.is_active() {
             let is_audit = self.sweep.leaving.is_empty();
             let due = if is_audit { self.sweep.audit } else { self.sweep.next.or(Some(now)) };
             if due.is_none_or(|due| now < due) {
@@ -245,11 +245,11 @@ impl Process {
         }
         let children = &self.children;
         match self.sweep.hunt.step(LOOKS_PER_TURN, |pid| children.contains_key(&pid)) {
-            Ok(Progress::Underway) => {}
-            Ok(Progress::Looked) => {
-                self.report_swept(|sweep, leaving| sweep.hunt.has_nothing_since(leaving.moment))
+            Ok(Progress::InProgress) => {}
+            Ok(Progress::ScanComplete) => {
+                self.report_swept(|sweep, leaving| sweep.hunt.has_nothing_new_since(leaving.scan_number))
             }
-            Ok(Progress::Over(found)) => self.hunted(now, Some(found)),
+            Ok(Progress::Finished(found)) => self.hunted(now, Some(found)),
             Err(_) => self.hunted(now, None),
         }
     }
@@ -260,7 +260,9 @@ impl Process {
         self.sweep.pause = (self.sweep.pause * 2).min(HUNT_PAUSE_MAX);
         if let Some(found) = found {
             self.sweep.found = found;
-            self.report_swept(|sweep, leaving| found <= sweep.stuck && sweep.hunt.moment() > leaving.moment);
+            self.report_swept(|sweep, leaving| {
+                found <= sweep.stuck && sweep.hunt.scan_number() > leaving.scan_number
+            });
         }
         if self.sweep.leaving.is_empty() {
             self.sweep.next = None;
