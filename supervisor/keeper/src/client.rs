@@ -16,41 +16,41 @@ use bincode::{BorrowDecode, Encode};
 use bulkhead_shared::codec;
 use rustix::process::Pid;
 
-use super::detached::{Detached, IsFirst, ProbeResult};
+use super::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
 use super::socket::{self, Outbox, Received};
 use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    Usage, WITHHELD, wait,
+    Usage, SERVICE_MANAGER_VARIABLES, wait,
 };
 
 /// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
 /// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
 /// can wait in addition.
-const ORDERS_WAITING_MAX: usize = 1024;
+const PENDING_ORDERS_MAX: usize = 1024;
 
 /// Time for the keeper to exit before it is killed. The keeper kills everything first, and its own time limit
 /// is slightly shorter.
-const END_PATIENCE: Duration = Duration::from_secs(65);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
 /// Time for the processes that a killed keeper left behind to die.
-const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
+const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
-const ORPHANS_MAX: usize = 64;
+const ORPHANS_PER_CALL_MAX: usize = 64;
 
 /// Returns advice about a start that failed at this step. The text is empty if nothing is known about the
 /// cause.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
-        "exec" | "working directory" => UNREACHABLE,
-        _ if step.starts_with("mount namespace: show") => UNREACHABLE,
+        "exec" | "working directory" => INACCESSIBLE_PATH_ADVICE,
+        _ if step.starts_with("mount namespace: show") => INACCESSIBLE_PATH_ADVICE,
         _ if step.starts_with("rlimit") => " (a limit above the supervisor's own needs CAP_SYS_RESOURCE)",
         _ => "",
     }
 }
 
-const UNREACHABLE: &str = " (check that the worker's user can access the path and every folder above)";
+const INACCESSIBLE_PATH_ADVICE: &str = " (check that the worker's user can access the path and every folder above)";
 
 /// A report of the keeper.
 ///
@@ -143,25 +143,25 @@ pub enum TemplateMessage {
 /// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
 #[derive(Debug)]
 pub struct Keeper {
-    process: Process,
+    process: KeeperProcess,
     /// Program that was started as the keeper.
     program: PathBuf,
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
     /// Workers for which this process had no descriptor left. Reported as failed, and killed.
-    disowned: HashSet<u64>,
+    without_pidfd: HashSet<u64>,
     /// Source of worker ids, which the next keeper needs as well.
     ids: Option<Arc<SubordinateIds>>,
 }
 
 /// The keeper's process.
 #[derive(Debug)]
-enum Process {
+enum KeeperProcess {
     /// A child of this process.
     Child(Child),
     /// Not a child of this process, and started by a guard.
-    Detached(Detached),
+    Detached(DetachedKeeper),
 }
 
 /// Everything needed to start another keeper in place of a previous one.
@@ -176,7 +176,7 @@ impl KeeperLauncher {
     /// Starts the keeper, and passes on the worker ids of the previous keeper.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
-            true => Keeper::launch_detached(&self.program, IsFirst::No)?.0,
+            true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
             false => Keeper::start(&self.program)?,
         };
         self.ids.map_or(Ok(()), |ids| keeper.send_subordinate_ids(ids))?;
@@ -194,13 +194,13 @@ impl Keeper {
     ///
     /// Waits some ten milliseconds until the keeper is running.
     pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
-        Self::launch_detached(program, IsFirst::Yes)
+        Self::launch_detached(program, ProbeMachine::Yes)
     }
 
-    fn launch_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, ProbeResult)> {
+    fn launch_detached(program: &Path, probe: ProbeMachine) -> io::Result<(Self, ProbeResult)> {
         let (socket, theirs) = socket::pair()?;
-        let (process, found) = Detached::start(program, is_first, &socket, theirs)?;
-        Ok((Self::of(Process::Detached(process), program, socket), found))
+        let (process, found) = DetachedKeeper::start(program, probe, &socket, theirs)?;
+        Ok((Self::new(KeeperProcess::Detached(process), program, socket), found))
     }
 
     /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
@@ -209,42 +209,42 @@ impl Keeper {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
         command.arg0("bulkhead-keeper").arg(KEEPER_ARGUMENT).stdin(theirs).stdout(Stdio::null());
-        for name in WITHHELD {
+        for name in SERVICE_MANAGER_VARIABLES {
             command.env_remove(name);
         }
-        Ok(Self::of(Process::Child(command.spawn()?), program, socket))
+        Ok(Self::new(KeeperProcess::Child(command.spawn()?), program, socket))
     }
 
-    fn of(process: Process, program: &Path, socket: OwnedFd) -> Self {
+    fn new(process: KeeperProcess, program: &Path, socket: OwnedFd) -> Self {
         Self {
             process,
             program: program.to_owned(),
             socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
-            disowned: HashSet::new(),
+            without_pidfd: HashSet::new(),
             ids: None,
         }
     }
 
     /// Sends the keeper the user namespace that workers with [`super::Layers::subordinate_ids`] enter.
     pub fn send_subordinate_ids(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
-        self.order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
+        self.send_order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
 
     /// Returns the data for starting the next keeper.
     pub fn launcher(&self) -> KeeperLauncher {
-        let is_detached = matches!(self.process, Process::Detached(_));
+        let is_detached = matches!(self.process, KeeperProcess::Detached(_));
         KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
     /// Returns the keeper's process id.
     pub fn pid(&self) -> u32 {
         match &self.process {
-            Process::Child(process) => process.id(),
-            Process::Detached(process) => process.keeper_pid(),
+            KeeperProcess::Child(process) => process.id(),
+            KeeperProcess::Detached(process) => process.keeper_pid(),
         }
     }
 
@@ -262,7 +262,7 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        self.order_start(order.encode()?, [link, stdout, stderr])
+        self.send_spawn_order(order.encode()?, [link, stdout, stderr])
     }
 
     /// Orders a template. [`SpawnOrder::is_template`] must be set.
@@ -273,7 +273,7 @@ impl Keeper {
         stderr: OwnedFd,
     ) -> io::Result<()> {
         debug_assert!(order.is_template);
-        self.order(order.encode()?, vec![stdout, stderr])
+        self.send_order(order.encode()?, vec![stdout, stderr])
     }
 
     /// Makes a template fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
@@ -285,35 +285,35 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        self.order_start(Order::Fork { worker, template }.encode()?, [link, stdout, stderr])
+        self.send_spawn_order(Order::Fork { worker, template }.encode()?, [link, stdout, stderr])
     }
 
-    fn order_start(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
-        if self.outbox.len() >= ORDERS_WAITING_MAX {
+    fn send_spawn_order(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
+        if self.outbox.len() >= PENDING_ORDERS_MAX {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
         }
-        self.order(message, descriptors.into())
+        self.send_order(message, descriptors.into())
     }
 
     /// Orders the keeper to kill a worker at once, with everything the worker leaves behind. Call this once
     /// per worker. [`Report::Exited`] follows, unless the worker has ended before. An error means that the
     /// keeper is gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
-        self.order(Order::Kill { worker }.encode()?, Vec::new())
+        self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
     /// Checks that the keeper is responsive. [`Report::Pong`] follows within milliseconds, unless something
     /// is wrong.
     pub fn ping(&mut self) -> io::Result<()> {
-        self.order(Order::Ping.encode()?, Vec::new())
+        self.send_order(Order::Ping.encode()?, Vec::new())
     }
 
     /// Reaps children that have ended and are not this keeper. A supervisor that is process 1 of a container,
     /// or a child subreaper, inherits such orphans. Returns true if there may be more. Does nothing in an
     /// application, which reaps its own children.
     pub fn reap_orphans(&self) -> bool {
-        let Process::Child(keeper) = &self.process else { return false };
-        for _ in 0..ORPHANS_MAX {
+        let KeeperProcess::Child(keeper) = &self.process else { return false };
+        for _ in 0..ORPHANS_PER_CALL_MAX {
             match bulkhead_linux::wait::peek_ended() {
                 Some(pid) if pid != keeper.id() => drop(wait::take(pid)),
                 _ => return false,
@@ -327,7 +327,7 @@ impl Keeper {
         self.process.kill()
     }
 
-    fn order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn send_order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         self.outbox.push(message, descriptors);
         self.flush()
     }
@@ -354,7 +354,7 @@ impl Keeper {
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
                 }
                 Received::Message(length, descriptors) => {
-                    if let Some(report) = self.understand(length, descriptors)? {
+                    if let Some(report) = self.decode_report(length, descriptors)? {
                         return Ok(Some(report));
                     }
                 }
@@ -362,14 +362,14 @@ impl Keeper {
         }
     }
 
-    fn understand(&mut self, length: usize, descriptors: Vec<OwnedFd>) -> io::Result<Option<Report>> {
+    fn decode_report(&mut self, length: usize, descriptors: Vec<OwnedFd>) -> io::Result<Option<Report>> {
         let (message, _) = codec::decode::<ReportMessage<'_>>(&self.buffer[..length], &[])
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         Ok(match message {
             ReportMessage::Started { scan_always } => Some(Report::Started { scan_always }),
             ReportMessage::Spawned { worker, pid, observed } => match descriptors.into_iter().next() {
                 Some(pidfd) => Some(Report::Spawned { worker, pid, pidfd, observed }),
-                None => Some(self.disown(worker)?),
+                None => Some(self.kill_without_pidfd(worker)?),
             },
             ReportMessage::Violation { worker, process, call } => {
                 Some(Report::Violation { worker, process, call })
@@ -378,9 +378,9 @@ impl Keeper {
                 let (step, error) = (step.to_owned(), io::Error::from_raw_os_error(errno));
                 Some(Report::SpawnFailed { worker, step, error })
             }
-            ReportMessage::Exited { worker, .. } if self.disowned.contains(&worker) => None,
+            ReportMessage::Exited { worker, .. } if self.without_pidfd.contains(&worker) => None,
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
-            ReportMessage::Reaped { worker } if self.disowned.remove(&worker) => None,
+            ReportMessage::Reaped { worker } if self.without_pidfd.remove(&worker) => None,
             ReportMessage::Reaped { worker } => Some(Report::Reaped { worker }),
             ReportMessage::Template { worker, message } => Some(Report::Template { worker, message }),
             ReportMessage::Pong => Some(Report::Pong),
@@ -390,8 +390,8 @@ impl Keeper {
 
     /// Kills a worker for which there is no pidfd, because this process has reached its limit of descriptors.
     /// A worker that cannot be watched must not run.
-    fn disown(&mut self, worker: u64) -> io::Result<Report> {
-        self.disowned.insert(worker);
+    fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
+        self.without_pidfd.insert(worker);
         self.kill(worker)?;
         let error = rustix::io::Errno::MFILE.into();
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
@@ -403,12 +403,12 @@ impl Keeper {
         let Self { process, socket, .. } = self;
         drop(socket);
         let mut process = match process {
-            Process::Child(process) => process,
-            Process::Detached(process) => {
-                return if process.wait(END_PATIENCE)? { Ok(()) } else { process.sweep(SWEEP_PATIENCE) };
+            KeeperProcess::Child(process) => process,
+            KeeperProcess::Detached(process) => {
+                return if process.wait(EXIT_TIMEOUT)? { Ok(()) } else { process.kill_and_wait(KILL_TIMEOUT) };
             }
         };
-        if wait::ends_within(&process, END_PATIENCE)? {
+        if wait::ends_within(&process, EXIT_TIMEOUT)? {
             let status = process.wait()?;
             return if status.success() {
                 Ok(())
@@ -418,7 +418,7 @@ impl Keeper {
         }
         process.kill()?;
         process.wait()?;
-        wait::end_all(SWEEP_PATIENCE)?;
+        wait::end_all(KILL_TIMEOUT)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
 }
@@ -450,18 +450,18 @@ pub fn become_subreaper() -> io::Result<()> {
 ///
 /// For a keeper from [`Keeper::start_detached`], the guard does the work, and spares processes that do not
 /// belong to the keeper.
-pub fn reap_after_keeper(old: Keeper) -> io::Result<()> {
-    match old.process {
-        Process::Child(mut process) => {
+pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
+    match lost.process {
+        KeeperProcess::Child(mut process) => {
             process.kill()?;
             process.wait()?;
-            wait::end_all(SWEEP_PATIENCE)
+            wait::end_all(KILL_TIMEOUT)
         }
-        Process::Detached(process) => process.sweep(SWEEP_PATIENCE),
+        KeeperProcess::Detached(process) => process.kill_and_wait(KILL_TIMEOUT),
     }
 }
 
-impl Process {
+impl KeeperProcess {
     fn kill(&mut self) -> io::Result<()> {
         match self {
             Self::Child(process) => process.kill(),

@@ -17,11 +17,11 @@ use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pid
 
 use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
 use crate::socket::{self, Received};
-use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SubordinateIds, WITHHELD};
+use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SubordinateIds, SERVICE_MANAGER_VARIABLES};
 
 /// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
 /// is stuck.
-const READY_WITHIN: Duration = Duration::from_secs(60);
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lowest descriptor number that does not collide with the standard input and output of a new program.
 const DESCRIPTOR_MIN: i32 = 3;
@@ -37,28 +37,28 @@ pub struct ProbeResult {
 
 /// Tells the guard whether to probe the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum IsFirst {
+pub(super) enum ProbeMachine {
     Yes,
     No,
 }
 
 /// The processes of the keeper and its guard.
 #[derive(Debug)]
-pub(super) struct Detached {
+pub(super) struct DetachedKeeper {
     guard: OwnedFd,
     keeper: OwnedFd,
     keeper_pid: u32,
 }
 
-impl Detached {
+impl DetachedKeeper {
     /// Starts both, and waits until they are running. `theirs` becomes the keeper's end of the socket.
     pub(super) fn start(
         program: &Path,
-        is_first: IsFirst,
+        probe: ProbeMachine,
         socket: &OwnedFd,
         theirs: OwnedFd,
     ) -> io::Result<(Self, ProbeResult)> {
-        let guard = start(program, is_first, theirs).map_err(|error| {
+        let guard = start_guard(program, probe, theirs).map_err(|error| {
             io::Error::new(error.kind(), format!("failed to run {}: {error}", program.display()))
         })?;
         let started = receive_ready(&guard, socket).and_then(|(message, mut descriptors)| {
@@ -77,8 +77,8 @@ impl Detached {
                 // The process can be any program. Its keeper, if there is one, exits when the socket is
                 // closed.
                 let _ = pidfd_send_signal(&guard, Signal::KILL);
-                let is_mute = error.kind() == io::ErrorKind::UnexpectedEof;
-                Err(if is_mute { not_a_keeper(program) } else { error })
+                let is_silent = error.kind() == io::ErrorKind::UnexpectedEof;
+                Err(if is_silent { not_a_keeper(program) } else { error })
             }
         }
     }
@@ -94,9 +94,9 @@ impl Detached {
         }
     }
 
-    /// Waits until both are gone. Returns false if one is still running after `patience`.
-    pub(super) fn wait(&self, patience: Duration) -> io::Result<bool> {
-        let until = Instant::now() + patience;
+    /// Waits until both are gone. Returns false if one is still running after `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> io::Result<bool> {
+        let until = Instant::now() + timeout;
         for process in [&self.keeper, &self.guard] {
             if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
@@ -109,11 +109,11 @@ impl Detached {
     }
 
     /// Kills the keeper, and waits until the guard has killed the processes left behind.
-    pub(super) fn sweep(&self, patience: Duration) -> io::Result<()> {
+    pub(super) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
         // The guard could be stopped.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);
-        if self.wait(patience)? {
+        if self.wait(timeout)? {
             return Ok(());
         }
         let _ = pidfd_send_signal(&self.guard, Signal::KILL);
@@ -134,7 +134,7 @@ fn not_a_keeper(program: &Path) -> io::Error {
 
 /// Receives the guard's message. Fails with an end of file if the process is not a guard.
 fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
-    let until = Instant::now() + READY_WITHIN;
+    let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
     loop {
         match socket::receive(socket, &mut buffer)? {
@@ -162,7 +162,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
 
 /// Starts the program as an orphan.
 #[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
-fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<OwnedFd> {
+fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
     // Above the numbers of the final descriptors, so that neither `dup2` overwrites the other source.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
@@ -172,7 +172,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
     for argument in [KEEPER_ARGUMENT, GUARDED_ARGUMENT, VERSION] {
         arguments.push(CString::new(argument)?);
     }
-    if is_first == IsFirst::Yes {
+    if probe == ProbeMachine::Yes {
         arguments.push(CString::new(FIRST_ARGUMENT)?);
     }
     let environment = environment();
@@ -196,7 +196,7 @@ fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<Owned
 
 /// Returns the environment of this process, without the variables that other processes must not inherit.
 fn environment() -> Vec<CString> {
-    let kept = std::env::vars_os().filter(|(name, _)| !WITHHELD.iter().any(|withheld| name == withheld));
+    let kept = std::env::vars_os().filter(|(name, _)| !SERVICE_MANAGER_VARIABLES.iter().any(|withheld| name == withheld));
     let joined = kept.map(|(mut entry, value): (OsString, OsString)| {
         entry.push("=");
         entry.push(value);

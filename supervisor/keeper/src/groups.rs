@@ -1,14 +1,14 @@
 //! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
 //! groups are removed. If a group is not empty yet, the removal is retried.
 
-use super::confine::cgroup::{Failure, Leaf, Limits, Root};
+use super::confine::cgroup::{Failure, Leaf, Limits, DelegatedGroup};
 use super::confinement::CgroupLimits;
 use super::spawn::Refusal;
 
 /// The parent of all groups, and the groups that could not be removed yet.
 #[derive(Default)]
 pub(super) struct Groups {
-    root: Option<Root>,
+    root: Option<DelegatedGroup>,
     /// True if groups of previous keepers may be left.
     is_unswept: bool,
     left: Vec<Leaf>,
@@ -18,12 +18,12 @@ impl Groups {
     /// Creates a group for a worker.
     pub(super) fn make(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, Refusal> {
         let refused = |failure: Failure| {
-            let Failure { attempted, errno, what_to_do } = failure;
-            Refusal::new(&format!("cgroup: {attempted} ({what_to_do})"), errno)
+            let Failure { attempted, errno, advice } = failure;
+            Refusal::new(&format!("cgroup: {attempted} ({advice})"), errno)
         };
         if self.root.is_none() {
             let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
-            self.root = Some(Root::find(supervisor).map_err(refused)?);
+            self.root = Some(DelegatedGroup::find(supervisor).map_err(refused)?);
             self.is_unswept = true;
             self.sweep();
         }
@@ -33,7 +33,7 @@ impl Groups {
             pids: limits.pids,
             cpu_cores: limits.cpu_millicores.map(|millicores| millicores as f64 / 1000.0),
         };
-        root.leaf(worker, &limits).map_err(refused)
+        root.create_leaf(worker, &limits).map_err(refused)
     }
 
     /// Removes a group in which all processes have been killed. If this fails, [`Groups::retry`] tries again.
@@ -53,7 +53,7 @@ impl Groups {
     fn sweep(&mut self) {
         if let (true, Some(root)) = (self.is_unswept, &self.root) {
             // Groups that cannot be removed because of an error do not belong to this keeper.
-            self.is_unswept = root.sweep().is_ok_and(|swept| swept.left > 0);
+            self.is_unswept = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
         }
     }
 }

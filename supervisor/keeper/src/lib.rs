@@ -69,7 +69,7 @@ pub use temporary::folders as temporary_folders;
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
 /// Environment variables of the service manager for the supervisor, which other processes must not inherit.
-const WITHHELD: [&str; 6] =
+const SERVICE_MANAGER_VARIABLES: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 /// Maximum size of an order in bytes. The configuration allows 96 KiB for arguments and environment. The

@@ -66,7 +66,7 @@ pub fn probe() -> Vec<LayerSupport> {
     abilities.extend(descriptors());
     abilities.extend(own_capabilities());
     abilities.push(yama());
-    abilities.push(LayerSupport::plain("no_new_privs", child::tried(no_new_privs), NEWER_KERNEL));
+    abilities.push(LayerSupport::plain("no_new_privs", child::tried(no_new_privs), KERNEL_ADVICE));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities.push(tree_end(&abilities));
     abilities.push(forked(&abilities));
@@ -145,7 +145,7 @@ fn explain(errno: Errno) -> String {
     io::Error::from(errno).to_string()
 }
 
-const NEWER_KERNEL: &str = "run a newer kernel";
+const KERNEL_ADVICE: &str = "run a newer kernel";
 
 fn filters() -> [LayerSupport; 3] {
     let action = |action| seccomp_action(action).map_err(Refused::from);
@@ -158,7 +158,7 @@ fn filters() -> [LayerSupport; 3] {
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
             "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
         ),
-        LayerSupport::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
+        LayerSupport::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
     ]
 }
 
@@ -179,9 +179,9 @@ fn seccomp_action(action: u32) -> Result<(), Errno> {
 
 fn descriptors() -> [LayerSupport; 3] {
     [
-        LayerSupport::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
+        LayerSupport::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), KERNEL_ADVICE),
         LayerSupport::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
-        LayerSupport::plain("close_range", close_range(), NEWER_KERNEL),
+        LayerSupport::plain("close_range", close_range(), KERNEL_ADVICE),
     ]
 }
 

@@ -89,10 +89,10 @@ pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
     Ok(!sees_workers && sees_orphans)
 }
 
-/// Returns true if the process ends within `patience`.
-pub(super) fn ends_within(process: &Child, patience: Duration) -> io::Result<bool> {
+/// Returns true if the process ends within `timeout`.
+pub(super) fn ends_within(process: &Child, timeout: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
-    wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
+    wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
 /// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.
@@ -117,7 +117,7 @@ pub(super) fn kill_group(pid: u32) {
 }
 
 /// Kills and reaps all descendants of this process until nothing is left.
-pub(super) fn end_all(patience: Duration) -> io::Result<()> {
+pub(super) fn end_all(timeout: Duration) -> io::Result<()> {
     let start = Instant::now();
     loop {
         let scan = kill_descendants(|_| false);
@@ -130,9 +130,9 @@ pub(super) fn end_all(patience: Duration) -> io::Result<()> {
                 Waited::Nothing => std::thread::sleep(PAUSE),
             }
         }
-        if start.elapsed() > patience {
+        if start.elapsed() > timeout {
             let left = scan?;
-            let text = format!("{left} processes are still alive {patience:?} after SIGKILL");
+            let text = format!("{left} processes are still alive {timeout:?} after SIGKILL");
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::thread::gettid;
 
 use super::{LayerSupport, explain};
-use crate::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
+use crate::confine::cgroup::{self, DELEGATE_ADVICE, CONTROLLER_ADVICE, MOUNT_ADVICE};
 
 /// Prefix of the names of groups made by a trial, followed by a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
@@ -21,20 +21,20 @@ pub(super) fn probe() -> Vec<LayerSupport> {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
     // Without a leaf, nothing is known about actions on leaves.
-    let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE };
+    let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
-        LayerSupport::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_IT),
-        LayerSupport::of("cgroup leaf", in_leaf(Leaf::takes_processes), DELEGATE),
+        LayerSupport::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_ADVICE),
+        LayerSupport::of("cgroup leaf", in_leaf(Leaf::takes_processes), DELEGATE_ADVICE),
         LayerSupport::of(
             "cgroup clone",
             in_leaf(Leaf::clone_into),
             or_delegate("run kernel 5.7 or later, and allow clone3 in seccomp filters"),
         ),
         LayerSupport::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run kernel 5.14 or later")),
-        LayerSupport::of("cgroup memory", controller("memory"), FREE_IT),
-        LayerSupport::of("cgroup pids", controller("pids"), FREE_IT),
-        LayerSupport::of("cgroup cpu", controller("cpu"), FREE_IT),
+        LayerSupport::of("cgroup memory", controller("memory"), CONTROLLER_ADVICE),
+        LayerSupport::of("cgroup pids", controller("pids"), CONTROLLER_ADVICE),
+        LayerSupport::of("cgroup cpu", controller("cpu"), CONTROLLER_ADVICE),
     ]
 }
 

@@ -485,7 +485,7 @@ impl Process {
         let leaf = layers.cgroup.map(|limits| self.groups.make(worker, &limits));
         let leaf = leaf.map(|made| {
             let leaf = made?;
-            match leaf.take_in(pid) {
+            match leaf.add_process(pid) {
                 Ok(()) => Ok(leaf),
                 Err(failure) => {
                     self.groups.remove(leaf);

@@ -17,7 +17,7 @@ use super::steps;
 use super::{Refusal, programs};
 use crate::SpawnOrder;
 use crate::confine::landlock::{self, Ruleset};
-use crate::confine::reach::{self, Closed, Given};
+use crate::confine::reach::{self, Unreachable, GrantedPaths};
 use crate::confine::seccomp::{self, Ending, Filter};
 use crate::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
 
@@ -98,28 +98,28 @@ impl Barriers {
         };
         let may_mount = entered.is_some()
             || capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
-        let given = Given {
+        let granted = GrantedPaths {
             program: Path::new(order.program),
             programs: &programs,
             directory,
             read: &read,
             write: &write,
             temporary,
-            is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
+            temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
-        let closed = closed(&given, &layers)?;
+        let closed = closed(&granted, &layers)?;
         let executable = match closed.folders.first() {
-            Some(_) if !may_mount && closed.is_only_programs(&given) => Some(open(given.program)?),
+            Some(_) if !may_mount && closed.hides_only_programs(&granted) => Some(open(granted.program)?),
             Some(folder) if !may_mount => return Err(unreachable(folder, layers.identity)),
             _ => None,
         };
-        let hosted = executable.as_ref().and_then(|_| closed.hosted(&given)).map(open).transpose()?;
+        let hosted = executable.as_ref().and_then(|_| closed.hidden_hosted_file(&granted)).map(open).transpose()?;
         let root = layers.namespaces.mount.then(|| {
             machine::prepare();
             let missing = |path: &Path| {
                 Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
             };
-            Root::prepare(&given, &withheld, &closed, &layers).map(Arc::new).map_err(missing)
+            Root::prepare(&granted, &withheld, &closed, &layers).map(Arc::new).map_err(missing)
         });
         let ruleset = ruleset.transpose()?;
         // A template confines the processes that it forks, as a host confines its programs.
@@ -185,11 +185,11 @@ fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
 }
 
 /// Finds the given paths that the worker's own user cannot reach.
-fn closed(given: &Given<'_>, layers: &Layers) -> Result<Closed, Refusal> {
-    let Some(identity) = layers.identity else { return Ok(Closed::default()) };
-    reach::look(given, identity).map_err(|mut useless| {
-        useless.is_subordinate = layers.subordinate_ids;
-        Refusal::new(&useless.to_string(), Errno::ACCESS)
+fn closed(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, Refusal> {
+    let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
+    reach::check(granted, identity).map_err(|mut unusable| {
+        unusable.is_subordinate = layers.subordinate_ids;
+        Refusal::new(&unusable.to_string(), Errno::ACCESS)
     })
 }
 

@@ -29,7 +29,7 @@ pub(super) fn rules(
         TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => temporary,
     };
     let rules = match ruleset {
-        Some(ruleset) => ruleset.of_programs(temporary),
+        Some(ruleset) => ruleset.program_rules(temporary),
         None => ProgramRules {
             temporary: temporary.map(|path| Grant { path: path.to_owned(), access: 0 }),
             ..ProgramRules::default()

@@ -17,7 +17,7 @@ use super::machine;
 use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use crate::confine::paths;
-use crate::confine::reach::{Closed, Given};
+use crate::confine::reach::{Unreachable, GrantedPaths};
 use crate::confinement::{Identity, Layers, TemporaryFiles};
 
 /// Location of the system's root folder while the new one is being made.
@@ -69,7 +69,7 @@ pub(super) enum Make {
 pub(super) struct Root {
     steps: Vec<Make>,
     /// Folders that are replaced by their entries.
-    opened: Vec<CString>,
+    expanded: Vec<CString>,
     has_own_processes: bool,
     tmp_options: Option<CString>,
 }
@@ -86,46 +86,46 @@ const COMMON_STEPS: [&str; 6] =
 impl Root {
     /// Decides the layout. Fails with a path of the configuration that does not exist.
     pub(super) fn prepare<'v>(
-        given: &Given<'v>,
+        granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
-        closed: &Closed,
+        unreachable: &Unreachable,
         layers: &Layers,
     ) -> Result<Self, &'v Path> {
         let mut places = Places::default();
-        for path in paths::SYSTEM {
+        for path in paths::SYSTEM_FOLDERS {
             places.system(Path::new(path));
         }
-        for path in paths::readable_by_all() {
+        for path in paths::world_readable() {
             places.file_for_all(&path);
         }
-        for path in paths::DEVICES.iter().chain(&paths::RANDOM) {
+        for path in paths::DEVICES.iter().chain(&paths::RANDOM_DEVICES) {
             places.bind(Path::new(path), Access::Device);
         }
         let mut inner_links = Vec::new();
-        for folder in paths::own_folders(given.programs, Some(given.directory), given.write) {
-            inner_links.extend(places.own_folder(&folder, withheld, closed));
+        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
+            inner_links.extend(places.own_folder(&folder, withheld, unreachable));
         }
-        let named = given.read.iter().map(|path| (*path, Access::Read));
-        for (path, access) in named.chain(given.write.iter().map(|path| (*path, Access::Write))) {
+        let named = granted.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
             if !path.exists() {
                 return Err(path);
             }
-            if paths::leads_as_named(path, given.write) == Ok(true) {
-                if access == Access::Read && is_opened(path, closed) {
-                    inner_links.extend(places.own_folder(path, withheld, closed));
+            if paths::is_grantable(path, granted.write) == Ok(true) {
+                if access == Access::Read && is_opened(path, unreachable) {
+                    inner_links.extend(places.own_folder(path, withheld, unreachable));
                 } else {
                     places.bind(path, access);
                 }
             }
         }
-        let opened = places.opened.iter().filter_map(|folder| text(folder)).collect();
+        let opened = places.expanded.iter().filter_map(|folder| text(folder)).collect();
         let mut steps = places.steps();
-        for folder in &places.opened {
+        for folder in &places.expanded {
             steps.extend(folders_to(folder).into_iter().map(Make::Folder));
         }
         // The working directory must exist, even if the worker has no access to the content.
-        if paths::leads_as_named(given.directory, given.write) == Ok(true) {
-            steps.extend(folders_to(given.directory).into_iter().map(Make::Folder));
+        if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
+            steps.extend(folders_to(granted.directory).into_iter().map(Make::Folder));
         }
         for (at, to) in inner_links {
             if let (None, Some(at), Some(to)) = (places.above(&at), text(&at), text(&to)) {
@@ -139,12 +139,12 @@ impl Root {
             TemporaryFiles::PrivateTmp(bytes) => tmp_options(bytes, layers.identity),
             TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => None,
         };
-        Ok(Self { steps, opened, has_own_processes: layers.namespaces.pid, tmp_options })
+        Ok(Self { steps, expanded, has_own_processes: layers.namespaces.pid, tmp_options })
     }
 
     /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
-    pub(super) fn opened(&self) -> &[CString] {
-        &self.opened
+    pub(super) fn expanded(&self) -> &[CString] {
+        &self.expanded
     }
 
     /// Describes a step for people.
@@ -232,7 +232,7 @@ struct Places {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
     /// Folders that are not shown themselves, but by their entries.
-    opened: BTreeSet<PathBuf>,
+    expanded: BTreeSet<PathBuf>,
 }
 
 impl Places {
@@ -260,14 +260,14 @@ impl Places {
     /// over a withheld path would not be enough, because the path becomes visible again when another file
     /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
     /// the links in the folder, with targets.
-    fn own_folder(&mut self, folder: &Path, withheld: &[&Path], closed: &Closed) -> Vec<(PathBuf, PathBuf)> {
+    fn own_folder(&mut self, folder: &Path, withheld: &[&Path], unreachable: &Unreachable) -> Vec<(PathBuf, PathBuf)> {
         let entries = |folder: &Path| {
             let entries = std::fs::read_dir(folder).ok()?.flatten();
             let is_link = |path: &PathBuf| path.is_symlink();
             Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
         };
-        let parts = match paths::without(folder, withheld) {
-            Ok(parts) if parts == [folder] && is_opened(folder, closed) => entries(folder),
+        let parts = match paths::grantable_parts(folder, withheld) {
+            Ok(parts) if parts == [folder] && is_opened(folder, unreachable) => entries(folder),
             Ok(parts) if parts != [folder] => Some(parts),
             _ => None,
         };
@@ -279,9 +279,9 @@ impl Places {
             }
         };
         parts.iter().for_each(|part| self.bind(part, Access::Read));
-        let opened: BTreeSet<&Path> = parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
-        self.opened.extend(opened.iter().map(|folder| folder.to_path_buf()));
-        let entries = opened.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
+        let expanded: BTreeSet<&Path> = parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
+        self.expanded.extend(expanded.iter().map(|folder| folder.to_path_buf()));
+        let entries = expanded.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
         let links = entries.flatten().flatten().filter_map(|entry| {
             let path = entry.path();
             Some((path.clone(), std::fs::read_link(path).ok()?))
@@ -347,7 +347,7 @@ impl Places {
         path.ancestors().any(|above| self.links.contains_key(above))
     }
 
-    /// Hides a path wherever it would be visible, unless it was explicitly given.
+    /// Hides a path wherever it would be visible, unless it was explicitly granted.
     fn hide(&self, path: &Path) -> Vec<Make> {
         let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
         let is_folder = real.is_dir();
@@ -370,8 +370,8 @@ pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
 }
 
 /// True if a folder denies access to the worker's user, so that it is shown by its entries.
-pub(super) fn is_opened(folder: &Path, closed: &Closed) -> bool {
-    !closed.opened.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| closed.opened.contains(&real))
+pub(super) fn is_opened(folder: &Path, unreachable: &Unreachable) -> bool {
+    !unreachable.expanded.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
 
 /// Returns the folders that lead to a path, from the top, without the root.

@@ -16,7 +16,7 @@ use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use super::root::{Make, is_opened, text};
 use crate::confine::landlock::Ruleset;
-use crate::confine::reach::{Closed, Purpose};
+use crate::confine::reach::{Unreachable, Purpose};
 use bulkhead_linux::errno::{self, check};
 
 /// Maximum number of covered folders. Each needs a descriptor in the child.
@@ -55,12 +55,12 @@ const COMMON: u32 = 1 << 16;
 impl Shown {
     /// Decides the layout. Returns `None` if the user can reach everything. Fails with a folder that cannot
     /// be covered.
-    pub(super) fn prepare(closed: &Closed, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
-        if closed.folders.is_empty() {
+    pub(super) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
+        if unreachable.folders.is_empty() {
             return Ok(None);
         }
         let is_too_much = |folder: &&PathBuf| folder.as_path() == Path::new("/");
-        if let Some(folder) = closed.folders.iter().find(is_too_much).or(closed.folders.get(COVERS_MAX)) {
+        if let Some(folder) = unreachable.folders.iter().find(is_too_much).or(unreachable.folders.get(COVERS_MAX)) {
             return Err(folder.clone());
         }
         let secrets: BTreeSet<PathBuf> =
@@ -71,10 +71,10 @@ impl Shown {
             let entry = binds.entry(place).or_insert((real, access));
             entry.1 = entry.1.max(access);
         };
-        for hidden in &closed.hidden {
-            let is_opened = closed.opened.contains(&hidden.real);
+        for hidden in &unreachable.hidden {
+            let is_opened = unreachable.opened.contains(&hidden.real);
             match hidden.purpose {
-                Purpose::Start | Purpose::Mount => drop(folders.insert(hidden.place.clone())),
+                Purpose::WorkingDirectory | Purpose::MountPoint => drop(folders.insert(hidden.place.clone())),
                 Purpose::Read if is_opened => {
                     folders.insert(hidden.place.clone());
                     for (name, real) in entries(&hidden.real, &secrets) {
@@ -85,28 +85,28 @@ impl Shown {
                 Purpose::Write => add(hidden.place.clone(), hidden.real.clone(), Access::Write),
             }
         }
-        Ok(Some(Self::lay_out(closed, &folders, &binds)))
+        Ok(Some(Self::lay_out(unreachable, &folders, &binds)))
     }
 
     fn lay_out(
-        closed: &Closed,
+        unreachable: &Unreachable,
         folders: &BTreeSet<PathBuf>,
         binds: &BTreeMap<PathBuf, (PathBuf, Access)>,
     ) -> Self {
-        let covered = |path: &Path| closed.folders.iter().position(|folder| path.starts_with(folder));
+        let covered = |path: &Path| unreachable.folders.iter().position(|folder| path.starts_with(folder));
         let above = |path: &Path| {
             path.ancestors().skip(1).find_map(|above| binds.get(above)).map(|(_, access)| *access)
         };
         let mut made = BTreeSet::new();
         let mut shown = Self {
-            covers: closed.folders.iter().filter_map(|folder| text(folder)).collect(),
+            covers: unreachable.folders.iter().filter_map(|folder| text(folder)).collect(),
             nodes: Vec::new(),
             binds: Vec::new(),
             opened: Vec::new(),
         };
         for folder in folders.iter().filter(|folder| above(folder).is_none()) {
-            shown.make_folders(closed, folder, &mut made);
-            if is_opened(folder, closed) {
+            shown.make_folders(unreachable, folder, &mut made);
+            if is_opened(folder, unreachable) {
                 shown.opened.extend(text(folder));
             }
         }
@@ -118,7 +118,7 @@ impl Shown {
             }
             if above.is_none() {
                 let parent = place.parent().unwrap_or(Path::new("/"));
-                shown.make_folders(closed, parent, &mut made);
+                shown.make_folders(unreachable, parent, &mut made);
                 let node = if real.is_dir() { Make::Folder } else { Make::File };
                 if made.insert(place.clone()) {
                     shown.nodes.extend(text(place).map(node));
@@ -126,7 +126,7 @@ impl Shown {
             }
             let cover = covered(real);
             let from = match cover {
-                Some(cover) => real.strip_prefix(&closed.folders[cover]).unwrap_or(real),
+                Some(cover) => real.strip_prefix(&unreachable.folders[cover]).unwrap_or(real),
                 None => real,
             };
             if let (Some(from), Some(at)) = (text(from), text(place)) {
@@ -137,10 +137,10 @@ impl Shown {
     }
 
     /// Adds the folders that lead from a covered folder to this folder, and the folder itself.
-    fn make_folders(&mut self, closed: &Closed, folder: &Path, made: &mut BTreeSet<PathBuf>) {
+    fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()
-            .take_while(|path| closed.folders.iter().any(|cover| path.starts_with(cover) && *path != cover))
+            .take_while(|path| unreachable.folders.iter().any(|cover| path.starts_with(cover) && *path != cover))
             .collect();
         missing.reverse();
         for path in missing {
@@ -203,7 +203,7 @@ impl Shown {
             common(1 + number, mount(None, cover, None, flags, None))?;
         }
         for folder in &self.opened {
-            let added = ruleset.map_or(Ok(()), |ruleset| ruleset.add_given(folder));
+            let added = ruleset.map_or(Ok(()), |ruleset| ruleset.add_readable(folder));
             common(0, added)?;
         }
         Ok(())

@@ -19,7 +19,7 @@ use super::root::Root;
 use super::shown::Shown;
 use super::{LINK_FD, Oom, Plan};
 use crate::Rlimit;
-use crate::confine::landlock::Unrestricted;
+use crate::confine::landlock::RestrictError;
 use crate::confinement::Identity;
 
 /// Files that a worker creates are accessible only to its user.
@@ -94,7 +94,7 @@ pub(super) const SECCOMP: &str = "seccomp";
 const RLIMIT: &str = "rlimit";
 
 /// Detail of the Landlock step if the kernel accepted the rules but does not enforce them.
-const LANDLOCK_UNTRUE: u32 = 1;
+const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
 /// Step number of the fork between the tables.
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
@@ -111,7 +111,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
             let what = root.map(|root| root.describe(failure.detail)).unwrap_or_default();
             format!("{ROOT}: {what}")
         }
-        Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
+        Some(LANDLOCK) if failure.detail == LANDLOCK_NOT_ENFORCED => {
             format!("{LANDLOCK} read-back: the kernel accepted the rules, but does not enforce the rules")
         }
         Some(SHOWN) => {
@@ -207,8 +207,8 @@ fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     root.enter()?;
     // The rules contain the files of the system, but not the new mounts.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
-    root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
-    Ok(ruleset.add_mounted(barriers.has_tmp())?)
+    root.opened().iter().try_for_each(|folder| ruleset.add_readable(folder))?;
+    Ok(ruleset.add_private_mounts(barriers.has_tmp())?)
 }
 
 /// Mounts a private `/proc` on the system's root folder. A private root folder has one already.
@@ -218,7 +218,7 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     }
     super::root::mount_own_proc()?;
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
-    Ok(ruleset.add_mounted(false)?)
+    Ok(ruleset.add_private_mounts(false)?)
 }
 
 /// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So named shared memory
@@ -301,8 +301,8 @@ fn no_new_privs(plan: &Plan<'_>) -> Result<(), Stop> {
 fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
     ruleset.restrict().map_err(|unrestricted| match unrestricted {
-        Unrestricted::Refused(errno) => errno.into(),
-        Unrestricted::Untrue => Stop { errno: Errno::PERM, detail: LANDLOCK_UNTRUE },
+        RestrictError::Rejected(errno) => errno.into(),
+        RestrictError::NotEnforced => Stop { errno: Errno::PERM, detail: LANDLOCK_NOT_ENFORCED },
     })?;
     // SAFETY: this process does not use the descriptor any more, and runs no destructors.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };

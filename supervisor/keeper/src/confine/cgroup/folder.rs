@@ -11,8 +11,8 @@ use bulkhead_linux::errno;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::texts;
-use super::{Failure, MOUNT_IT, failure};
+use super::parse;
+use super::{Failure, MOUNT_ADVICE, failure};
 
 /// Maximum size of a group's file in bytes. The longest is the list of processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
@@ -30,7 +30,7 @@ const STEPS_MAX: usize = 4 * DEPTH_MAX;
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
 /// Only the owner can write to a group. Others can look inside.
-const MODE: Mode = Mode::from_raw_mode(0o755);
+const GROUP_MODE: Mode = Mode::from_raw_mode(0o755);
 
 /// An open folder of a group.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ impl Folder {
         if system.f_type as u64 != CGROUP2_MAGIC {
             let attempted =
                 format!("find cgroup v2 at {}, where another file system is mounted", path.display());
-            return Err(Failure { attempted, errno: Errno::NODEV, what_to_do: MOUNT_IT });
+            return Err(Failure { attempted, errno: Errno::NODEV, advice: MOUNT_ADVICE });
         }
         Ok(Self { path: path.to_owned(), descriptor })
     }
@@ -78,16 +78,16 @@ impl Folder {
     }
 
     pub(super) fn make_child(&self, name: &str) -> Result<Self, Failure> {
-        match rustix::fs::mkdirat(&self.descriptor, name, MODE) {
+        match rustix::fs::mkdirat(&self.descriptor, name, GROUP_MODE) {
             Ok(()) => self.child(name),
             Err(errno) => Err(self.failed("make the cgroup", name, errno)),
         }
     }
 
-    /// Returns the names of child groups for which `is_wanted` returns true, up to `most`.
+    /// Returns the names of child groups for which `is_wanted` returns true, up to `max`.
     pub(super) fn children(
         &self,
-        most: usize,
+        max: usize,
         is_wanted: impl Fn(&str) -> bool,
     ) -> Result<Vec<String>, Failure> {
         let failed = |errno| self.failed("list", ".", errno);
@@ -95,14 +95,14 @@ impl Folder {
         for name in child_names(&self.descriptor).map_err(failed)? {
             let name = name.map_err(failed)?.into_string();
             wanted.extend(name.ok().filter(|name| is_wanted(name)));
-            if wanted.len() == most {
+            if wanted.len() == max {
                 break;
             }
         }
         Ok(wanted)
     }
 
-    pub(super) fn has(&self, file: &str) -> Result<bool, Failure> {
+    pub(super) fn has_file(&self, file: &str) -> Result<bool, Failure> {
         match rustix::fs::statat(&self.descriptor, file, AtFlags::empty()) {
             Ok(_) => Ok(true),
             Err(Errno::NOENT) => Ok(false),
@@ -135,11 +135,11 @@ impl Folder {
     }
 
     pub(super) fn read_words(&self, file: &str) -> Result<Vec<String>, Failure> {
-        self.read(file, texts::words)
+        self.read(file, parse::words)
     }
 
     pub(super) fn read_processes(&self) -> Result<Vec<u32>, Failure> {
-        self.read("cgroup.procs", texts::processes)
+        self.read("cgroup.procs", parse::processes)
     }
 
     /// Removes a child group and everything in it; see [`Folder::remove`].
@@ -173,7 +173,7 @@ impl Folder {
         if remove()? {
             return Ok(true);
         }
-        match self.read("cgroup.events", texts::is_populated) {
+        match self.read("cgroup.events", parse::is_populated) {
             // A process in the group is still running.
             Ok(true) => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
@@ -205,13 +205,13 @@ fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, E
     rustix::fs::openat(at, path, flags, Mode::empty())
 }
 
-/// Reads a whole file. Fails if the file has more than `most` bytes.
-fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
+/// Reads a whole file. Fails if the file has more than `max` bytes.
+fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();
-    let read = File::from(file).take(most as u64 + 1).read_to_end(&mut bytes);
+    let read = File::from(file).take(max as u64 + 1).read_to_end(&mut bytes);
     read.map_err(|error| errno::from_io(&error, Errno::IO))?;
-    if bytes.len() > most { Err(Errno::FBIG) } else { Ok(bytes) }
+    if bytes.len() > max { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
 /// True for the errors of a group that has been removed.
@@ -234,17 +234,17 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
 /// left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
-    let mut way: Vec<CString> = Vec::new();
+    let mut path_down: Vec<CString> = Vec::new();
     for _ in 0..STEPS_MAX {
         if let Some(name) = child_names(&here)?.next().transpose()? {
-            if way.len() == DEPTH_MAX {
+            if path_down.len() == DEPTH_MAX {
                 return Err(Errno::LOOP);
             }
             here = open_folder(&here, &name)?;
-            way.push(name);
+            path_down.push(name);
             continue;
         }
-        let Some(name) = way.pop() else { return Ok(true) };
+        let Some(name) = path_down.pop() else { return Ok(true) };
         here = open_folder(&here, c"..")?;
         match rustix::fs::unlinkat(&here, &name, AtFlags::REMOVEDIR) {
             Ok(()) => {}

@@ -6,7 +6,7 @@ use std::path::Path;
 use rustix::io::Errno;
 
 use super::folder::Folder;
-use super::{Failure, texts};
+use super::{Failure, parse};
 
 /// The control group of one worker. The group exists until it is [removed](Leaf::remove), even if this value
 /// is dropped.
@@ -31,7 +31,7 @@ impl Leaf {
     }
 
     /// Moves a process with a single thread into the group.
-    pub(crate) fn take_in(&self, pid: u32) -> Result<(), Failure> {
+    pub(crate) fn add_process(&self, pid: u32) -> Result<(), Failure> {
         self.folder.write("cgroup.procs", &pid.to_string())
     }
 
@@ -44,7 +44,7 @@ impl Leaf {
     /// Returns the number of processes in the group that the kernel has killed for lack of memory, of the
     /// group or of the whole machine. Always 0 if memory is not accounted for.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {
-        match self.folder.read("memory.events", texts::oom_kills) {
+        match self.folder.read("memory.events", parse::oom_kills) {
             Err(Failure { errno: Errno::NOENT, .. }) => Ok(0),
             result => result,
         }

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_written_as_the_kernel_reads_them() {
+    fn limits_are_written_in_the_kernel_format() {
         let limits = Limits { memory_bytes: Some(512 << 20), pids: Some(32), cpu_cores: Some(1.5) };
         let expected = [
             ("cgroup.max.descendants", "0"),
@@ -116,14 +116,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_limited_needs_no_controller() {
+    fn unlimited_resources_need_no_controller() {
         assert_eq!(written(Limits::default()), [("cgroup.max.descendants", "0".to_owned())]);
         assert!(Limits::default().controllers().is_empty());
         assert_eq!(Limits { pids: Some(1), ..Limits::default() }.controllers(), ["pids"]);
     }
 
     #[test]
-    fn only_a_kernel_without_swap_is_excused() {
+    fn only_swap_limit_is_optional() {
         let limits = Limits { memory_bytes: Some(1), pids: Some(1), cpu_cores: Some(1.0) };
         let settings = limits.settings().unwrap();
         let optional: Vec<_> = settings.iter().filter(|s| s.is_optional).map(|s| s.file).collect();
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_become_time_in_a_period() {
+    fn cores_are_converted_to_quota_and_period() {
         let cases = [
             (1.0, "100000 100000"),
             (0.5, "50000 100000"),
@@ -145,13 +145,13 @@ mod tests {
         for (cores, expected) in cases {
             assert_eq!(cpu_max(cores).as_deref(), Some(expected), "{cores}");
         }
-        for odd in [0.0, 0.0009, -1.0, f64::NAN, f64::INFINITY] {
-            assert_eq!(cpu_max(odd), None, "{odd}");
+        for invalid in [0.0, 0.0009, -1.0, f64::NAN, f64::INFINITY] {
+            assert_eq!(cpu_max(invalid), None, "{invalid}");
         }
     }
 
     #[test]
-    fn too_little_of_a_core_is_refused() {
+    fn rejects_share_below_the_minimum() {
         let refused = Limits { cpu_cores: Some(0.0001), ..Limits::default() }.settings().unwrap_err();
         assert!(refused.attempted.contains("0.0001 processor cores"), "{refused}");
         assert_eq!(refused.errno, Errno::INVAL);

@@ -36,7 +36,7 @@ impl Owner {
     }
 
     /// Returns the keeper that created the leaf with this name, or `None` if the name has another form.
-    pub(super) fn of_leaf(name: &str) -> Option<Self> {
+    pub(super) fn from_leaf_name(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
         let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
@@ -58,11 +58,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_tells_its_owner_and_nothing_else_does() {
+    fn leaf_name_identifies_its_owner() {
         let owner = Owner { namespace: 4026531836, pid: 17, started: 42 };
         let name = owner.leaf_name(3);
         assert_eq!(name, "bulkhead-4026531836-17-42-3");
-        assert_eq!(Owner::of_leaf(&name), Some(owner));
+        assert_eq!(Owner::from_leaf_name(&name), Some(owner));
         for other in [
             "bulkhead-main",
             "bulkhead-probe-17",
@@ -76,12 +76,12 @@ mod tests {
             "bulkhead",
             "",
         ] {
-            assert_eq!(Owner::of_leaf(other), None, "{other}");
+            assert_eq!(Owner::from_leaf_name(other), None, "{other}");
         }
     }
 
     #[test]
-    fn only_the_dead_of_the_same_namespace_are_outlived() {
+    fn only_dead_owners_in_the_same_namespace_are_stale() {
         let own = Owner::this_process().unwrap();
         assert!(!own.outlived(&own));
         assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the number was used again");
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_that_is_not_waited_for_is_dead() {
+    fn unreaped_keeper_counts_as_dead() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let own = Owner::this_process().unwrap();
         let started = process_tree::start_time(child.id()).unwrap();

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::folder::Folder;
 use super::owner::Owner;
-use super::{DELEGATE, FREE_IT, Failure, Leaf, Limits, MAIN, Root, Swept, fork_into, root_path};
+use super::{DELEGATE_ADVICE, CONTROLLER_ADVICE, Failure, Leaf, Limits, MAIN_GROUP, DelegatedGroup, StaleLeaves, fork_into, root_path};
 
 /// Time limit of a condition. No condition takes nearly this long.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -47,8 +47,8 @@ impl Ground {
     }
 
     /// Returns this group as the one to divide, with this process as the keeper, and with a supervisor.
-    fn root(&self, supervisor: u32) -> Root {
-        Root::in_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
+    fn root(&self, supervisor: u32) -> DelegatedGroup {
+        DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
 
     fn leaf(&self, worker: u64) -> Leaf {
@@ -321,13 +321,13 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     ground.0.make_child("another").unwrap();
     let shells = folders.each_ref().map(|folder| Shell::start(folder, "sleep 1000; :"));
     fs::create_dir(folders[0].path().join("inner")).unwrap();
-    assert_eq!(root.sweep(), Ok(Swept::default()), "their keeper lives");
+    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()), "their keeper lives");
 
     keeper.kill().unwrap();
     keeper.wait().unwrap();
     let mut removed = 0;
     wait_until("the dead keeper's are swept", || {
-        let swept = root.sweep().unwrap();
+        let swept = root.remove_stale_leaves().unwrap();
         removed += swept.removed;
         swept.left == 0
     });
@@ -339,7 +339,7 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     assert!(processes(folders[3].path()).contains(&fourth.pid()));
     let left = ground.0.children(10, |_| true).unwrap().len();
     assert_eq!(left, 4);
-    assert_eq!(root.sweep(), Ok(Swept::default()));
+    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
 /// Any other process in the group is an error.
@@ -350,11 +350,11 @@ fn vacate_moves_only_the_supervisors_processes() {
     let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");
     wait_until("both are there", || processes(ground.path()).len() >= 2);
     let root = ground.root(supervisor.pid());
-    root.vacate().unwrap();
+    root.move_processes_out().unwrap();
     assert!(processes(ground.path()).is_empty());
-    let main = ground.path().join(MAIN);
+    let main = ground.path().join(MAIN_GROUP);
     assert!(processes(&main).contains(&supervisor.pid()));
-    root.vacate().unwrap();
+    root.move_processes_out().unwrap();
 
     // An orphan whose origin is unknown, because the process that created it is gone and the orphan has been
     // reparented.
@@ -368,7 +368,7 @@ fn vacate_moves_only_the_supervisors_processes() {
     wait_until("it is called so", || {
         fs::read_to_string(format!("/proc/{orphan}/comm")).is_ok_and(|name| name == "sleep\n")
     });
-    let error = root.vacate().unwrap_err();
+    let error = root.move_processes_out().unwrap_err();
     assert_eq!(error.errno, Errno::BUSY);
     assert!(error.attempted.ends_with(&format!("{orphan} (sleep)")), "{error}");
     assert!(error.to_string().contains("DelegateSubgroup=bulkhead-main"), "{error}");
@@ -392,9 +392,9 @@ fn a_configured_limit_without_its_controller_is_an_error() {
             );
             continue;
         }
-        let error = root.leaf(number as u64, &limits).unwrap_err();
+        let error = root.create_leaf(number as u64, &limits).unwrap_err();
         assert!(error.attempted.starts_with(&format!("use the controller `{controller}` in /")), "{error}");
-        assert!(error.to_string().ends_with(FREE_IT), "{error}");
+        assert!(error.to_string().ends_with(CONTROLLER_ADVICE), "{error}");
     }
     if have.is_empty() {
         assert!(ground.0.children(10, |_| true).unwrap().is_empty(), "something was made all the same");
@@ -414,8 +414,8 @@ fn controllers_are_switched_on_once_the_cgroup_is_free() {
     root.enable(&[controller]).unwrap();
     root.enable(&[controller]).unwrap();
     assert_eq!(ground.0.read_words("cgroup.subtree_control").unwrap(), std::slice::from_ref(controller));
-    assert!(processes(&ground.path().join(MAIN)).contains(&supervisor.pid()));
-    let leaf = root.leaf(1, &Limits::default()).unwrap();
+    assert!(processes(&ground.path().join(MAIN_GROUP)).contains(&supervisor.pid()));
+    let leaf = root.create_leaf(1, &Limits::default()).unwrap();
     assert_eq!(Shell::start(&folder(&leaf), ":").wait(), 0);
     remove(&leaf);
 }
@@ -474,21 +474,21 @@ fn what_is_not_ours_to_write_is_told_with_what_to_do() {
             // SAFETY: changes the identity of only this thread, which ends afterwards.
             let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             assert_eq!(changed, 0);
-            Root::in_folder(Folder::open(path).unwrap(), 0).unwrap_err()
+            DelegatedGroup::from_folder(Folder::open(path).unwrap(), 0).unwrap_err()
         });
         other.join().unwrap()
     });
     assert_eq!(error.errno, Errno::ACCESS, "{error}");
     assert!(error.attempted.ends_with(&format!(" {}", path.display())), "{error}");
-    assert!(error.to_string().ends_with(DELEGATE), "{error}");
+    assert!(error.to_string().ends_with(DELEGATE_ADVICE), "{error}");
 }
 
 #[test]
 fn the_own_cgroup_is_found_or_it_is_said_why_not() {
-    match Root::find(std::process::id()) {
+    match DelegatedGroup::find(std::process::id()) {
         Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
-        Err(Failure { attempted, what_to_do, .. }) => {
-            eprintln!("NOT RUN: failed to {attempted}; {what_to_do}");
+        Err(Failure { attempted, advice, .. }) => {
+            eprintln!("NOT RUN: failed to {attempted}; {advice}");
         }
     }
     let elsewhere = Folder::open(Path::new("/")).unwrap_err();

@@ -178,12 +178,12 @@ fn nothing_is_given_of_etc_that_others_may_not_read() {
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
         let mut ruleset = super::create(super::ABI::V1, true).unwrap();
         let access = super::AccessFs::ReadFile.into();
-        let condition = super::Condition::IfOthersMayRead;
+        let condition = super::Condition::IfWorldReadable;
         super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
         let ruleset = Ruleset {
             descriptor: Option::from(ruleset).unwrap(),
             abi: 1,
-            forbidden: super::Forbidden::Root,
+            forbidden: super::ForbiddenAction::ListRoot,
             granted: Vec::new(),
         };
         std::thread::spawn(move || {
@@ -427,9 +427,9 @@ fn rules_that_are_not_in_force_are_noticed() {
                 confined.join().unwrap()
             })
         };
-        assert_eq!(restrict(true), Err(super::Unrestricted::Untrue), "{number}");
+        assert_eq!(restrict(true), Err(super::RestrictError::NotEnforced), "{number}");
         // A private root folder would differ from this root folder, which is given.
-        let expected = if rules.has_own_root { Err(super::Unrestricted::Untrue) } else { Ok(()) };
+        let expected = if rules.has_own_root { Err(super::RestrictError::NotEnforced) } else { Ok(()) };
         assert_eq!(restrict(false), expected, "{number}");
         assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
     }

@@ -13,29 +13,29 @@ use rustix::io::Errno;
 
 /// An attempt that no rule allows, and that this process could make without the rules.
 #[derive(Debug)]
-pub(crate) enum Forbidden {
+pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
-    Root,
+    ListRoot,
     /// Creates a device node in this folder. Used if the root folder is given, because no rule allows device
     /// nodes.
-    DeviceIn(CString),
+    CreateDevice(CString),
     /// No attempt is possible: everything can be read, and there is no private folder.
-    Nothing,
+    None,
 }
 
 /// Name of a node that does not exist, and a device that every process may use anyway.
-const NAME: &str = "bulkhead-probe";
+const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
-impl Forbidden {
+impl ForbiddenAction {
     /// Chooses the attempt, depending on whether the root folder is given and on the worker's temporary
     /// folder.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
-        let node = temporary.and_then(|folder| CString::new(folder.join(NAME).as_os_str().as_bytes()).ok());
+        let node = temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
         match node {
-            _ if !root_is_given => Self::Root,
-            Some(node) => Self::DeviceIn(node),
-            None => Self::Nothing,
+            _ if !root_is_given => Self::ListRoot,
+            Some(node) => Self::CreateDevice(node),
+            None => Self::None,
         }
     }
 
@@ -43,11 +43,11 @@ impl Forbidden {
     /// root folder, or lacks the capability for a device.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
-            Self::Root => {
+            Self::ListRoot => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
                 rustix::fs::open(c"/", flags, Mode::empty()).map(drop)
             }
-            Self::DeviceIn(node) => {
+            Self::CreateDevice(node) => {
                 let (major, minor) = NULL_DEVICE;
                 let device = rustix::fs::makedev(major, minor);
                 let made = rustix::fs::mknodat(CWD, node, FileType::CharacterDevice, Mode::RUSR, device);
@@ -59,7 +59,7 @@ impl Forbidden {
                     made => made,
                 }
             }
-            Self::Nothing => Err(Errno::ACCESS),
+            Self::None => Err(Errno::ACCESS),
         }
     }
 }

@@ -20,7 +20,7 @@ fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {
         let (name, value) = line.split_once(' ')?;
-        let value = whole(value)?;
+        let value = parse_digits(value)?;
         if name == key && found.replace(value).is_some() {
             return None;
         }
@@ -29,13 +29,13 @@ fn number(text: &str, key: &str) -> Option<u64> {
 }
 
 /// Parses digits only, because `parse` would accept a sign too.
-fn whole<T: std::str::FromStr>(text: &str) -> Option<T> {
+fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
 /// Parses pids in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
-    text.lines().map(whole).collect()
+    text.lines().map(parse_digits).collect()
 }
 
 /// Parses names of controllers in `cgroup.controllers` and `cgroup.subtree_control`.
@@ -47,14 +47,14 @@ pub(super) fn words(text: &str) -> Option<Vec<String>> {
 
 /// Returns the paths at which this process's group is mounted, from the lines of `/proc/self/mountinfo` and
 /// of `/proc/self/cgroup`. The result is empty if only other parts of the tree are mounted.
-pub(super) fn own_cgroups(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
+pub(super) fn own_group_paths(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
     let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
     let own = own.map(Path::new).filter(|own| is_below(own));
-    own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| mounted(line, own)).collect())
+    own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| group_path_in_mount(line, own)).collect())
 }
 
 /// Returns the path at which the mount in this line shows a group.
-fn mounted(line: &str, cgroup: &Path) -> Option<PathBuf> {
+fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     let (before, after) = line.split_once(" - ")?;
     let mut fields = before.split(' ').skip(3);
     let (root, place) = (unescape(fields.next()?)?, unescape(fields.next()?)?);
@@ -88,19 +88,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_say_whether_a_process_is_there() {
+    fn events_report_populated_groups() {
         assert_eq!(is_populated("populated 1\nfrozen 0\n"), Some(true));
         assert_eq!(is_populated("populated 0\nfrozen 1\n"), Some(false));
         assert_eq!(is_populated("populated 0\n"), Some(false));
         assert_eq!(is_populated("populated 0\nfrozen 0\nto_come 17\n"), Some(false));
-        for odd in ["", "frozen 0\n", "populated\n", "populated x\n", "populated 2\n", "populated +1\n"] {
-            assert_eq!(is_populated(odd), None, "{odd:?}");
+        for invalid in ["", "frozen 0\n", "populated\n", "populated x\n", "populated 2\n", "populated +1\n"] {
+            assert_eq!(is_populated(invalid), None, "{invalid:?}");
         }
         assert_eq!(is_populated("populated 1\npopulated 0\n"), None);
     }
 
     #[test]
-    fn who_died_of_memory_is_counted() {
+    fn parses_number_of_oom_kills() {
         let old = "low 0\nhigh 0\nmax 41\noom 2\noom_kill 1\n";
         assert_eq!(oom_kills(old), Some(1));
         assert_eq!(oom_kills(&format!("{old}oom_group_kill 1\n")), Some(1));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_and_controllers_are_listed() {
+    fn parses_processes_and_controllers() {
         assert_eq!(processes(""), Some(vec![]));
         assert_eq!(processes("12\n0\n7\n"), Some(vec![12, 0, 7]));
         assert_eq!(processes("12\nx\n"), None);
@@ -125,45 +125,45 @@ mod tests {
     }
 
     #[test]
-    fn the_own_cgroup_is_found_below_whatever_is_mounted() {
+    fn finds_own_group_below_mount_points() {
         let mounts = "24 1 0:22 / /proc rw - proc proc rw\n\
             30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
             31 23 0:27 /a /sys/fs/cgroup rw,nosuid shared:10 - cgroup2 cgroup2 rw\n";
-        let find = |own: &str| own_cgroups(mounts, &format!("4:memory:/x\n0::{own}\n"));
+        let find = |own: &str| own_group_paths(mounts, &format!("4:memory:/x\n0::{own}\n"));
         assert_eq!(find("/a/b"), [Path::new("/sys/fs/cgroup/b")]);
         assert_eq!(find("/a")[0].as_os_str(), "/sys/fs/cgroup");
         assert!(find("/c").is_empty());
         assert!(find("/ab").is_empty());
-        assert!(own_cgroups(mounts, "4:memory:/x\n").is_empty(), "only version 1");
-        assert!(own_cgroups("", "0::/a\n").is_empty());
+        assert!(own_group_paths(mounts, "4:memory:/x\n").is_empty(), "only version 1");
+        assert!(own_group_paths("", "0::/a\n").is_empty());
     }
 
     #[test]
-    fn every_mount_that_shows_it_is_told_in_order() {
+    fn lists_all_mounts_of_own_group_in_order() {
         let mounts = "31 23 0:27 / /one rw - cgroup2 none rw\n32 23 0:27 /a /two rw - cgroup2 none rw\n";
-        assert_eq!(own_cgroups(mounts, "0::/a/b\n"), [Path::new("/one/a/b"), Path::new("/two/b")]);
+        assert_eq!(own_group_paths(mounts, "0::/a/b\n"), [Path::new("/one/a/b"), Path::new("/two/b")]);
     }
 
     #[test]
-    fn what_lies_outside_of_the_namespace_is_not_guessed_at() {
+    fn ignores_groups_outside_of_the_namespace() {
         let mount = |root: &str| format!("31 23 0:27 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
-        assert!(own_cgroups(&mount("/"), "0::/../other\n").is_empty());
-        assert!(own_cgroups(&mount("/.."), "0::/\n").is_empty());
-        assert_eq!(own_cgroups(&mount("/"), "0::/\n")[0].as_os_str(), "/sys/fs/cgroup");
+        assert!(own_group_paths(&mount("/"), "0::/../other\n").is_empty());
+        assert!(own_group_paths(&mount("/.."), "0::/\n").is_empty());
+        assert_eq!(own_group_paths(&mount("/"), "0::/\n")[0].as_os_str(), "/sys/fs/cgroup");
     }
 
     #[test]
-    fn odd_characters_of_folders_are_understood() {
+    fn unescapes_special_characters_in_paths() {
         let mounts = r"31 23 0:27 /a\134x2db.slice /sys/fs/my\040cgroup rw - cgroup2 cgroup2 rw";
-        assert_eq!(own_cgroups(mounts, "0::/a\\x2db.slice/c\n"), [Path::new("/sys/fs/my cgroup/c")]);
-        for odd in [r"/a\", r"/a\13", r"/a\999", r"/a\x2d"] {
-            assert_eq!(unescape(odd), None, "{odd}");
+        assert_eq!(own_group_paths(mounts, "0::/a\\x2db.slice/c\n"), [Path::new("/sys/fs/my cgroup/c")]);
+        for invalid in [r"/a\", r"/a\13", r"/a\999", r"/a\x2d"] {
+            assert_eq!(unescape(invalid), None, "{invalid}");
         }
     }
 
     #[test]
-    fn lines_of_nonsense_are_passed_over() {
+    fn skips_malformed_lines() {
         let mounts = "x\n - \n1 2 3 - cgroup2\n1 2 3 /\n\n31 23 0:27 / /cg rw - cgroup2 cgroup2 rw\n";
-        assert_eq!(own_cgroups(mounts, "nonsense\n0::/\n"), [Path::new("/cg")]);
+        assert_eq!(own_group_paths(mounts, "nonsense\n0::/\n"), [Path::new("/cg")]);
     }
 }
