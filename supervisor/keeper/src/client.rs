@@ -19,8 +19,8 @@ use rustix::process::Pid;
 use super::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
 use super::socket::{self, Outbox, Received};
 use super::{
-    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    Usage, SERVICE_MANAGER_VARIABLES, wait,
+    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SERVICE_MANAGER_VARIABLES,
+    SpawnOrder, SubordinateIds, Usage, wait,
 };
 
 /// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
@@ -50,7 +50,8 @@ pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     }
 }
 
-const INACCESSIBLE_PATH_ADVICE: &str = " (check that the worker's user can access the path and every folder above)";
+const INACCESSIBLE_PATH_ADVICE: &str =
+    " (check that the worker's user can access the path and every folder above)";
 
 /// A report of the keeper.
 ///
@@ -315,7 +316,7 @@ impl Keeper {
         let KeeperProcess::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_PER_CALL_MAX {
             match bulkhead_linux::wait::peek_ended() {
-                Some(pid) if pid != keeper.id() => drop(wait::take(pid)),
+                Some(pid) if pid != keeper.id() => drop(wait::try_reap(pid)),
                 _ => return false,
             }
         }
@@ -405,10 +406,14 @@ impl Keeper {
         let mut process = match process {
             KeeperProcess::Child(process) => process,
             KeeperProcess::Detached(process) => {
-                return if process.wait(EXIT_TIMEOUT)? { Ok(()) } else { process.kill_and_wait(KILL_TIMEOUT) };
+                return if process.wait(EXIT_TIMEOUT)? {
+                    Ok(())
+                } else {
+                    process.kill_and_wait(KILL_TIMEOUT)
+                };
             }
         };
-        if wait::ends_within(&process, EXIT_TIMEOUT)? {
+        if wait::exits_within(&process, EXIT_TIMEOUT)? {
             let status = process.wait()?;
             return if status.success() {
                 Ok(())
@@ -418,7 +423,7 @@ impl Keeper {
         }
         process.kill()?;
         process.wait()?;
-        wait::end_all(KILL_TIMEOUT)?;
+        wait::kill_all_descendants(KILL_TIMEOUT)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
 }
@@ -455,7 +460,7 @@ pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
         KeeperProcess::Child(mut process) => {
             process.kill()?;
             process.wait()?;
-            wait::end_all(KILL_TIMEOUT)
+            wait::kill_all_descendants(KILL_TIMEOUT)
         }
         KeeperProcess::Detached(process) => process.kill_and_wait(KILL_TIMEOUT),
     }

@@ -164,7 +164,7 @@ impl Observed {
         let wanted = layers.namespaces;
         let found = self.namespaces;
         let is = |identity: Identity| self.uid == Some(identity.uid) && self.gid == Some(identity.gid);
-        let filter = if layers.seccomp == Seccomp::Off { 0 } else { FILTER };
+        let filter = if layers.seccomp == Seccomp::Off { 0 } else { SECCOMP_MODE_FILTER };
         let rows = [
             ("NoNewPrivs", !layers.no_new_privs || self.no_new_privs),
             ("capabilities", !layers.no_capabilities || self.capabilities == 0),
@@ -184,14 +184,14 @@ impl Observed {
 }
 
 /// Value of `SECCOMP_MODE_FILTER`.
-const FILTER: u32 = 2;
+const SECCOMP_MODE_FILTER: u32 = 2;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_missing_is_named() {
+    fn mismatch_names_the_missing_value() {
         let identity = Identity { uid: 7, gid: 8 };
         let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
         let layers = Layers {
@@ -205,7 +205,7 @@ mod tests {
         };
         let right = Observed {
             no_new_privs: true,
-            seccomp: FILTER,
+            seccomp: SECCOMP_MODE_FILTER,
             uid: Some(7),
             gid: Some(8),
             namespaces: everything,

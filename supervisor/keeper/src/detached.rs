@@ -17,7 +17,7 @@ use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pid
 
 use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
 use crate::socket::{self, Received};
-use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SubordinateIds, SERVICE_MANAGER_VARIABLES};
+use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SERVICE_MANAGER_VARIABLES, SubordinateIds};
 
 /// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
 /// is stuck.
@@ -66,7 +66,7 @@ impl DetachedKeeper {
             let namespace = ready.ids.as_ref().ok().and_then(|_| descriptors.pop());
             let keeper = descriptors.pop().ok_or_else(|| io::Error::from(rustix::io::Errno::MFILE))?;
             let ids = ready.ids.and_then(|ids| match namespace {
-                Some(namespace) => Ok(Arc::new(SubordinateIds::received(ids, namespace))),
+                Some(namespace) => Ok(Arc::new(SubordinateIds::from_guard(ids, namespace))),
                 None => Err(String::new()),
             });
             Ok((keeper, ready.keeper, ProbeResult { abilities: ready.abilities, ids }))
@@ -196,7 +196,8 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
 
 /// Returns the environment of this process, without the variables that other processes must not inherit.
 fn environment() -> Vec<CString> {
-    let kept = std::env::vars_os().filter(|(name, _)| !SERVICE_MANAGER_VARIABLES.iter().any(|withheld| name == withheld));
+    let kept = std::env::vars_os()
+        .filter(|(name, _)| !SERVICE_MANAGER_VARIABLES.iter().any(|withheld| name == withheld));
     let joined = kept.map(|(mut entry, value): (OsString, OsString)| {
         entry.push("=");
         entry.push(value);

@@ -38,7 +38,7 @@ mod confine;
 mod confinement;
 mod detached;
 mod groups;
-mod maps;
+mod id_maps;
 mod observe;
 mod probe;
 mod process;
@@ -63,7 +63,7 @@ pub use detached::ProbeResult;
 pub use probe::{FORKED_WORKERS, LayerSupport, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
-pub use temporary::folders as temporary_folders;
+pub use temporary::temporary_folders;
 
 /// The hidden first argument with which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
@@ -221,9 +221,9 @@ pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
     let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
     // Fails only for an unknown name.
     let strict = is_strict.then(|| confine::seccomp::sealed(network, &known).ok()).flatten();
-    let rules = strict.unwrap_or_else(confine::seccomp::open);
-    let rules = if is_forked { confine::seccomp::without_siblings(rules) } else { rules };
-    rules.compile(confine::seccomp::Ending::Kill).bytes()
+    let rules = strict.unwrap_or_else(confine::seccomp::allow_all);
+    let rules = if is_forked { confine::seccomp::deny_siblings(rules) } else { rules };
+    rules.compile(confine::seccomp::FatalAction::Kill).bytes()
 }
 
 /// A report of the keeper: [`Report`] as sent over the socket, without the pidfd that comes with `Spawned`.
@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_order_survives_the_way_and_garbage_does_not() {
+    fn decodes_encoded_orders_and_rejects_garbage() {
         let order = SpawnOrder {
             worker: 7,
             program: "/bin/sh",

@@ -12,30 +12,33 @@ use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
 
 /// Namespaces that can be private to a worker, by their names in `/proc`.
-const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
+const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
-fn filters_of(status: &str) -> u32 {
+fn parse_filter_count(status: &str) -> u32 {
     let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
 /// The keeper's own values, for comparison.
-pub(super) struct Own {
-    namespaces: [Option<std::path::PathBuf>; NAMES.len()],
+pub(super) struct KeeperStatus {
+    namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.
-    pub(super) filters: u32,
+    pub(super) filter_count: u32,
 }
 
-impl Own {
+impl KeeperStatus {
     pub(super) fn read() -> Self {
-        let namespaces = NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
-        Self { namespaces, filters: filters_of(&read_proc_file("/proc/self/status").unwrap_or_default()) }
+        let namespaces = NAMESPACE_NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
+        Self {
+            namespaces,
+            filter_count: parse_filter_count(&read_proc_file("/proc/self/status").unwrap_or_default()),
+        }
     }
 
     /// Returns the namespaces of a process that differ from the keeper's.
-    pub(super) fn compare(&self, pid: u32) -> io::Result<Namespaces> {
-        let mut differs = [false; NAMES.len()];
-        for ((name, own), differs) in NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
+    pub(super) fn differing_namespaces(&self, pid: u32) -> io::Result<Namespaces> {
+        let mut differs = [false; NAMESPACE_NAMES.len()];
+        for ((name, own), differs) in NAMESPACE_NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
             // A kernel built without this kind of namespace has no such file.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
@@ -46,7 +49,7 @@ impl Own {
 }
 
 /// Returns the number of open descriptors of a process.
-pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
+pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/fd");
     match fs::read_dir(&path) {
         Ok(entries) => Ok(entries.count() as u32),
@@ -60,19 +63,19 @@ pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
 
 /// Reads `/proc/PID/status` of a process into `observed`. Returns the number of seccomp filters, or 0 on
 /// kernels that do not report it.
-pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
+pub(super) fn read_status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
     let text = read_proc_file(&format!("/proc/{pid}/status"))?;
-    parse(&text, observed);
-    Ok(filters_of(&text))
+    parse_status(&text, observed);
+    Ok(parse_filter_count(&text))
 }
 
-fn parse(text: &str, observed: &mut Observed) {
+fn parse_status(text: &str, observed: &mut Observed) {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
     // Missing values count as the worst.
     let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
-    let one = |name| {
+    let single_id = |name| {
         let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
         let first = ids.next()??;
         ids.all(|id| id == Some(first)).then_some(first)
@@ -83,16 +86,20 @@ fn parse(text: &str, observed: &mut Observed) {
     let ambient = if field("CapAmb").is_some() { set("CapAmb") } else { 0 };
     observed.capabilities = set("CapEff") | set("CapPrm") | set("CapInh") | ambient;
     observed.bounding = set("CapBnd");
-    (observed.uid, observed.gid) = (one("Uid"), one("Gid"));
+    (observed.uid, observed.gid) = (single_id("Uid"), single_id("Gid"));
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
 /// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
-/// the limit `to_come`, which is set later.
-pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::Result<Option<&'static str>> {
+/// the limit `deferred`, which is set later.
+pub(super) fn limit_mismatch(
+    pid: u32,
+    ordered: &[Rlimit],
+    deferred: u32,
+) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
-        limit.resource != to_come && limit_of(&text, limit.resource) != Some((limit.soft, limit.hard))
+        limit.resource != deferred && limit_of(&text, limit.resource) != Some((limit.soft, limit.hard))
     };
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
@@ -122,14 +129,14 @@ fn limit_name(resource: u32) -> &'static str {
 }
 
 /// True if a process is in the control group of this folder.
-pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
+pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     let Ok(text) = read_proc_file(&format!("/proc/{pid}/cgroup")) else { return false };
     let own = text.lines().find_map(|line| line.strip_prefix("0::"));
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
 /// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
-pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
+pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
     let process = field("Tgid:").and_then(|value| value.trim().parse().ok());
@@ -140,17 +147,17 @@ pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
 
 /// Parent of a process, and pid of the process in its own namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct NamespacePids {
     pub(super) parent: u32,
     pub(super) inner: u32,
 }
 
 /// Reads the parent and the inner pid of a process.
-pub(super) fn place(pid: u32) -> io::Result<Place> {
+pub(super) fn namespace_pids(pid: u32) -> io::Result<NamespacePids> {
     let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().last());
     let number = |name| field(name).and_then(|value| value.parse().ok()).ok_or(io::ErrorKind::InvalidData);
-    Ok(Place { parent: number("PPid:")?, inner: number("NSpid:")? })
+    Ok(NamespacePids { parent: number("PPid:")?, inner: number("NSpid:")? })
 }
 
 #[cfg(test)]
@@ -158,12 +165,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_is_understood() {
+    fn parses_status_file() {
         let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nGroups:\t4 24 \nCapInh:\t0000000000000000\n\
             CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
             CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
         let mut observed = Observed::default();
-        parse(text, &mut observed);
+        parse_status(text, &mut observed);
         let expected = Observed {
             no_new_privs: true,
             seccomp: 2,
@@ -175,12 +182,12 @@ mod tests {
             ..Observed::default()
         };
         assert_eq!(observed, expected);
-        parse("", &mut observed);
+        parse_status("", &mut observed);
         assert_eq!((observed.capabilities, observed.seccomp), (u64::MAX, 0));
     }
 
     #[test]
-    fn limits_are_found_by_their_numbers() {
+    fn finds_limits_by_resource_number() {
         let [cpu, nofile, nice, address_space] =
             ["cpu", "nofile", "nice", "as"].map(|name| Resource::from_name(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
@@ -206,10 +213,10 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_like_itself() {
-        let own = Own::read();
-        assert_eq!(own.compare(std::process::id()).unwrap(), Namespaces::default());
-        assert_eq!(process_of(std::process::id()).unwrap().0, std::process::id());
-        assert!(descriptors(std::process::id()).unwrap() >= 3);
+    fn own_process_has_no_differences() {
+        let own = KeeperStatus::read();
+        assert_eq!(own.differing_namespaces(std::process::id()).unwrap(), Namespaces::default());
+        assert_eq!(process_of_thread(std::process::id()).unwrap().0, std::process::id());
+        assert!(open_descriptors(std::process::id()).unwrap() >= 3);
     }
 }

@@ -20,8 +20,8 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
-use self::child::Refused;
-use super::confine::seccomp::{self, Ending};
+use self::child::TrialError;
+use super::confine::seccomp::{self, FatalAction};
 
 /// A layer of confinement, and whether it is available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
@@ -52,24 +52,28 @@ impl LayerSupport {
     }
 
     /// Converts the result of a trial without details.
-    fn plain(layer: &str, tried: Result<(), impl Into<Refused>>, what_to_do: &str) -> Self {
-        Self::of(layer, tried.map(|()| None).map_err(|why| why.into().explain()), what_to_do)
+    fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
+        Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
     }
 }
 
 /// Tries all layers. Takes some milliseconds, or some seconds if something is stuck.
 pub fn probe() -> Vec<LayerSupport> {
     let mut abilities = landlock::probe();
-    abilities.extend(filters());
+    abilities.extend(probe_seccomp());
     abilities.extend(namespaces::probe());
     abilities.extend(cgroup::probe());
-    abilities.extend(descriptors());
-    abilities.extend(own_capabilities());
-    abilities.push(yama());
-    abilities.push(LayerSupport::plain("no_new_privs", child::tried(no_new_privs), KERNEL_ADVICE));
-    withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
+    abilities.extend(probe_descriptors());
+    abilities.extend(probe_capabilities());
+    abilities.push(probe_yama());
+    abilities.push(LayerSupport::without_details(
+        "no_new_privs",
+        child::run_trial(no_new_privs),
+        KERNEL_ADVICE,
+    ));
+    disable(&mut abilities, &std::env::var(DISABLED_LAYERS).unwrap_or_default());
     abilities.push(tree_end(&abilities));
-    abilities.push(forked(&abilities));
+    abilities.push(forked_workers(&abilities));
     abilities
 }
 
@@ -78,14 +82,14 @@ pub const FORKED_WORKERS: &str = "forked workers";
 
 /// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
 /// by which the keeper finds processes that workers leave behind.
-fn forked(abilities: &[LayerSupport]) -> LayerSupport {
+fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
         Some(layer) => Err(format!("{layer} is missing")),
         None => super::spawn::first_process_sees_children()
             .map(|()| None)
-            .map_err(|errno| format!("/proc does not list the children of a thread: {}", explain(errno))),
+            .map_err(|errno| format!("/proc does not list the children of a thread: {}", error_text(errno))),
     };
     let what_to_do = "`start.mode = \"fork\"` works only with `profile = \"none\"`: fix the missing layer, or run \
                       a kernel built with CONFIG_PROC_CHILDREN";
@@ -118,57 +122,61 @@ fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
 
 /// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
 /// in this way how a configuration works on a machine with fewer layers.
-pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
+pub(super) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
-fn withhold(abilities: &mut [LayerSupport], layers: &str) {
+fn disable(abilities: &mut [LayerSupport], layers: &str) {
     let named = |ability: &LayerSupport| match ability.layer.as_str() {
         "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
-    let is_withheld = |ability: &LayerSupport| layers.split(',').any(|layer| layer.trim() == named(ability));
-    for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
+    let is_disabled = |ability: &LayerSupport| layers.split(',').any(|layer| layer.trim() == named(ability));
+    for ability in abilities.iter_mut().filter(|ability| is_disabled(ability)) {
         let what_to_do = Some("remove the layer from this variable".into());
-        let why_not = Some(format!("{WITHOUT} disables the layer"));
+        let why_not = Some(format!("{DISABLED_LAYERS} disables the layer"));
         *ability = LayerSupport { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
     }
 }
 
-fn no_new_privs() -> Result<(), Refused> {
-    child::bound();
+fn no_new_privs() -> Result<(), TrialError> {
+    child::limit_run_time();
     rustix::thread::set_no_new_privs(true)?;
-    if rustix::thread::no_new_privs()? { Ok(()) } else { Err(Refused::Untrue) }
+    if rustix::thread::no_new_privs()? { Ok(()) } else { Err(TrialError::NotEnforced) }
 }
 
 /// Returns the kernel's text for an error.
-fn explain(errno: Errno) -> String {
+fn error_text(errno: Errno) -> String {
     io::Error::from(errno).to_string()
 }
 
 const KERNEL_ADVICE: &str = "run a newer kernel";
 
-fn filters() -> [LayerSupport; 3] {
-    let action = |action| seccomp_action(action).map_err(Refused::from);
-    let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| filter(Ending::Kill));
-    let named = filtered.and_then(|()| filter(Ending::Notify));
+fn probe_seccomp() -> [LayerSupport; 3] {
+    let action = |action| seccomp_action(action).map_err(TrialError::from);
+    let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| try_filter(FatalAction::Kill));
+    let named = filtered.and_then(|()| try_filter(FatalAction::Notify));
     [
-        LayerSupport::plain("seccomp", filtered, "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
-        LayerSupport::plain(
+        LayerSupport::without_details(
+            "seccomp",
+            filtered,
+            "run a kernel that was built with CONFIG_SECCOMP_FILTER",
+        ),
+        LayerSupport::without_details(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
             "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
         ),
-        LayerSupport::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
+        LayerSupport::without_details("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
     ]
 }
 
-fn filter(ending: Ending) -> Result<(), Refused> {
-    let filter = seccomp::trial(ending);
-    child::tried(|| {
-        child::bound();
+fn try_filter(fatal_action: FatalAction) -> Result<(), TrialError> {
+    let filter = seccomp::test_filter(fatal_action);
+    child::run_trial(|| {
+        child::limit_run_time();
         rustix::thread::set_no_new_privs(true)?;
         filter.install()?;
-        if seccomp::is_on_trial() { Ok(()) } else { Err(Refused::Untrue) }
+        if seccomp::is_test_filter_active() { Ok(()) } else { Err(TrialError::NotEnforced) }
     })
 }
 
@@ -177,11 +185,15 @@ fn seccomp_action(action: u32) -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) })
 }
 
-fn descriptors() -> [LayerSupport; 3] {
+fn probe_descriptors() -> [LayerSupport; 3] {
     [
-        LayerSupport::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), KERNEL_ADVICE),
-        LayerSupport::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
-        LayerSupport::plain("close_range", close_range(), KERNEL_ADVICE),
+        LayerSupport::without_details(
+            "pidfd",
+            pidfd_open(getpid(), PidfdFlags::empty()).map(drop),
+            KERNEL_ADVICE,
+        ),
+        LayerSupport::without_details("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
+        LayerSupport::without_details("close_range", close_range(), KERNEL_ADVICE),
     ]
 }
 
@@ -198,12 +210,12 @@ fn close_range() -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_close_range, NONE, NONE, 0) })
 }
 
-fn own_capabilities() -> [LayerSupport; 3] {
+fn probe_capabilities() -> [LayerSupport; 3] {
     let own = capabilities(None).map(|sets| sets.effective);
     let tried = |wanted| match own {
         Ok(own) if own.contains(wanted) => Ok(None),
         Ok(_) => Err("this user lacks the capability".to_owned()),
-        Err(errno) => Err(explain(errno)),
+        Err(errno) => Err(error_text(errno)),
     };
     [
         LayerSupport::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
@@ -231,14 +243,14 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
         ("CAP_DAC_OVERRIDE", CapabilitySet::DAC_OVERRIDE),
         ("CAP_SYS_PTRACE", CapabilitySet::SYS_PTRACE),
     ];
-    let own = own.map_err(explain)?;
+    let own = own.map_err(error_text)?;
     let missing: Vec<&str> =
         needed.iter().filter(|(_, one)| !own.contains(*one)).map(|(name, _)| *name).collect();
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
 /// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
-fn yama() -> LayerSupport {
+fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
         Ok("0") => (
@@ -265,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn every_layer_is_told_once_with_a_reason_or_without() {
+    fn reports_each_layer_once() {
         let start = Instant::now();
         let abilities = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
@@ -283,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probing_process_is_not_confined() {
+    fn probe_does_not_confine_this_process() {
         probe();
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let of_ours = |line: &&str| line.starts_with("NoNewPrivs:") || line.starts_with("Seccomp:");
@@ -292,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_behind() {
+    fn probe_leaves_nothing_behind() {
         let namespaces = || {
             let names = ["user", "net", "ipc", "uts", "pid_for_children", "mnt"];
             names.map(|name| std::fs::read_link(format!("/proc/thread-self/ns/{name}")).unwrap())

@@ -35,10 +35,10 @@ use self::sweeping::Sweep;
 use self::templates::{Held, Template};
 use super::confine::cgroup::Leaf;
 use super::confinement::{Layers, Observed};
-use super::groups::Groups;
+use super::groups::WorkerGroups;
 use super::socket::{self, Outbox, Received};
 use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
-use super::temporary::Folders;
+use super::temporary::TemporaryFolders;
 use super::wait;
 use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, observe};
 
@@ -172,7 +172,7 @@ impl Child {
     /// already ended.
     fn look_again(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
-        observe::status(self.process, &mut observed).ok()?;
+        observe::read_status(self.process, &mut observed).ok()?;
         self.observed = observed;
         if self.layers == Layers::default() {
             return None;
@@ -208,10 +208,10 @@ struct Process {
     by_worker: HashMap<u64, u32>,
     /// Pids of templates.
     templates: BTreeSet<u32>,
-    own: observe::Own,
+    own_status: observe::KeeperStatus,
     filters: Filters,
-    folders: Folders,
-    groups: Groups,
+    folders: TemporaryFolders,
+    groups: WorkerGroups,
     sweep: Sweep,
     /// Fork orders that wait for the end of a hunt.
     held: VecDeque<Held>,
@@ -227,7 +227,7 @@ struct Process {
 impl Process {
     fn start((socket, owners, standing): (OwnedFd, Option<Owners>, Standing)) -> io::Result<Self> {
         let forker = Forker::start(standing)?;
-        let always = !wait::tells_orphans_apart(&forker)?;
+        let always = !wait::distinguishes_orphans(&forker)?;
         let mut blocked = SigSet::empty();
         blocked.add(nix::sys::signal::SIGCHLD);
         let deaths = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
@@ -245,10 +245,10 @@ impl Process {
             children: HashMap::new(),
             by_worker: HashMap::new(),
             templates: BTreeSet::new(),
-            own: observe::Own::read(),
+            own_status: observe::KeeperStatus::read(),
             filters: Filters::default(),
-            folders: Folders::default(),
-            groups: Groups::default(),
+            folders: TemporaryFolders::default(),
+            groups: WorkerGroups::default(),
             sweep: Sweep::new(always),
             held: VecDeque::new(),
             precedence: Precedence::new(standing.nice),
@@ -276,7 +276,7 @@ impl Process {
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.home.is_none()) {
             wait::kill_group(pid);
         }
-        wait::end_all(END_PATIENCE)?;
+        wait::kill_all_descendants(END_PATIENCE)?;
         match served {
             // The supervisor exited while the keeper was writing to it. This is a normal end.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

@@ -26,18 +26,18 @@ const PREFIX: &str = "bulkhead-";
 const BASE_MODE: u32 = 0o711;
 
 /// Maximum number of attempts to find a free name.
-const TRIES_MAX: u32 = 100;
+const NAME_ATTEMPTS_MAX: u32 = 100;
 
 /// Maximum number of folders that wait for removal, and maximum number of folders that are partly removed.
-const DOOMED_MAX: usize = 16 * 1024;
+const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
 /// Number of entries removed from one folder before the next folder's turn. A template can fill the folder of
 /// a worker while the folder is being emptied.
-const ENTRIES_AT_ONCE: usize = 16 * 1024;
+const ENTRIES_PER_STEP: usize = 16 * 1024;
 
 /// The base folder, created when the first worker needs a folder.
 #[derive(Default)]
-pub(super) struct Folders {
+pub(super) struct TemporaryFolders {
     base: Option<Base>,
 }
 
@@ -46,14 +46,14 @@ struct Base {
     /// Lock on the base folder, held while the keeper lives.
     lock: OwnedFd,
     /// Sends folders to the removing thread, which ends when this is dropped.
-    doomed: SyncSender<PathBuf>,
+    removals: SyncSender<PathBuf>,
 }
 
-impl Folders {
+impl TemporaryFolders {
     /// Creates a folder for a worker.
-    pub(super) fn make(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
+    pub(super) fn create(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
         if self.base.is_none() {
-            self.base = Some(Base::make(&std::env::temp_dir())?);
+            self.base = Some(Base::create(&std::env::temp_dir())?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
         // Workers that run as this user can change the mode of the base folder.
@@ -72,16 +72,16 @@ impl Folders {
         if let Some(base) = &self.base {
             // The thread ends with this process. A folder for which there is no time is removed with the base
             // folder.
-            let _ = base.doomed.try_send(folder);
+            let _ = base.removals.try_send(folder);
         }
     }
 }
 
 /// Returns the folders of a keeper that runs as this user, each with its worker's spawn number.
-pub fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
+pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
-    let paths =
-        (0..TRIES_MAX).map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
+    let paths = (0..NAME_ATTEMPTS_MAX)
+        .map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
     // Workers that run as this user can have changed the mode.
@@ -93,7 +93,7 @@ pub fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     entries.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()))).collect()
 }
 
-impl Drop for Folders {
+impl Drop for TemporaryFolders {
     fn drop(&mut self) {
         if let Some(base) = &self.base {
             remove(&base.path, usize::MAX);
@@ -102,19 +102,19 @@ impl Drop for Folders {
 }
 
 impl Base {
-    fn make(parent: &Path) -> io::Result<Self> {
-        sweep(parent);
-        let (path, lock) = create(parent)?;
-        let (doomed, folders) = sync_channel::<PathBuf>(DOOMED_MAX);
-        std::thread::Builder::new().name("remover".into()).spawn(move || remove_all(&folders))?;
-        Ok(Self { path, lock, doomed })
+    fn create(parent: &Path) -> io::Result<Self> {
+        remove_stale(parent);
+        let (path, lock) = create_base(parent)?;
+        let (removals, folders) = sync_channel::<PathBuf>(PENDING_REMOVALS_MAX);
+        std::thread::Builder::new().name("remover".into()).spawn(move || run_remover(&folders))?;
+        Ok(Self { path, lock, removals })
     }
 }
 
 /// Creates a folder that others can traverse but not list, and locks it.
-fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
+fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     let prefix = prefix();
-    for number in 0..TRIES_MAX {
+    for number in 0..NAME_ATTEMPTS_MAX {
         let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
         match std::fs::DirBuilder::new().mode(BASE_MODE).create(&path) {
             // Another keeper can remove the folder before it is locked.
@@ -149,7 +149,7 @@ fn prefix() -> String {
 }
 
 /// Removes what killed keepers of this user left behind.
-fn sweep(parent: &Path) {
+fn remove_stale(parent: &Path) {
     let prefix = prefix();
     let own = rustix::process::geteuid().as_raw();
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -167,14 +167,14 @@ fn sweep(parent: &Path) {
 }
 
 /// Removes folders in the order of arrival, and alternates between folders in steps.
-fn remove_all(folders: &Receiver<PathBuf>) {
+fn run_remover(folders: &Receiver<PathBuf>) {
     let mut left = VecDeque::new();
     loop {
         if left.is_empty() {
             let Ok(folder) = folders.recv() else { return };
             left.push_back(folder);
         }
-        while left.len() < DOOMED_MAX {
+        while left.len() < PENDING_REMOVALS_MAX {
             match folders.try_recv() {
                 Ok(folder) => left.push_back(folder),
                 Err(TryRecvError::Empty) => break,
@@ -183,7 +183,7 @@ fn remove_all(folders: &Receiver<PathBuf>) {
         }
         let begun_at = Instant::now();
         if let Some(folder) = left.pop_front()
-            && !remove(&folder, ENTRIES_AT_ONCE)
+            && !remove(&folder, ENTRIES_PER_STEP)
         {
             left.push_back(folder);
             // A folder that is refilled again and again uses at most half of a processor.
@@ -211,8 +211,8 @@ mod tests {
 
     #[test]
     fn folder_filled_during_removal_does_not_delay_others() {
-        let mut folders = Folders::default();
-        let (filled, other) = (folders.make(1, None).unwrap(), folders.make(2, None).unwrap());
+        let mut folders = TemporaryFolders::default();
+        let (filled, other) = (folders.create(1, None).unwrap(), folders.create(2, None).unwrap());
         let wait = |is_done: &dyn Fn() -> bool, what: &str| {
             let until = Instant::now() + std::time::Duration::from_secs(60);
             while !is_done() {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_that_is_deep_and_locked_is_removed() {
+    fn removes_deep_and_locked_trees() {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
@@ -298,22 +298,22 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_cannot_shut_the_folder_of_all_for_long() {
+    fn mode_of_base_folder_is_restored() {
         use std::os::unix::fs::PermissionsExt;
         let parent = tempfile::tempdir().unwrap();
-        let base = Base::make(parent.path()).unwrap();
+        let base = Base::create(parent.path()).unwrap();
         let all = base.path.clone();
-        let mut folders = Folders { base: Some(base) };
-        folders.make(1, None).unwrap();
+        let mut folders = TemporaryFolders { base: Some(base) };
+        folders.create(1, None).unwrap();
         std::fs::set_permissions(&all, PermissionsExt::from_mode(0o000)).unwrap();
-        folders.make(2, None).unwrap();
+        folders.create(2, None).unwrap();
         assert_eq!(std::fs::metadata(&all).unwrap().permissions().mode() & 0o7777, BASE_MODE);
         drop(folders);
         assert!(!all.exists());
     }
 
     #[test]
-    fn names_that_a_worker_has_taken_do_not_keep_its_folder() {
+    fn occupied_names_do_not_prevent_removal() {
         let parent = tempfile::tempdir().unwrap();
         let (top, at_once) = (parent.path().join("top"), 256);
         for number in 0..=at_once {
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_several_remove_at_once_is_removed() {
+    fn concurrent_removals_succeed() {
         let parent = tempfile::tempdir().unwrap();
         let top = parent.path().join("top");
         for folder in 0..20 {
@@ -346,17 +346,17 @@ mod tests {
 
     /// Another keeper sweeps the same parent folder while folders are created.
     #[test]
-    fn concurrent_sweep_does_not_remove_new_folders() {
+    fn concurrent_cleanup_does_not_remove_new_folders() {
         let parent = tempfile::tempdir().unwrap();
         let is_over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             let sweeper = scope.spawn(|| {
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                    sweep(parent.path());
+                    remove_stale(parent.path());
                 }
             });
             let all_made = (0..300).all(|_| {
-                create(parent.path()).is_ok_and(|(path, _lock)| {
+                create_base(parent.path()).is_ok_and(|(path, _lock)| {
                     let is_there = path.is_dir();
                     remove(&path, usize::MAX);
                     is_there
@@ -369,18 +369,18 @@ mod tests {
     }
 
     #[test]
-    fn sweeps_folders_of_killed_keepers_only() {
+    fn removes_only_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
-        let (left, lock) = create(parent.path()).unwrap();
+        let (left, lock) = create_base(parent.path()).unwrap();
         std::fs::write(left.join("file"), "x").unwrap();
-        sweep(parent.path());
+        remove_stale(parent.path());
         assert!(left.exists());
         drop(lock);
-        sweep(parent.path());
+        remove_stale(parent.path());
         assert!(!left.exists());
         let other = parent.path().join("bulkhead-x");
         std::fs::create_dir(&other).unwrap();
-        sweep(parent.path());
+        remove_stale(parent.path());
         assert!(other.exists());
     }
 }

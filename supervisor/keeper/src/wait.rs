@@ -15,10 +15,10 @@ use super::spawn::{Forker, Job};
 use super::{Exit, Usage};
 
 /// Interval between scans of all processes of the machine while all descendants are being killed.
-const RESCAN: Duration = Duration::from_millis(10);
+const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Pause between two checks for processes that have died.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Result of a wait.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) enum Waited {
     /// There is no such child.
     NoChild,
     /// There are children, but no change of state.
-    Nothing,
+    NoChange,
     /// A child has ended, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
     /// A child has stopped because it asked to be traced by its parent. Honest processes do not do that.
@@ -34,14 +34,14 @@ pub(super) enum Waited {
 }
 
 /// Waits for this child without blocking.
-pub(super) fn take(pid: u32) -> Waited {
+pub(super) fn try_reap(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
 }
 
 fn wait(pid: i32, flags: i32) -> Waited {
     loop {
         match wait4(pid, flags) {
-            Ok((0, ..)) => return Waited::Nothing,
+            Ok((0, ..)) => return Waited::NoChange,
             Err(Errno::INTR) => {}
             Err(_) => return Waited::NoChild,
             Ok((pid, status, rusage)) => {
@@ -77,7 +77,7 @@ pub(super) fn usage(rusage: &libc::rusage) -> Usage {
 
 /// Tests whether this kernel distinguishes workers from processes that workers leave behind. The keeper
 /// relies on this. Called on the first thread, before there is any worker.
-pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
+pub(super) fn distinguishes_orphans(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();
     wait(child as i32, 0);
@@ -90,7 +90,7 @@ pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
 }
 
 /// Returns true if the process ends within `timeout`.
-pub(super) fn ends_within(process: &Child, timeout: Duration) -> io::Result<bool> {
+pub(super) fn exits_within(process: &Child, timeout: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
@@ -117,17 +117,17 @@ pub(super) fn kill_group(pid: u32) {
 }
 
 /// Kills and reaps all descendants of this process until nothing is left.
-pub(super) fn end_all(timeout: Duration) -> io::Result<()> {
+pub(super) fn kill_all_descendants(timeout: Duration) -> io::Result<()> {
     let start = Instant::now();
     loop {
         let scan = kill_descendants(|_| false);
         let scanned = Instant::now();
-        while scanned.elapsed() < RESCAN {
+        while scanned.elapsed() < SCAN_INTERVAL {
             match wait(-1, libc::WNOHANG) {
                 Waited::NoChild => return Ok(()),
                 Waited::Ended { .. } => {}
                 Waited::Stopped { pid } => kill_child(pid),
-                Waited::Nothing => std::thread::sleep(PAUSE),
+                Waited::NoChange => std::thread::sleep(POLL_INTERVAL),
             }
         }
         if start.elapsed() > timeout {

@@ -158,7 +158,8 @@ impl DelegatedGroup {
     /// Kills and removes the leaves of previous keepers. Call this again after a pause while leaves are left.
     /// Tries all leaves before the first failure is returned.
     pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
-        let is_stale = |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
+        let is_stale =
+            |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
         let mut stale = StaleLeaves::default();
         let mut failed = None;
         for name in self.folder.children(STALE_LEAVES_MAX, is_stale)? {
@@ -273,7 +274,10 @@ impl DelegatedGroup {
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();
-        names.extend((others.len() > NAMED_PROCESSES_MAX).then(|| format!("{} more", others.len() - NAMED_PROCESSES_MAX)));
+        names.extend(
+            (others.len() > NAMED_PROCESSES_MAX)
+                .then(|| format!("{} more", others.len() - NAMED_PROCESSES_MAX)),
+        );
         Failure {
             attempted: format!(
                 "divide the cgroup {}, which contains processes other than the supervisor's: {}",

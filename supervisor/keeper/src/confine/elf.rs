@@ -33,8 +33,9 @@ pub(super) fn is_elf(path: &Path) -> bool {
 
 /// True if the file is an ELF file and does not search for libraries relative to itself (`$ORIGIN`).
 pub(super) fn is_self_contained(path: &Path) -> bool {
-    open(path)
-        .is_some_and(|file| search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path))))
+    open(path).is_some_and(|file| {
+        search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path)))
+    })
 }
 
 fn open(path: &Path) -> Option<File> {
@@ -57,7 +58,8 @@ fn uses_origin(search_path: &[u8]) -> bool {
 fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;
-    let is_known = header[4..6] == CLASS_AND_BYTE_ORDER && usize::from(u16_at(&header, 54)?) == PROGRAM_HEADER_BYTES;
+    let is_known =
+        header[4..6] == CLASS_AND_BYTE_ORDER && usize::from(u16_at(&header, 54)?) == PROGRAM_HEADER_BYTES;
     let count = u16_at(&header, 56)?;
     if !is_known || count > PROGRAM_HEADERS_MAX {
         return None;

@@ -89,7 +89,8 @@ impl Ruleset {
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
-        let mut ruleset = create(known, rules.network).map_err(|e| ruleset_failure("make a Landlock ruleset", e))?;
+        let mut ruleset =
+            create(known, rules.network).map_err(|e| ruleset_failure("make a Landlock ruleset", e))?;
         let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
         let mut root_is_given = false;
         let mut granted = Vec::new();
@@ -222,7 +223,8 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     }
     for (paths, access) in [(rules.read, execute), (rules.write, write)] {
         for path in paths {
-            let is_grantable = paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
+            let is_grantable =
+                paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
             grants.extend(is_grantable.then(|| required(&[path], access)).into_iter().flatten());
         }
     }

@@ -195,7 +195,8 @@ fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
 }
 
 fn is_shared(real: &Path) -> bool {
-    SHARED_FOLDERS.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES_FOLDER))
+    SHARED_FOLDERS.iter().any(|shared| real == Path::new(shared))
+        || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
 /// Returns true if a path of the configuration can be granted unchanged. A path that leads through a folder
@@ -374,7 +375,10 @@ mod tests {
         std::fs::create_dir_all(path("pyenv/shims")).unwrap();
         std::fs::write(path("pyenv/shims/python"), "").unwrap();
         assert_eq!(program_folders(&[&path("pyenv/shims/python")], None, &[]), [path("pyenv")]);
-        assert_eq!(program_folders(&[Path::new("/program")], Some(Path::new("/")), &[]), Vec::<PathBuf>::new());
+        assert_eq!(
+            program_folders(&[Path::new("/program")], Some(Path::new("/")), &[]),
+            Vec::<PathBuf>::new()
+        );
     }
 
     #[test]

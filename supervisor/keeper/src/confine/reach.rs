@@ -183,7 +183,11 @@ fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
 }
 
 /// Returns the topmost folder above this path that the user cannot traverse.
-fn topmost_closed(path: &Path, identity: Identity, known_folders: &mut BTreeMap<PathBuf, bool>) -> Option<PathBuf> {
+fn topmost_closed(
+    path: &Path,
+    identity: Identity,
+    known_folders: &mut BTreeMap<PathBuf, bool>,
+) -> Option<PathBuf> {
     let above: Vec<&Path> = path.ancestors().skip(1).collect();
     let mut is_closed = |folder: &Path| {
         if let Some(is_closed) = known_folders.get(folder) {

@@ -125,7 +125,7 @@ fn attend(
     if wait_for_exit_code(keeper.as_raw_pid())? == Some(0) {
         return Ok(true);
     }
-    wait::end_all(END_PATIENCE)?;
+    wait::kill_all_descendants(END_PATIENCE)?;
     Ok(false)
 }
 

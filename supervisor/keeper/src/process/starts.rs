@@ -15,7 +15,7 @@ use super::{Child, END, FORKS, LISTENER, NEST, Process, STATUS, Stage, deregiste
 use crate::confine::cgroup::Leaf;
 use crate::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
-use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
+use crate::{ReportMessage, SpawnOrder, id_maps, observe, wait};
 
 /// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
 /// the sender's credentials, and accepts no descriptors.
@@ -45,7 +45,7 @@ impl Process {
             TemporaryFiles::MountedTmpfs(_) => Some(self.make_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
-        let leaf = layers.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
+        let leaf = layers.cgroup.map(|limits| self.groups.create(order.worker, &limits)).transpose();
         let started = leaf.and_then(|leaf| {
             let started = self.start_in(order, descriptors, folder.as_deref(), leaf.as_ref());
             match started {
@@ -102,7 +102,7 @@ impl Process {
         worker: u64,
         identity: Option<Identity>,
     ) -> Result<PathBuf, Refusal> {
-        self.folders.make(worker, identity).map_err(|error| {
+        self.folders.create(worker, identity).map_err(|error| {
             Refusal::of(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
         })
     }
@@ -146,7 +146,7 @@ impl Process {
         while let Some(Child { stage: Stage::Starting(ends), layers, .. }) = self.children.get(&pid) {
             let refusal = match spawn::read_progress(&ends.progress) {
                 Progress::Underway => return,
-                Progress::WantsMap => match maps::write(pid, layers.identity) {
+                Progress::WantsMap => match id_maps::write(pid, layers.identity) {
                     Ok(()) => {
                         spawn::go_on(&ends.progress);
                         continue;
@@ -176,9 +176,9 @@ impl Process {
         let failed = |error: io::Error| Refusal::of("read-back from /proc", &error);
         child.process = process;
         if let Some(nest) = &mut child.nest {
-            nest.template = Some(observe::place(process).map_err(failed)?.inner);
+            nest.template = Some(observe::namespace_pids(process).map_err(failed)?.inner);
         }
-        child.observed.namespaces = self.own.compare(process).map_err(failed)?;
+        child.observed.namespaces = self.own_status.differing_namespaces(process).map_err(failed)?;
         // Open in addition to the worker's descriptors: the child's end of the progress socket, the listener,
         // and the descriptors in `beside`.
         let executable = match &child.stage {
@@ -186,13 +186,15 @@ impl Process {
             Stage::Running | Stage::Failed | Stage::Ended => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
-        let open = observe::descriptors(process).map_err(failed)?;
+        let open = observe::open_descriptors(process).map_err(failed)?;
         child.observed.descriptors = open.saturating_sub(closing);
-        child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
-        let filters = observe::status(process, &mut child.observed).map_err(failed)?;
+        child.observed.cgroup =
+            child.leaf.as_ref().is_some_and(|leaf| observe::is_in_cgroup(process, leaf.path()));
+        let filters = observe::read_status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
         // The supervisor can be under a filter itself, which does not count here.
-        let is_bare = child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
+        let is_bare =
+            child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = is_bare.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
             let step = format!("read-back from /proc: {what} is not as ordered");

@@ -138,8 +138,8 @@ impl Process {
 
     /// Returns true if there was a change of state to take.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
-        match wait::take(pid) {
-            Waited::NoChild | Waited::Nothing => return false,
+        match wait::try_reap(pid) {
+            Waited::NoChild | Waited::NoChange => return false,
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => match self.remove(pid) {
                 Some(child) => self.left(pid, child, (exit, usage), now),
@@ -268,7 +268,7 @@ impl Process {
             self.sweep.next = None;
             // Repeats until a scan finds nothing, because the children of killed processes are only found in
             // the next scan.
-            let found_something = found != Some(0) || !self.groups.retry();
+            let found_something = found != Some(0) || !self.groups.retry_removals();
             self.sweep.audit = found_something.then(|| now + AUDIT_PAUSE);
             if found_something { self.precedence.take() } else { self.precedence.give_back() }
         }

@@ -136,7 +136,7 @@ impl Process {
             return Ok(());
         }
         let is_template = || match child.nest {
-            Some(_) => observe::place(child.process).is_ok_and(|place| place.parent == pid),
+            Some(_) => observe::namespace_pids(child.process).is_ok_and(|place| place.parent == pid),
             None => bulkhead_linux::wait::is_child(pid),
         };
         let inherited = child.template.as_ref().and_then(|template| template.inherited.as_ref());
@@ -449,7 +449,7 @@ impl Process {
         let home = match &parent.nest {
             None => None,
             Some(nest) => {
-                let place = observe::place(pid);
+                let place = observe::namespace_pids(pid);
                 // If the process is reaped during this read, its parent or pid, or both, are missing.
                 let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
                 let place = place.ok().filter(|_| !is_over);
@@ -482,7 +482,7 @@ impl Process {
             self.refuse_birth(template, pid);
             return Err(Refusal::of("descriptors", &error));
         }
-        let leaf = layers.cgroup.map(|limits| self.groups.make(worker, &limits));
+        let leaf = layers.cgroup.map(|limits| self.groups.create(worker, &limits));
         let leaf = leaf.map(|made| {
             let leaf = made?;
             match leaf.add_process(pid) {

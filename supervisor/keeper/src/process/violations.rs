@@ -5,17 +5,17 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX, deregister, register_again};
-use crate::confine::seccomp::{self, News};
+use crate::confine::seccomp::{self, ListenerState};
 use crate::{ReportMessage, observe};
 
 impl Process {
     /// Handles a notification of a forbidden call.
     pub(super) fn look_at_violation(&mut self, pid: u32) {
         let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
-        let received = match seccomp::news(listener) {
-            Ok(News::Call) => seccomp::receive(listener),
-            Ok(News::None) => return,
-            Ok(News::Over) => return self.drop_listener(pid),
+        let received = match seccomp::poll_listener(listener) {
+            Ok(ListenerState::Pending) => seccomp::receive(listener),
+            Ok(ListenerState::Idle) => return,
+            Ok(ListenerState::Closed) => return self.drop_listener(pid),
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
@@ -32,14 +32,14 @@ impl Process {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
         let Some(listener) = &child.listener else { return };
-        let found = observe::process_of(notification.thread).and_then(|(process, inner)| {
+        let found = observe::process_of_thread(notification.thread).and_then(|(process, inner)| {
             let number = Pid::from_raw(process as i32).ok_or(Errno::SRCH)?;
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
         // The thread is still waiting in the call. So the pids and the pidfd found above belong to this
         // thread's process.
-        if seccomp::is_waiting(listener, notification.id).is_err() {
+        if seccomp::check_pending(listener, notification.id).is_err() {
             return;
         }
         // If the process cannot be found, the worker itself counts as the violator, and all of its processes
@@ -59,7 +59,7 @@ impl Process {
         if rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err()
             && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
         {
-            let _ = seccomp::refuse(listener, notification.id, Errno::PERM);
+            let _ = seccomp::respond_with_error(listener, notification.id, Errno::PERM);
         }
     }
 

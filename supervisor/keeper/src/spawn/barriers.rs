@@ -17,8 +17,8 @@ use super::steps;
 use super::{Refusal, programs};
 use crate::SpawnOrder;
 use crate::confine::landlock::{self, Ruleset};
-use crate::confine::reach::{self, Unreachable, GrantedPaths};
-use crate::confine::seccomp::{self, Ending, Filter};
+use crate::confine::reach::{self, GrantedPaths, Unreachable};
+use crate::confine::seccomp::{self, FatalAction, Filter};
 use crate::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
 
 /// Name of the step.
@@ -113,7 +113,8 @@ impl Barriers {
             Some(folder) if !may_mount => return Err(unreachable(folder, layers.identity)),
             _ => None,
         };
-        let hosted = executable.as_ref().and_then(|_| closed.hidden_hosted_file(&granted)).map(open).transpose()?;
+        let hosted =
+            executable.as_ref().and_then(|_| closed.hidden_hosted_file(&granted)).map(open).transpose()?;
         let root = layers.namespaces.mount.then(|| {
             machine::prepare();
             let missing = |path: &Path| {
@@ -229,21 +230,21 @@ impl Filters {
             Seccomp::AllowList => seccomp::strict(layers.network),
         };
         let rules = if layers.network && !keeps_from_unix_sockets(layers) {
-            seccomp::without_unix_sockets(rules)
+            seccomp::deny_unix_sockets(rules)
         } else {
             rules
         };
         let rules = if layers.landlock && !can_keep_from_truncating() {
-            seccomp::without_truncation(rules)
+            seccomp::deny_truncation(rules)
         } else {
             rules
         };
-        let rules = if is_template { seccomp::with_siblings(rules) } else { rules };
+        let rules = if is_template { seccomp::allow_siblings(rules) } else { rules };
         let unknown =
             |name| Refusal::new(&format!("{}: unknown system call {name}", steps::SECCOMP), Errno::INVAL);
-        let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
-        let ending = if layers.seccomp_names { Ending::Notify } else { Ending::Kill };
-        let filter = Arc::new(rules.compile(ending));
+        let rules = rules.with_overrides(&ordered.allow, &ordered.deny).map_err(unknown)?;
+        let fatal_action = if layers.seccomp_names { FatalAction::Notify } else { FatalAction::Kill };
+        let filter = Arc::new(rules.compile(fatal_action));
         if self.0.len() >= FILTERS_MAX {
             self.0.clear();
         }

@@ -17,7 +17,7 @@ use super::machine;
 use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use crate::confine::paths;
-use crate::confine::reach::{Unreachable, GrantedPaths};
+use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::confinement::{Identity, Layers, TemporaryFiles};
 
 /// Location of the system's root folder while the new one is being made.
@@ -260,7 +260,12 @@ impl Places {
     /// over a withheld path would not be enough, because the path becomes visible again when another file
     /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
     /// the links in the folder, with targets.
-    fn own_folder(&mut self, folder: &Path, withheld: &[&Path], unreachable: &Unreachable) -> Vec<(PathBuf, PathBuf)> {
+    fn own_folder(
+        &mut self,
+        folder: &Path,
+        withheld: &[&Path],
+        unreachable: &Unreachable,
+    ) -> Vec<(PathBuf, PathBuf)> {
         let entries = |folder: &Path| {
             let entries = std::fs::read_dir(folder).ok()?.flatten();
             let is_link = |path: &PathBuf| path.is_symlink();
@@ -279,7 +284,8 @@ impl Places {
             }
         };
         parts.iter().for_each(|part| self.bind(part, Access::Read));
-        let expanded: BTreeSet<&Path> = parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
+        let expanded: BTreeSet<&Path> =
+            parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
         self.expanded.extend(expanded.iter().map(|folder| folder.to_path_buf()));
         let entries = expanded.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
         let links = entries.flatten().flatten().filter_map(|entry| {
@@ -371,7 +377,8 @@ pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
 
 /// True if a folder denies access to the worker's user, so that it is shown by its entries.
 pub(super) fn is_opened(folder: &Path, unreachable: &Unreachable) -> bool {
-    !unreachable.expanded.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
+    !unreachable.expanded.is_empty()
+        && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
 
 /// Returns the folders that lead to a path, from the top, without the root.

@@ -16,7 +16,7 @@ use super::mounts::{Access, mount, restrict};
 use super::progress::Stop;
 use super::root::{Make, is_opened, text};
 use crate::confine::landlock::Ruleset;
-use crate::confine::reach::{Unreachable, Purpose};
+use crate::confine::reach::{Purpose, Unreachable};
 use bulkhead_linux::errno::{self, check};
 
 /// Maximum number of covered folders. Each needs a descriptor in the child.
@@ -60,7 +60,9 @@ impl Shown {
             return Ok(None);
         }
         let is_too_much = |folder: &&PathBuf| folder.as_path() == Path::new("/");
-        if let Some(folder) = unreachable.folders.iter().find(is_too_much).or(unreachable.folders.get(COVERS_MAX)) {
+        if let Some(folder) =
+            unreachable.folders.iter().find(is_too_much).or(unreachable.folders.get(COVERS_MAX))
+        {
             return Err(folder.clone());
         }
         let secrets: BTreeSet<PathBuf> =
@@ -140,7 +142,9 @@ impl Shown {
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()
-            .take_while(|path| unreachable.folders.iter().any(|cover| path.starts_with(cover) && *path != cover))
+            .take_while(|path| {
+                unreachable.folders.iter().any(|cover| path.starts_with(cover) && *path != cover)
+            })
             .collect();
         missing.reverse();
         for path in missing {

@@ -31,7 +31,8 @@ impl ForbiddenAction {
     /// Chooses the attempt, depending on whether the root folder is given and on the worker's temporary
     /// folder.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
-        let node = temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
+        let node =
+            temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
         match node {
             _ if !root_is_given => Self::ListRoot,
             Some(node) => Self::CreateDevice(node),
