@@ -15,7 +15,7 @@ use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
 
-use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
+use crate::process::guard::{GUARDED_ARGUMENT, GuardReady, PROBE_ARGUMENT, VERSION};
 use crate::socket::{self, Received};
 use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SERVICE_MANAGER_VARIABLES, SubordinateIds};
 
@@ -62,7 +62,7 @@ impl DetachedKeeper {
             io::Error::new(error.kind(), format!("failed to run {}: {error}", program.display()))
         })?;
         let started = receive_ready(&guard, socket).and_then(|(message, mut descriptors)| {
-            let (ready, _) = codec::decode::<Ready>(&message, &[]).map_err(|_| not_a_keeper(program))?;
+            let (ready, _) = codec::decode::<GuardReady>(&message, &[]).map_err(|_| not_a_keeper(program))?;
             let namespace = ready.ids.as_ref().ok().and_then(|_| descriptors.pop());
             let keeper = descriptors.pop().ok_or_else(|| io::Error::from(rustix::io::Errno::MFILE))?;
             let ids = ready.ids.and_then(|ids| match namespace {
@@ -173,7 +173,7 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
         arguments.push(CString::new(argument)?);
     }
     if probe == ProbeMachine::Yes {
-        arguments.push(CString::new(FIRST_ARGUMENT)?);
+        arguments.push(CString::new(PROBE_ARGUMENT)?);
     }
     let environment = environment();
     let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));

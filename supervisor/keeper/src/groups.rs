@@ -3,7 +3,7 @@
 
 use super::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use super::confinement::CgroupLimits;
-use super::spawn::Refusal;
+use super::spawn::SpawnError;
 
 /// The parent of all groups, and the groups that could not be removed yet.
 #[derive(Default)]
@@ -16,10 +16,10 @@ pub(super) struct WorkerGroups {
 
 impl WorkerGroups {
     /// Creates a group for a worker.
-    pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, Refusal> {
+    pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, advice } = failure;
-            Refusal::new(&format!("cgroup: {attempted} ({advice})"), errno)
+            SpawnError::new(&format!("cgroup: {attempted} ({advice})"), errno)
         };
         if self.root.is_none() {
             let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
@@ -27,7 +27,7 @@ impl WorkerGroups {
             self.may_have_stale = true;
             self.remove_stale();
         }
-        let Some(root) = &self.root else { return Err(Refusal::new("cgroup", rustix::io::Errno::NOENT)) };
+        let Some(root) = &self.root else { return Err(SpawnError::new("cgroup", rustix::io::Errno::NOENT)) };
         let limits = Limits {
             memory_bytes: limits.memory_bytes,
             pids: limits.pids,

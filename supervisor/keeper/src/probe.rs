@@ -87,7 +87,7 @@ fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
         Some(layer) => Err(format!("{layer} is missing")),
-        None => super::spawn::first_process_sees_children()
+        None => super::spawn::can_list_children()
             .map(|()| None)
             .map_err(|errno| format!("/proc does not list the children of a thread: {}", error_text(errno))),
     };

@@ -11,13 +11,14 @@
 //! - `root`: a private root folder.
 //! - `machine`: hides the machine's entries in a private `/proc`.
 //! - `mounts`: a single mount.
-//! - `shown`: mounts for paths that the worker's user cannot reach.
+//! - `covers`: mounts for paths that the worker's user cannot reach.
 //! - `entered`: the fork into an existing user namespace.
 //! - `ended`: the first process of a pid namespace, which is the worker's parent.
 //! - `nest`: the first process of a pid namespace with a template, which forks workers as its siblings.
 #![expect(unsafe_code, reason = "fork, execve and the calls in a forked child have no safe wrapper")]
 
 mod barriers;
+mod covers;
 mod ended;
 mod entered;
 mod machine;
@@ -26,7 +27,6 @@ mod nest;
 mod programs;
 mod progress;
 mod root;
-mod shown;
 mod steps;
 
 use std::ffi::{CString, c_char};
@@ -42,35 +42,35 @@ use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::Pid;
 
-use self::progress::{Failure, Stop};
-use self::root::Root;
-use self::shown::Shown;
-use self::steps::{INNER, OUTER};
+use self::covers::Covers;
+use self::progress::{StepError, StepFailure};
+use self::root::PrivateRoot;
+use self::steps::{NAMESPACE_STEPS, WORKER_STEPS};
 use super::confine::cgroup;
 use super::confinement::{Identity, Namespaces, TemporaryFiles};
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
-pub(super) use self::barriers::{Barriers, Filters};
-pub(super) use self::ended::read as read_status;
-pub(super) use self::nest::{END_BYTES_MAX, End, NAMED_MAX, Order as NestOrder};
-pub(super) use self::progress::{Progress, go_on, read as read_progress};
-pub(super) use self::steps::put_at;
+pub(super) use self::barriers::{FilterCache, PreparedConfinement};
+pub(super) use self::ended::read_status;
+pub(super) use self::nest::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
+pub(super) use self::progress::{Progress, let_continue, read as read_progress};
+pub(super) use self::steps::duplicate_to;
 
 /// Descriptor of the worker's link. In the keeper, this number belongs to the order socket. So no other
 /// descriptor of the keeper has one of the numbers that a child needs.
 pub(super) const LINK_FD: RawFd = 3;
 
 /// Variable that names the folder for temporary files.
-const TEMPORARY: &str = "TMPDIR=";
+const TMPDIR_VARIABLE: &str = "TMPDIR=";
 
 /// Variable that names the user's home folder. A worker's only home is the folder for temporary files.
-const HOME: &str = "HOME=";
+const HOME_VARIABLE: &str = "HOME=";
 
 /// Folder for temporary files in a private root folder.
-const OWN_TMP: &str = "/tmp";
+const PRIVATE_TMP: &str = "/tmp";
 
 /// Exit code of a child that failed before `execve`. The code is never shown.
-const FAILED: i32 = 127;
+const FAILED_EXIT_CODE: i32 = 127;
 
 /// A child of the forking thread.
 pub(super) enum Job {
@@ -94,14 +94,14 @@ pub(super) struct Prepared {
     stderr: OwnedFd,
     progress: OwnedFd,
     /// The keeper's end of `progress`, of which the child has a copy.
-    other_end: RawFd,
+    keeper_end: RawFd,
     /// Control group in which the child starts.
     cgroup: Option<OwnedFd>,
     /// Pipe on which the first process of a pid namespace reports how the worker ended.
     status: Option<OwnedFd>,
     /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
     nest: Option<OwnedFd>,
-    barriers: Barriers,
+    confinement: PreparedConfinement,
 }
 
 /// The program of a worker, as ordered.
@@ -115,20 +115,20 @@ pub(super) struct Program {
 
 impl Program {
     /// Converts an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
-    pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
-        let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
+    pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, SpawnError> {
+        let texts = |list: &[&str]| list.iter().map(|item| c_string(item)).collect::<Result<Vec<_>, _>>();
         let mut environment = texts(&order.environment)?;
-        let own_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
-        let home = temporary.or(own_tmp.then_some(Path::new(OWN_TMP)));
-        for (variable, folder) in [(TEMPORARY, temporary), (HOME, home)] {
+        let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
+        let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
+        for (variable, folder) in [(TMPDIR_VARIABLE, temporary), (HOME_VARIABLE, home)] {
             let has_own = order.environment.iter().any(|one| one.starts_with(variable));
             if let Some(folder) = folder.filter(|_| !has_own) {
-                environment.push(text(&format!("{variable}{}", folder.display()))?);
+                environment.push(c_string(&format!("{variable}{}", folder.display()))?);
             }
         }
         Ok(Self {
-            program: text(order.program)?,
-            directory: text(order.directory)?,
+            program: c_string(order.program)?,
+            directory: c_string(order.directory)?,
             arguments: texts(&order.arguments)?,
             environment,
             rlimits: order.rlimits.clone(),
@@ -136,47 +136,47 @@ impl Program {
     }
 }
 
-fn text(text: &str) -> Result<CString, Refusal> {
-    CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL))
+fn c_string(text: &str) -> Result<CString, SpawnError> {
+    CString::new(text).map_err(|_| SpawnError::new("order", Errno::INVAL))
 }
 
 /// Reason why a worker does not start: the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
+pub(super) struct SpawnError {
     pub(super) step: String,
     pub(super) errno: Errno,
 }
 
-impl Refusal {
+impl SpawnError {
     pub(super) fn new(step: &str, errno: Errno) -> Self {
         Self { step: step.to_owned(), errno }
     }
 
-    pub(super) fn of(step: &str, error: &io::Error) -> Self {
+    pub(super) fn from_io(step: &str, error: &io::Error) -> Self {
         Self::new(step, errno::from_io(error, Errno::IO))
     }
 }
 
 /// The keeper's ends of the connections to a child.
-pub(super) struct Ends {
+pub(super) struct ChildConnections {
     /// Progress of the child: see [`Progress`].
     pub(super) progress: OwnedFd,
     /// See [`read_status`].
     pub(super) status: Option<OwnedFd>,
-    /// See [`NestOrder`].
+    /// See [`InitOrder`].
     pub(super) nest: Option<OwnedFd>,
     /// Describe failed steps.
-    root: Option<Arc<Root>>,
-    shown: Option<Arc<Shown>>,
+    root: Option<Arc<PrivateRoot>>,
+    covers: Option<Arc<Covers>>,
     /// Number of the child's descriptors in addition to those of every worker and the progress socket.
-    pub(super) beside: u32,
+    pub(super) extra_descriptors: u32,
 }
 
-impl Ends {
+impl ChildConnections {
     /// Describes the failure of a child.
-    pub(super) fn refusal(&self, failure: &Failure) -> Refusal {
-        let step = steps::describe(failure, self.root.as_deref(), self.shown.as_deref());
-        Refusal { step, errno: Errno::from_raw_os_error(failure.errno) }
+    pub(super) fn describe(&self, failure: &StepFailure) -> SpawnError {
+        let step = steps::describe(failure, self.root.as_deref(), self.covers.as_deref());
+        SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
     }
 }
 
@@ -185,32 +185,32 @@ impl Prepared {
     pub(super) fn new(
         program: Program,
         descriptors: Vec<OwnedFd>,
-        barriers: Barriers,
+        confinement: PreparedConfinement,
         cgroup: Option<OwnedFd>,
         is_template: bool,
-    ) -> Result<(Box<Self>, Ends), Refusal> {
-        let in_the_way = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
+    ) -> Result<(Box<Self>, ChildConnections), SpawnError> {
+        let has_low_number = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
         let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
-            descriptors.try_into().map_err(|_| Refusal::new("descriptors", Errno::MFILE))?;
-        if in_the_way {
-            return Err(Refusal::new("descriptors", Errno::BADF));
+            descriptors.try_into().map_err(|_| SpawnError::new("descriptors", Errno::MFILE))?;
+        if has_low_number {
+            return Err(SpawnError::new("descriptors", Errno::BADF));
         }
         let [link, stdout, stderr] = descriptors;
-        let (ours, progress) = progress::pair().map_err(|errno| Refusal::new("fork", errno))?;
-        let has_first = barriers.layers.namespaces.pid;
+        let (ours, progress) = progress::pair().map_err(|errno| SpawnError::new("fork", errno))?;
+        let has_first = confinement.layers.namespaces.pid;
         let nest = (has_first && is_template).then(crate::socket::pair).transpose();
-        let (nest_ours, nest) = nest.map_err(|error| Refusal::of("fork", &error))?.unzip();
+        let (nest_ours, nest) = nest.map_err(|error| SpawnError::from_io("fork", &error))?.unzip();
         let status = (has_first && !is_template).then(|| {
             rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
-                .map_err(|errno| Refusal::new("fork", errno))
+                .map_err(|errno| SpawnError::new("fork", errno))
         });
         let (status_ours, status) = status.transpose()?.unzip();
-        let (root, shown) = (barriers.root(), barriers.shown());
-        let expected = [barriers.executable.is_some(), barriers.hosted.is_some()];
-        let beside = expected.into_iter().map(u32::from).sum();
+        let (root, covers) = (confinement.root(), confinement.covers());
+        let expected = [confinement.executable.is_some(), confinement.hosted_file.is_some()];
+        let extra_descriptors = expected.into_iter().map(u32::from).sum();
         let Program { program, directory, arguments, mut environment, rlimits } = program;
-        if let Some(hosted) = &barriers.hosted {
-            environment.push(text(&format!("{PROGRAM_VARIABLE}={}", hosted.as_raw_fd()))?);
+        if let Some(hosted_file) = &confinement.hosted_file {
+            environment.push(c_string(&format!("{PROGRAM_VARIABLE}={}", hosted_file.as_raw_fd()))?);
         }
         let prepared = Self {
             program,
@@ -222,35 +222,42 @@ impl Prepared {
             stdout,
             stderr,
             progress,
-            other_end: ours.as_raw_fd(),
+            keeper_end: ours.as_raw_fd(),
             cgroup,
             status,
             nest,
-            barriers,
+            confinement,
         };
-        let ends = Ends { progress: ours, status: status_ours, nest: nest_ours, root, shown, beside };
-        Ok((Box::new(prepared), ends))
+        let connections = ChildConnections {
+            progress: ours,
+            status: status_ours,
+            nest: nest_ours,
+            root,
+            covers,
+            extra_descriptors,
+        };
+        Ok((Box::new(prepared), connections))
     }
 }
 
 /// Scheduling and memory settings of the keeper before it takes precedence.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Standing {
+pub(super) struct OriginalSettings {
     /// Nice value, which workers get too.
     pub(super) nice: i32,
     /// Preference of the kernel when memory runs out.
-    pub(super) oom: Oom,
+    pub(super) oom: OomSettings,
     /// Soft and hard limit of open files.
     pub(super) open_files: (u64, u64),
 }
 
 /// Preference of the kernel when memory runs out.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Oom {
+pub(super) struct OomSettings {
     /// True if the supervisor is protected by a negative score, which workers must not inherit.
-    pub(super) is_spared: bool,
+    pub(super) is_protected: bool,
     /// `oom_score_adj` of workers.
-    pub(super) workers: i32,
+    pub(super) worker_score: i32,
 }
 
 /// The second thread of the keeper, which is the parent of all workers. It lives as long as the process,
@@ -261,14 +268,14 @@ pub(super) struct Forker {
 }
 
 impl Forker {
-    /// Starts the thread. `standing` has the settings that the keeper was started with, so that workers do
+    /// Starts the thread. `original` has the settings that the keeper was started with, so that workers do
     /// not get the keeper's raised settings.
-    pub(super) fn start(standing: Standing) -> io::Result<Self> {
+    pub(super) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
         std::thread::Builder::new().name("forker".into()).spawn(move || {
             for job in todo {
-                let result = fork(&job, standing);
+                let result = fork(&job, original);
                 drop(job); // Closes copies of the child's descriptors before the keeper reports the child.
                 if done.send(result).is_err() {
                     return;
@@ -286,27 +293,27 @@ impl Forker {
     }
 }
 
-fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
+fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
     let plan = match job {
         Job::Worker(prepared) => Some(Plan {
             prepared,
             arguments: vfork::null_terminated(&prepared.arguments),
             environment: vfork::null_terminated(&prepared.environment),
             keeper: rustix::process::getpid(),
-            own: Identity {
+            keeper_identity: Identity {
                 uid: rustix::process::geteuid().as_raw(),
                 gid: rustix::process::getegid().as_raw(),
             },
-            standing,
+            original,
         }),
         Job::Child | Job::Grandchild => None,
     };
-    let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::forked_into);
+    let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::fork_namespaces);
     let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
-    let entered = plan.as_ref().and_then(|plan| plan.prepared.barriers.entered.as_deref());
-    let forked = match entered {
+    let user_namespace = plan.as_ref().and_then(|plan| plan.prepared.confinement.user_namespace.as_deref());
+    let forked = match user_namespace {
         None => clone(namespaces, cgroup)?,
-        Some(entered) => entered::clone(entered, namespaces, cgroup)?,
+        Some(user_namespace) => entered::clone(user_namespace, namespaces, cgroup)?,
     };
     match forked {
         0 => match plan {
@@ -355,8 +362,8 @@ fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int)
 }
 
 /// Checks that the first process of a nest can list its children.
-pub(super) fn first_process_sees_children() -> Result<(), Errno> {
-    nest::children().map(drop)
+pub(super) fn can_list_children() -> Result<(), Errno> {
+    nest::open_children().map(drop)
 }
 
 /// Returns the name of the step for a failed fork.
@@ -376,72 +383,74 @@ struct Plan<'p> {
     environment: Vec<*const c_char>,
     keeper: Pid,
     /// User and group of the keeper.
-    own: Identity,
-    standing: Standing,
+    keeper_identity: Identity,
+    original: OriginalSettings,
 }
 
 impl Plan<'_> {
     fn layers(&self) -> &super::confinement::Layers {
-        &self.prepared.barriers.layers
+        &self.prepared.confinement.layers
     }
 
     /// Returns the namespaces that the fork creates. A user namespace can also be created later.
-    fn forked_into(&self) -> Namespaces {
+    fn fork_namespaces(&self) -> Namespaces {
         let wanted = self.layers().namespaces;
-        Namespaces { user: wanted.user && !self.prepared.barriers.root_comes_first(), ..wanted }
+        Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }
     }
 
     fn run(&self) -> ! {
         // Otherwise this process would wait forever for a keeper that died before the parent-death signal was
         // set.
         // SAFETY: the keeper's copy stays open, and nothing in this process uses this one.
-        unsafe { libc::close(self.prepared.other_end) };
+        unsafe { libc::close(self.prepared.keeper_end) };
         let namespaces = self.layers().namespaces;
         if namespaces.any() {
-            self.take(0, &OUTER);
+            self.run_steps(0, &NAMESPACE_STEPS);
         }
         if namespaces.pid {
-            self.become_two();
+            self.fork_worker();
         }
-        self.take(OUTER.len(), &INNER);
-        exit(FAILED)
+        self.run_steps(NAMESPACE_STEPS.len(), &WORKER_STEPS);
+        exit(FAILED_EXIT_CODE)
     }
 
     /// Executes the steps of a table. `first` is the number of the first step.
-    fn take(&self, first: usize, table: &[(&str, steps::Step)]) {
+    fn run_steps(&self, first: usize, table: &[(&str, steps::Step)]) {
         for (number, (_, step)) in table.iter().enumerate() {
-            if let Err(stop) = step(self) {
-                self.stop((first + number) as u32, stop);
+            if let Err(error) = step(self) {
+                self.fail((first + number) as u32, error);
             }
         }
     }
 
-    fn stop(&self, step: u32, Stop { errno, detail }: Stop) -> ! {
-        progress::fail(
+    fn fail(&self, step: u32, StepError { errno, detail }: StepError) -> ! {
+        progress::report_failure(
             self.prepared.progress.as_fd(),
-            &Failure { step, detail, errno: errno.raw_os_error() },
+            &StepFailure { step, detail, errno: errno.raw_os_error() },
         );
-        exit(FAILED)
+        exit(FAILED_EXIT_CODE)
     }
 
     /// Forks the worker. This process stays as the first process of the pid namespace, and is the worker's
     /// parent.
-    fn become_two(&self) {
-        let failed = |step, errno: Errno| -> ! { self.stop(step, errno.into()) };
-        let fork =
-            || clone(Namespaces::default(), None).unwrap_or_else(|errno| failed(steps::PID_NAMESPACE, errno));
+    fn fork_worker(&self) {
+        let failed = |step, errno: Errno| -> ! { self.fail(step, errno.into()) };
+        let fork = || {
+            clone(Namespaces::default(), None).unwrap_or_else(|errno| failed(steps::WORKER_FORK_STEP, errno))
+        };
         if let Some(nest) = &self.prepared.nest {
-            let children = nest::children().unwrap_or_else(|errno| failed(steps::NEST, errno));
+            let children =
+                nest::open_children().unwrap_or_else(|errno| failed(steps::TEMPLATE_INIT_STEP, errno));
             match fork() {
                 0 => drop(children),
-                template => nest::keep(template, nest, children),
+                template => nest::run(template, nest, children),
             }
             return;
         }
         match (fork(), &self.prepared.status) {
             (0, _) => {}
-            (worker, Some(status)) => ended::keep(worker, status),
-            (_, None) => exit(FAILED),
+            (worker, Some(status)) => ended::run(worker, status),
+            (_, None) => exit(FAILED_EXIT_CODE),
         }
     }
 }

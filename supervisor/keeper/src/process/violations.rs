@@ -4,13 +4,13 @@ use bulkhead_linux::process_tree;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX, deregister, register_again};
+use super::{Child, EventLoop, LISTENER, PENDING_REPORTS_MAX, deregister, register_again};
 use crate::confine::seccomp::{self, ListenerState};
 use crate::{ReportMessage, observe};
 
-impl Process {
+impl EventLoop {
     /// Handles a notification of a forbidden call.
-    pub(super) fn look_at_violation(&mut self, pid: u32) {
+    pub(super) fn handle_violation(&mut self, pid: u32) {
         let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
         let received = match seccomp::poll_listener(listener) {
             Ok(ListenerState::Pending) => seccomp::receive(listener),
@@ -23,12 +23,12 @@ impl Process {
         // meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
-            self.end_violator(pid, &notification);
+            self.kill_violator(pid, &notification);
         }
     }
 
     /// Kills the process that made a forbidden call. The violation is reported before the death can be.
-    pub(super) fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
+    pub(super) fn kill_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
         let Some(listener) = &child.listener else { return };
@@ -44,18 +44,18 @@ impl Process {
         }
         // If the process cannot be found, the worker itself counts as the violator, and all of its processes
         // are killed.
-        let (process, inner, of, pidfd) = match found {
-            Ok((process, inner, of, pidfd)) => (process, inner, of, Some(pidfd)),
+        let (process, inner, owner, pidfd) = match found {
+            Ok((process, inner, owner, pidfd)) => (process, inner, of, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
         };
-        let Some(child) = self.children.get_mut(&of) else { return };
+        let Some(child) = self.children.get_mut(&owner) else { return };
         let other = pidfd.filter(|_| process != child.process);
         if other.is_none() {
             child.violation.get_or_insert(call);
         }
         let worker = child.worker;
         self.report_violation(worker, inner, call);
-        let Some(pidfd) = other else { return self.kill(of) };
+        let Some(pidfd) = other else { return self.kill(owner) };
         if rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err()
             && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
         {
@@ -66,11 +66,11 @@ impl Process {
     /// Returns the worker to which a process belongs. The filter of a template also applies to all workers
     /// that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
-        let is_nest = self.children.get(&pid).is_some_and(|child| child.nest.is_some());
-        if !is_nest {
+        let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());
+        if !is_namespace {
             return pid;
         }
-        let is_worker = |pid: &u32| self.children.get(pid).is_some_and(|child| child.home.is_some());
+        let is_worker = |pid: &u32| self.children.get(pid).is_some_and(|child| child.member.is_some());
         if is_worker(&process) {
             return process;
         }
@@ -81,7 +81,7 @@ impl Process {
     /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
     /// that are killed. If the supervisor cannot keep up, only the worker's end is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
-        if self.outbox.len() < REPORTS_WAITING_MAX {
+        if self.outbox.len() < PENDING_REPORTS_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);
         }
         let _ = self.flush();

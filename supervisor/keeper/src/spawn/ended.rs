@@ -16,11 +16,11 @@ use crate::wait;
 use crate::{Exit, Usage};
 
 /// Size of a report in bytes: the status of `wait(2)`, and three numbers of the usage.
-pub(super) const BYTES: usize = 4 + 3 * 8;
+pub(super) const STATUS_BYTES: usize = 4 + 3 * 8;
 
 /// Becomes the first process, with the child `worker`.
-pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
-    become_first(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
+pub(super) fn run(worker: u32, status: &OwnedFd) -> ! {
+    become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
             Ok((pid, status_word, rusage)) if pid == worker => {
@@ -36,7 +36,7 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
 
 /// Reduces this process to these capabilities, or to none if these are not available, and to these
 /// descriptors.
-pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
+pub(super) fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {
         let sets = CapabilitySets { effective: all, permitted: all, inheritable: none };
@@ -52,8 +52,8 @@ pub(super) fn become_first(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let _ = unsafe { close_all_except(0, kept) };
 }
 
-pub(super) fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
-    let mut bytes = [0; BYTES];
+pub(super) fn encode(status: i32, usage: &Usage) -> [u8; STATUS_BYTES] {
+    let mut bytes = [0; STATUS_BYTES];
     let (head, tail) = bytes.split_at_mut(4);
     head.copy_from_slice(&status.to_le_bytes());
     let numbers = [usage.user_us, usage.system_us, usage.maxrss_kib];
@@ -64,7 +64,7 @@ pub(super) fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
 }
 
 /// Returns `None` if the bytes are not the status of an ended process.
-pub(super) fn decode(bytes: &[u8; BYTES]) -> Option<(Exit, Usage)> {
+pub(super) fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<(Exit, Usage)> {
     let (status, numbers) = bytes.split_first_chunk()?;
     let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };
     let [user_us, system_us, maxrss_kib] = [user, system, resident].map(u64::from_le_bytes);
@@ -73,10 +73,10 @@ pub(super) fn decode(bytes: &[u8; BYTES]) -> Option<(Exit, Usage)> {
 
 /// Reads the first process's report on how the worker ended. Returns `None` if the first process was killed
 /// before the worker ended.
-pub(crate) fn read(status: &OwnedFd) -> Option<(Exit, Usage)> {
-    let mut bytes = [0; BYTES];
+pub(crate) fn read_status(status: &OwnedFd) -> Option<(Exit, Usage)> {
+    let mut bytes = [0; STATUS_BYTES];
     let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));
-    (read == Ok(BYTES)).then(|| decode(&bytes))?
+    (read == Ok(STATUS_BYTES)).then(|| decode(&bytes))?
 }
 
 #[cfg(test)]
@@ -84,14 +84,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_is_read() {
+    fn reads_written_status() {
         let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
-        assert_eq!(read(&ours), None);
+        assert_eq!(read_status(&ours), None);
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
         rustix::io::write(&theirs, &encode(libc::SIGSEGV | 0x80, &usage)).unwrap();
         let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
-        assert_eq!(read(&ours), Some((exit, usage)));
+        assert_eq!(read_status(&ours), Some((exit, usage)));
         rustix::io::write(&theirs, &encode(3 << 8, &usage)).unwrap();
-        assert_eq!(read(&ours), Some((Exit::Code(3), usage)));
+        assert_eq!(read_status(&ours), Some((Exit::Code(3), usage)));
     }
 }

@@ -14,38 +14,38 @@ use rustix::pipe::PipeFlags;
 use super::{Namespaces, clone_as, exit};
 
 /// Size of the report in bytes: the child's pid, or a negative error number.
-const BYTES: usize = 4;
+const REPORT_BYTES: usize = 4;
 
 /// Forks like [`super::clone`], with the child in this user namespace.
 pub(super) fn clone(
-    entered: &OwnedFd,
+    user_namespace: &OwnedFd,
     namespaces: Namespaces,
     cgroup: Option<&OwnedFd>,
 ) -> Result<u32, Errno> {
-    let (told, tell) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-    let between = match super::clone(Namespaces::default(), None)? {
-        0 => match enter(entered).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
+    let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    let intermediate = match super::clone(Namespaces::default(), None)? {
+        0 => match enter(user_namespace).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
             // In the child. Its copy of the pipe would hide the end of the intermediate process.
             Ok(0) => {
-                drop(tell);
+                drop(writer);
                 return Ok(0);
             }
             result => {
                 let word = result.map_or_else(|errno| -errno.raw_os_error(), |pid| pid as i32);
-                let _ = rustix::io::write(&tell, &word.to_ne_bytes()); // On error, the parent sees EOF.
+                let _ = rustix::io::write(&writer, &word.to_ne_bytes()); // On error, the parent sees EOF.
                 exit(0)
             }
         },
-        between => between,
+        intermediate => intermediate,
     };
-    drop(tell);
-    let mut word = [0; BYTES];
-    let read = rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut word));
+    drop(writer);
+    let mut word = [0; REPORT_BYTES];
+    let read = rustix::io::retry_on_intr(|| rustix::io::read(&reader, &mut word));
     // The intermediate process has nothing left to do except to exit.
-    let _ = wait::wait_for_exit_code(between as i32);
+    let _ = wait::wait_for_exit_code(intermediate as i32);
     match i32::from_ne_bytes(word) {
-        pid @ 1.. if read == Ok(BYTES) => Ok(pid as u32),
-        errno @ ..=-1 if read == Ok(BYTES) => Err(Errno::from_raw_os_error(-errno)),
+        pid @ 1.. if read == Ok(REPORT_BYTES) => Ok(pid as u32),
+        errno @ ..=-1 if read == Ok(REPORT_BYTES) => Err(Errno::from_raw_os_error(-errno)),
         _ => Err(Errno::CHILD),
     }
 }

@@ -14,7 +14,7 @@ use super::mounts::{Access, mount, restrict};
 /// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
 /// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
 /// control groups.
-const KEPT: [&str; 11] = [
+const VISIBLE_ENTRIES: [&str; 11] = [
     "cgroups",
     "cpuinfo",
     "filesystems",
@@ -30,29 +30,30 @@ const KEPT: [&str; 11] = [
 
 /// Files mounted over hidden entries. No process may open these files. Both are removed from the root folder
 /// when all entries are hidden.
-const NO_FILE: &CStr = c"/no-file";
-const NO_FOLDER: &CStr = c"/no-folder";
+const EMPTY_FILE: &CStr = c"/no-file";
+const EMPTY_FOLDER: &CStr = c"/no-folder";
 
 /// All other entries of `/proc` that are not processes. Looked up once, because they are the same for all
 /// workers.
-static HIDDEN: OnceLock<Vec<Hidden>> = OnceLock::new();
+static HIDDEN_ENTRIES: OnceLock<Vec<HiddenEntry>> = OnceLock::new();
 
-struct Hidden {
+struct HiddenEntry {
     at: CString,
     is_folder: bool,
 }
 
 /// Looks up the entries to hide. Runs in the keeper, before the fork.
 pub(super) fn prepare() {
-    HIDDEN.get_or_init(|| {
+    HIDDEN_ENTRIES.get_or_init(|| {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let hidden = entries.filter_map(|entry| {
             let name = entry.file_name();
             let name = name.to_str()?;
             let kind = entry.file_type().ok()?;
-            let is_shown = kind.is_symlink() || KEPT.contains(&name) || name.parse::<u32>().is_ok();
+            let is_shown =
+                kind.is_symlink() || VISIBLE_ENTRIES.contains(&name) || name.parse::<u32>().is_ok();
             let at = CString::new(entry.path().as_os_str().as_bytes()).ok()?;
-            (!is_shown).then(|| Hidden { at, is_folder: kind.is_dir() })
+            (!is_shown).then(|| HiddenEntry { at, is_folder: kind.is_dir() })
         });
         hidden.collect()
     });
@@ -62,10 +63,10 @@ pub(super) fn prepare() {
 /// exist.
 pub(super) fn hide() -> Result<(), Errno> {
     let flags = OFlags::CREATE | OFlags::CLOEXEC | OFlags::RDONLY;
-    drop(rustix::fs::open(NO_FILE, flags, Mode::empty())?);
-    rustix::fs::mkdir(NO_FOLDER, Mode::empty())?;
-    for Hidden { at, is_folder } in HIDDEN.get().into_iter().flatten() {
-        let with = if *is_folder { NO_FOLDER } else { NO_FILE };
+    drop(rustix::fs::open(EMPTY_FILE, flags, Mode::empty())?);
+    rustix::fs::mkdir(EMPTY_FOLDER, Mode::empty())?;
+    for HiddenEntry { at, is_folder } in HIDDEN_ENTRIES.get().into_iter().flatten() {
+        let with = if *is_folder { EMPTY_FOLDER } else { EMPTY_FILE };
         match mount(Some(with), at, None, libc::MS_BIND, None) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(errno) => return Err(errno),
@@ -73,6 +74,6 @@ pub(super) fn hide() -> Result<(), Errno> {
     }
     // Also restricts the mounts that hide the entries.
     restrict(c"/proc", Access::Read)?;
-    rustix::fs::unlink(NO_FILE)?;
-    rustix::fs::rmdir(NO_FOLDER)
+    rustix::fs::unlink(EMPTY_FILE)?;
+    rustix::fs::rmdir(EMPTY_FOLDER)
 }

@@ -25,34 +25,34 @@ use crate::wait;
 use crate::{Exit, Usage};
 
 /// File in which the kernel lists the children of a thread, on most machines.
-const CHILDREN: &std::ffi::CStr = c"/proc/thread-self/children";
+const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
 /// Maximum number of children listed in an exit report. The report says if there are more.
 const CHILDREN_MAX: usize = 4096;
 
 /// Fixed part of an exit report, in bytes: the pid, the status and usage, and the kind of list that follows.
-const HEAD_BYTES: usize = 4 + ended::BYTES + 1;
+const FIXED_BYTES: usize = 4 + ended::STATUS_BYTES + 1;
 
 /// Maximum size of an exit report with the list of children, in bytes.
-pub(crate) const END_BYTES_MAX: usize = HEAD_BYTES + 4 * CHILDREN_MAX;
+pub(crate) const EXIT_BYTES_MAX: usize = FIXED_BYTES + 4 * CHILDREN_MAX;
 
 /// Maximum number of children named in one order. The next order can name more.
-pub(crate) const NAMED_MAX: usize = 4096;
+pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
-const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_MAX;
+const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
 /// Maximum numbers of orders and of exits in one iteration. A job can cause exits faster than this process
 /// reports them, so each iteration serves orders first.
-const ORDERS_PER_TURN: usize = 16;
-const ENDS_PER_TURN: usize = 64;
+const ORDERS_PER_ITERATION: usize = 16;
+const EXITS_PER_ITERATION: usize = 64;
 
 /// Maximum time for which one order stops everything in the namespace.
-const STANDSTILL_MAX: Duration = Duration::from_millis(250);
+const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
 /// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before
 /// the namespace continues. A process that waits for a disk does not die at once.
-const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
-const VAIN_WAITS_MAX: u32 = 8;
+const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const FAILED_WAITS_MAX: u32 = 8;
 
 /// An order of the keeper. Pids are those in the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,25 +63,25 @@ pub(crate) enum Order<'a> {
     KillTemplate,
     /// Stops all processes, kills each child except the template and these, and also the children that these
     /// deaths bring here. Then continues the others.
-    KillAllBut(&'a [u32]),
+    KillAllExcept(&'a [u32]),
 }
 
 impl Order<'_> {
-    /// Encodes the order. Names beyond [`NAMED_MAX`] are left out.
+    /// Encodes the order. Names beyond [`NAMED_CHILDREN_MAX`] are left out.
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, named): (u8, &[u32]) = match self {
             Self::Kill(named) => (b'K', named),
             Self::KillTemplate => (b'T', &[]),
-            Self::KillAllBut(named) => (b'A', named),
+            Self::KillAllExcept(named) => (b'A', named),
         };
-        let numbers = named.iter().take(NAMED_MAX).flat_map(|pid| pid.to_le_bytes());
+        let numbers = named.iter().take(NAMED_CHILDREN_MAX).flat_map(|pid| pid.to_le_bytes());
         std::iter::once(kind).chain(numbers).collect()
     }
 }
 
 /// Report of a child's exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct End {
+pub(crate) struct ChildExit {
     /// Pid in the namespace.
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
@@ -97,9 +97,9 @@ pub(crate) struct End {
 /// follows).
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
-const ANOTHER_END: u8 = 2;
+const ANOTHER_EXIT: u8 = 2;
 
-impl End {
+impl ChildExit {
     /// Returns `None` if the bytes are not an exit report.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (pid, rest) = bytes.split_first_chunk()?;
@@ -111,7 +111,7 @@ impl End {
             pid: u32::from_le_bytes(*pid),
             exit,
             usage,
-            children: (follows != ANOTHER_END)
+            children: (follows != ANOTHER_EXIT)
                 .then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect()),
             has_more: follows != ALL_CHILDREN,
         })
@@ -119,31 +119,31 @@ impl End {
 }
 
 /// Opens the file that lists the children of the first process.
-pub(super) fn children() -> Result<OwnedFd, Errno> {
-    rustix::fs::open(CHILDREN, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+pub(super) fn open_children() -> Result<OwnedFd, Errno> {
+    rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Becomes the first process, with the child `template`.
-pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
-    let Ok(deaths) = watch_deaths() else { exit(super::FAILED) };
+pub(super) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
+    let Ok(sigchld) = watch_sigchld() else { exit(super::FAILED_EXIT_CODE) };
     // The processes in the namespace can have another user. CAP_KILL reaches only these, because no others
     // are visible here.
-    let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()];
-    ended::become_first(CapabilitySet::KILL, &mut kept);
-    let nest = Nest { template, socket, children, deaths };
+    let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
+    ended::become_init(CapabilitySet::KILL, &mut kept);
+    let init = TemplateInit { template, socket, children, sigchld };
     loop {
-        let has_more = nest.obey() | (nest.reap() == ENDS_PER_TURN);
-        let mut events = [PollFd::new(socket, PollFlags::IN), PollFd::new(&nest.deaths, PollFlags::IN)];
+        let has_more = init.execute_orders() | (init.reap() == EXITS_PER_ITERATION);
+        let mut events = [PollFd::new(socket, PollFlags::IN), PollFd::new(&init.sigchld, PollFlags::IN)];
         match rustix::event::poll(&mut events, has_more.then_some(&Timespec::default())) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => exit(0),
         }
-        nest.take_news();
+        init.clear_sigchld();
     }
 }
 
 /// Creates a descriptor that is readable when a child may have ended.
-fn watch_deaths() -> Result<OwnedFd, Errno> {
+fn watch_sigchld() -> Result<OwnedFd, Errno> {
     // SAFETY: the set is a local, which the calls fill and read. The new descriptor is owned only here.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
@@ -157,35 +157,35 @@ fn watch_deaths() -> Result<OwnedFd, Errno> {
 }
 
 /// State of the first process.
-struct Nest<'s> {
+struct TemplateInit<'s> {
     template: u32,
     socket: &'s OwnedFd,
     children: OwnedFd,
     /// Readable when a child may have ended.
-    deaths: OwnedFd,
+    sigchld: OwnedFd,
 }
 
-impl Nest<'_> {
+impl TemplateInit<'_> {
     /// Clears the readiness of the `deaths` descriptor. One read is enough, as at most one SIGCHLD is pending.
-    fn take_news(&self) {
-        let mut news = [0; size_of::<libc::signalfd_siginfo>()];
-        let _ = rustix::io::read(&self.deaths, &mut news);
+    fn clear_sigchld(&self) {
+        let mut info = [0; size_of::<libc::signalfd_siginfo>()];
+        let _ = rustix::io::read(&self.sigchld, &mut info);
     }
 
-    /// Waits for exited children and reports each. Returns their number; at `ENDS_PER_TURN` more may be waiting. Exits
+    /// Waits for exited children and reports each. Returns their number; at `EXITS_PER_ITERATION` more may be waiting. Exits
     /// when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
-        let is_over = loop {
+        let has_no_child = loop {
             match wait4(-1, libc::WNOHANG) {
                 Ok((0, ..)) => break false,
                 // The child asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
                 Ok((pid, status, _)) if libc::WIFSTOPPED(status) => kill(pid as i32),
                 Ok((pid, status, rusage)) => {
                     let before = last.replace((pid, status, wait::usage(&rusage)));
-                    before.iter().for_each(|end| self.tell(end, false));
+                    before.iter().for_each(|end| self.report_exit(end, false));
                     count += 1;
-                    if count == ENDS_PER_TURN {
+                    if count == EXITS_PER_ITERATION {
                         break false;
                     }
                 }
@@ -193,8 +193,8 @@ impl Nest<'_> {
                 Err(_) => break true,
             }
         };
-        last.iter().for_each(|end| self.tell(end, true));
-        if is_over {
+        last.iter().for_each(|end| self.report_exit(end, true));
+        if has_no_child {
             exit(0)
         }
         count
@@ -202,8 +202,8 @@ impl Nest<'_> {
 
     /// Reports an exit. If `lists` is true, which it is for the last report of an iteration, the report lists
     /// the children.
-    fn tell(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
-        let mut bytes = [0; END_BYTES_MAX];
+    fn report_exit(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
+        let mut bytes = [0; EXIT_BYTES_MAX];
         let mut length = 0;
         let mut put = |more: &[u8]| {
             bytes[length..length + more.len()].copy_from_slice(more);
@@ -213,8 +213,8 @@ impl Nest<'_> {
         put(&ended::encode(*status, usage));
         let mut numbers = [0; CHILDREN_MAX];
         let (count, follows) = match lists {
-            false => (0, ANOTHER_END),
-            true => match self.children(&mut numbers) {
+            false => (0, ANOTHER_EXIT),
+            true => match self.list_children(&mut numbers) {
                 (count, true) => (count, SOME_CHILDREN),
                 (count, false) => (count, ALL_CHILDREN),
             },
@@ -230,7 +230,7 @@ impl Nest<'_> {
 
     /// Fills `numbers` with remaining children. Returns the number of children read, and true if there may be
     /// more.
-    fn children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
+    fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
         loop {
@@ -258,9 +258,9 @@ impl Nest<'_> {
     }
 
     /// Executes orders. Returns true if there may be more.
-    fn obey(&self) -> bool {
+    fn execute_orders(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
-        for _ in 0..ORDERS_PER_TURN {
+        for _ in 0..ORDERS_PER_ITERATION {
             let received =
                 rustix::io::retry_on_intr(|| rustix::net::recv(self.socket, &mut bytes, RecvFlags::DONTWAIT));
             let length = match received {
@@ -273,7 +273,7 @@ impl Nest<'_> {
             match bytes[0] {
                 b'T' => kill_child(self.template),
                 b'K' => named.iter().for_each(|pid| kill_child(u32::from_le_bytes(*pid))),
-                b'A' => self.kill_all_but(named),
+                b'A' => self.kill_all_except(named),
                 _ => exit(0),
             }
         }
@@ -282,26 +282,26 @@ impl Nest<'_> {
 
     /// Kills all children except the named ones and the template. Nothing can fork while all processes are
     /// stopped, so each round removes one level of a process tree.
-    fn kill_all_but(&self, named: &[[u8; 4]]) {
-        let end = Instant::now() + STANDSTILL_MAX;
-        let mut waits_in_vain = 0;
-        while waits_in_vain < VAIN_WAITS_MAX && Instant::now() < end {
+    fn kill_all_except(&self, named: &[[u8; 4]]) {
+        let end = Instant::now() + STOP_TIME_MAX;
+        let mut failed_waits = 0;
+        while failed_waits < FAILED_WAITS_MAX && Instant::now() < end {
             // Stops all again in each round, because a process that was not stopped yet can have continued
             // another.
             // SAFETY: signals all processes in the namespace except this one.
             unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];
-            let (count, _) = self.children(&mut numbers);
+            let (count, _) = self.list_children(&mut numbers);
             let is_named = |pid: u32| pid == self.template || named.contains(&pid.to_le_bytes());
             let mut left = numbers[..count].iter().filter(|pid| !is_named(**pid)).peekable();
             if left.peek().is_none() {
                 break;
             }
             left.for_each(|pid| kill(*pid as i32));
-            let mut events = [PollFd::new(&self.deaths, PollFlags::IN)];
-            let _ = rustix::event::poll(&mut events, Some(&DEATH_WAIT));
-            self.take_news();
-            waits_in_vain = if self.reap() == 0 { waits_in_vain + 1 } else { 0 };
+            let mut events = [PollFd::new(&self.sigchld, PollFlags::IN)];
+            let _ = rustix::event::poll(&mut events, Some(&EXIT_WAIT));
+            self.clear_sigchld();
+            failed_waits = if self.reap() == 0 { failed_waits + 1 } else { 0 };
         }
         // SAFETY: signals all processes in the namespace except this one.
         unsafe { libc::kill(-1, libc::SIGCONT) };
@@ -327,44 +327,44 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_and_ordered_is_understood() {
+    fn decodes_exit_reports_and_encodes_orders() {
         let (ours, theirs) = crate::socket::pair().unwrap();
-        let deaths = watch_deaths().unwrap();
-        let nest = Nest { template: 2, socket: &theirs, children: children().unwrap(), deaths };
+        let deaths = watch_sigchld().unwrap();
+        let init = TemplateInit { template: 2, socket: &theirs, children: open_children().unwrap(), sigchld };
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
         let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
-        let mut bytes = [0; END_BYTES_MAX];
+        let mut bytes = [0; EXIT_BYTES_MAX];
         // This thread has no children.
         let (mut length, followed) = (0, [(false, None, true), (true, Some(Vec::new()), false)]);
         for (lists, children, has_more) in followed {
-            nest.tell(&(7, libc::SIGSEGV | 0x80, usage), lists);
+            init.report_exit(&(7, libc::SIGSEGV | 0x80, usage), lists);
             (length, _) = rustix::net::recv(&ours, &mut bytes, RecvFlags::empty()).unwrap();
-            let end = End::decode(&bytes[..length]).unwrap();
-            assert_eq!(end, End { pid: 7, exit, usage, children, has_more });
+            let end = ChildExit::decode(&bytes[..length]).unwrap();
+            assert_eq!(end, ChildExit { pid: 7, exit, usage, children, has_more });
         }
-        assert_eq!(End::decode(&bytes[..length - 1]), None);
-        assert_eq!(End::decode(&bytes[..length + 3]), None);
+        assert_eq!(ChildExit::decode(&bytes[..length - 1]), None);
+        assert_eq!(ChildExit::decode(&bytes[..length + 3]), None);
         assert_eq!(Order::Kill(&[1, 256]).encode(), [b'K', 1, 0, 0, 0, 0, 1, 0, 0]);
         assert_eq!(Order::KillTemplate.encode(), *b"T");
-        assert_eq!(Order::KillAllBut(&[0; NAMED_MAX + 1]).encode().len(), ORDER_BYTES_MAX);
+        assert_eq!(Order::KillAllExcept(&[0; NAMED_CHILDREN_MAX + 1]).encode().len(), ORDER_BYTES_MAX);
     }
 
     #[test]
-    fn children_are_told_however_many_there_are() {
+    fn lists_many_children() {
         std::thread::scope(|scope| {
             let counted = scope.spawn(|| {
-                let nest = Nest {
+                let init = TemplateInit {
                     template: 2,
                     socket: &rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap(),
-                    children: children().unwrap(),
-                    deaths: watch_deaths().unwrap(),
+                    children: open_children().unwrap(),
+                    sigchld: watch_sigchld().unwrap(),
                 };
                 // Counts only the children of this thread.
                 let mut sleeping: Vec<_> = (0..40)
                     .map(|_| std::process::Command::new("sleep").arg("100").spawn().unwrap())
                     .collect();
                 let mut numbers = [0; CHILDREN_MAX];
-                let (count, has_more) = nest.children(&mut numbers);
+                let (count, has_more) = init.list_children(&mut numbers);
                 let spawned: Vec<u32> = sleeping.iter().map(std::process::Child::id).collect();
                 for child in &mut sleeping {
                     child.kill().unwrap();

@@ -8,7 +8,7 @@ use std::path::Path;
 use bulkhead_shared::program_rules::{Grant, ProgramRules};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::Refusal;
+use super::SpawnError;
 use crate::confine::landlock::Ruleset;
 use crate::confinement::{Layers, TemporaryFiles};
 
@@ -16,16 +16,16 @@ use crate::confinement::{Layers, TemporaryFiles};
 const STEP: &str = "rules for programs";
 
 /// Mount point of [`TemporaryFiles::PrivateTmp`].
-const TMP: &str = "/tmp";
+const PRIVATE_TMP: &str = "/tmp";
 
 /// Returns a file with the rules, positioned at its start.
-pub(super) fn rules(
+pub(super) fn create_file(
     layers: &Layers,
     ruleset: Option<&Ruleset>,
     temporary: Option<&Path>,
-) -> Result<OwnedFd, Refusal> {
+) -> Result<OwnedFd, SpawnError> {
     let temporary = match layers.temporary {
-        TemporaryFiles::PrivateTmp(_) => Some(Path::new(TMP)),
+        TemporaryFiles::PrivateTmp(_) => Some(Path::new(PRIVATE_TMP)),
         TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => temporary,
     };
     let rules = match ruleset {
@@ -35,10 +35,10 @@ pub(super) fn rules(
             ..ProgramRules::default()
         },
     };
-    in_memory(&rules.encode()).map_err(|error| Refusal::of(STEP, &error))
+    sealed_memory_file(&rules.encode()).map_err(|error| SpawnError::from_io(STEP, &error))
 }
 
-fn in_memory(bytes: &[u8]) -> io::Result<OwnedFd> {
+fn sealed_memory_file(bytes: &[u8]) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let mut file = File::from(rustix::fs::memfd_create(c"rules", flags)?);
     file.write_all(bytes)?;

@@ -15,17 +15,17 @@ use rustix::io::Errno;
 
 use super::machine;
 use super::mounts::{Access, mount, restrict};
-use super::progress::Stop;
+use super::progress::StepError;
 use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::confinement::{Identity, Layers, TemporaryFiles};
 
 /// Location of the system's root folder while the new one is being made.
-const OLD: &CStr = c"/old";
+const OLD_ROOT: &CStr = c"/old";
 
 /// First mount point of the new root folder. Every system has this folder, and nothing in it is needed before
 /// the root is changed.
-const STAGE: &CStr = c"/proc";
+const STAGING_FOLDER: &CStr = c"/proc";
 
 /// Mount options of the file system with the folders and links of the new root, which becomes read-only at
 /// the end.
@@ -46,7 +46,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
 ];
 
 /// A step in making a root folder, or in making the content of a covered folder.
-pub(super) enum Make {
+pub(super) enum LayoutStep {
     Folder(CString),
     File(CString),
     Link {
@@ -66,24 +66,24 @@ pub(super) enum Make {
 }
 
 /// All steps that make a root folder, decided in advance.
-pub(super) struct Root {
-    steps: Vec<Make>,
+pub(super) struct PrivateRoot {
+    steps: Vec<LayoutStep>,
     /// Folders that are replaced by their entries.
     expanded: Vec<CString>,
-    has_own_processes: bool,
+    has_pid_namespace: bool,
     tmp_options: Option<CString>,
 }
 
 /// Maximum number of a folder's entries that are shown individually. A larger folder is shown as a whole, and
 /// withheld paths inside are hidden.
-const PARTS_MAX: usize = 512;
+const SHOWN_ENTRIES_MAX: usize = 512;
 
-/// First number of the steps that are the same for every root. Numbers of [`Root::steps`] are lower.
-const COMMON: u32 = 1 << 16;
+/// First number of the steps that are the same for every root. Numbers of [`PrivateRoot::steps`] are lower.
+const COMMON_STEPS_FIRST: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
-impl Root {
+impl PrivateRoot {
     /// Decides the layout. Fails with a path of the configuration that does not exist.
     pub(super) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
@@ -91,19 +91,19 @@ impl Root {
         unreachable: &Unreachable,
         layers: &Layers,
     ) -> Result<Self, &'v Path> {
-        let mut places = Places::default();
+        let mut layout = Layout::default();
         for path in paths::SYSTEM_FOLDERS {
-            places.system(Path::new(path));
+            layout.add_system_folder(Path::new(path));
         }
         for path in paths::world_readable() {
-            places.file_for_all(&path);
+            layout.add_world_readable_file(&path);
         }
         for path in paths::DEVICES.iter().chain(&paths::RANDOM_DEVICES) {
-            places.bind(Path::new(path), Access::Device);
+            layout.bind(Path::new(path), Access::Device);
         }
         let mut inner_links = Vec::new();
         for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
-            inner_links.extend(places.own_folder(&folder, withheld, unreachable));
+            inner_links.extend(layout.add_program_folder(&folder, withheld, unreachable));
         }
         let named = granted.read.iter().map(|path| (*path, Access::Read));
         for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
@@ -111,35 +111,35 @@ impl Root {
                 return Err(path);
             }
             if paths::is_grantable(path, granted.write) == Ok(true) {
-                if access == Access::Read && is_opened(path, unreachable) {
-                    inner_links.extend(places.own_folder(path, withheld, unreachable));
+                if access == Access::Read && is_expanded(path, unreachable) {
+                    inner_links.extend(layout.add_program_folder(path, withheld, unreachable));
                 } else {
-                    places.bind(path, access);
+                    layout.bind(path, access);
                 }
             }
         }
-        let opened = places.expanded.iter().filter_map(|folder| text(folder)).collect();
-        let mut steps = places.steps();
-        for folder in &places.expanded {
-            steps.extend(folders_to(folder).into_iter().map(Make::Folder));
+        let expanded = layout.expanded.iter().filter_map(|folder| c_string(folder)).collect();
+        let mut steps = layout.steps();
+        for folder in &layout.expanded {
+            steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
         }
         // The working directory must exist, even if the worker has no access to the content.
         if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
-            steps.extend(folders_to(granted.directory).into_iter().map(Make::Folder));
+            steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
         }
         for (at, to) in inner_links {
-            if let (None, Some(at), Some(to)) = (places.above(&at), text(&at), text(&to)) {
-                steps.push(Make::Link { to, at });
+            if let (None, Some(at), Some(to)) = (layout.access_above(&at), c_string(&at), c_string(&to)) {
+                steps.push(LayoutStep::Link { to, at });
             }
         }
         for path in withheld {
-            steps.extend(places.hide(path));
+            steps.extend(layout.hide(path));
         }
         let tmp_options = match layers.temporary {
             TemporaryFiles::PrivateTmp(bytes) => tmp_options(bytes, layers.identity),
             TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => None,
         };
-        Ok(Self { steps, expanded, has_own_processes: layers.namespaces.pid, tmp_options })
+        Ok(Self { steps, expanded, has_pid_namespace: layers.namespaces.pid, tmp_options })
     }
 
     /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
@@ -149,24 +149,24 @@ impl Root {
 
     /// Describes a step for people.
     pub(super) fn describe(&self, step: u32) -> String {
-        if let Some(common) = step.checked_sub(COMMON) {
+        if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
         }
         let text = |path: &CString| path.to_string_lossy().into_owned();
         match self.steps.get(step as usize) {
-            Some(Make::Folder(at) | Make::File(at)) => format!("make {}", text(at)),
-            Some(Make::Link { at, .. }) => format!("make the link {}", text(at)),
-            Some(Make::Bind { at, .. }) => format!("show {}", text(at)),
-            Some(Make::Hide { at, .. }) => format!("hide {}", text(at)),
+            Some(LayoutStep::Folder(at) | LayoutStep::File(at)) => format!("make {}", text(at)),
+            Some(LayoutStep::Link { at, .. }) => format!("make the link {}", text(at)),
+            Some(LayoutStep::Bind { at, .. }) => format!("show {}", text(at)),
+            Some(LayoutStep::Hide { at, .. }) => format!("hide {}", text(at)),
             None => String::new(),
         }
     }
 
     /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
     /// In a new pid namespace, the process must be the first.
-    pub(super) fn enter(&self) -> Result<(), Stop> {
+    pub(super) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
-            result.map_err(|errno| Stop { errno, detail: COMMON + number })
+            result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
@@ -174,7 +174,7 @@ impl Root {
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
-            step.make().map_err(|errno| Stop { errno, detail: number as u32 })?;
+            step.execute().map_err(|errno| StepError { errno, detail: number as u32 })?;
         }
         common(4, LINKS.iter().try_for_each(|(to, at)| ignore_existing(rustix::fs::symlink(*to, *at))))?;
         common(5, close_root())
@@ -182,7 +182,7 @@ impl Root {
 
     fn mount_proc(&self) -> Result<(), Errno> {
         make_folder(c"/proc")?;
-        if !self.has_own_processes {
+        if !self.has_pid_namespace {
             return bind(c"/old/proc", c"/proc", Access::Read);
         }
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
@@ -198,8 +198,8 @@ impl Root {
     }
 }
 
-impl Make {
-    pub(super) fn make(&self) -> Result<(), Errno> {
+impl LayoutStep {
+    pub(super) fn execute(&self) -> Result<(), Errno> {
         match self {
             Self::Folder(at) => make_folder(at),
             Self::File(at) => {
@@ -228,16 +228,16 @@ impl Make {
 
 /// Content of the root folder by path. Parents come before their content.
 #[derive(Default)]
-struct Places {
+struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
     /// Folders that are not shown themselves, but by their entries.
     expanded: BTreeSet<PathBuf>,
 }
 
-impl Places {
+impl Layout {
     /// Adds a folder of the system, or the link that newer systems have in its place.
-    fn system(&mut self, path: &Path) {
+    fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
             Err(_) => self.bind(path, Access::Read),
@@ -260,7 +260,7 @@ impl Places {
     /// over a withheld path would not be enough, because the path becomes visible again when another file
     /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
     /// the links in the folder, with targets.
-    fn own_folder(
+    fn add_program_folder(
         &mut self,
         folder: &Path,
         withheld: &[&Path],
@@ -272,12 +272,12 @@ impl Places {
             Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
         };
         let parts = match paths::grantable_parts(folder, withheld) {
-            Ok(parts) if parts == [folder] && is_opened(folder, unreachable) => entries(folder),
+            Ok(parts) if parts == [folder] && is_expanded(folder, unreachable) => entries(folder),
             Ok(parts) if parts != [folder] => Some(parts),
             _ => None,
         };
         let parts = match parts {
-            Some(parts) if parts.len() <= PARTS_MAX => parts,
+            Some(parts) if parts.len() <= SHOWN_ENTRIES_MAX => parts,
             _ => {
                 self.bind(folder, Access::Read);
                 return Vec::new();
@@ -305,44 +305,44 @@ impl Places {
     }
 
     /// Shows a file of the system under the given name, if every user can read the file.
-    fn file_for_all(&mut self, path: &Path) {
+    fn add_world_readable_file(&mut self, path: &Path) {
         use std::os::unix::fs::PermissionsExt;
-        let for_all = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
+        let is_world_readable = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
         if let Ok(real) = std::fs::canonicalize(path)
-            && std::fs::metadata(&real).is_ok_and(|found| for_all(&found))
+            && std::fs::metadata(&real).is_ok_and(|found| is_world_readable(&found))
         {
             self.binds.insert(path.to_owned(), (real, Access::Read));
         }
     }
 
-    fn steps(&self) -> Vec<Make> {
+    fn steps(&self) -> Vec<LayoutStep> {
         let mut made = BTreeSet::new();
-        let mut steps: Vec<Make> = self
+        let mut steps: Vec<LayoutStep> = self
             .links
             .iter()
-            .filter_map(|(at, to)| Some(Make::Link { to: text(to)?, at: text(at)? }))
+            .filter_map(|(at, to)| Some(LayoutStep::Link { to: c_string(to)?, at: c_string(at)? }))
             .collect();
         for (at, (from, access)) in &self.binds {
-            let above = self.above(at);
+            let above = self.access_above(at);
             // The path is already visible, or is reached by a link.
             if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
                 continue;
             }
-            let (Some(source), Some(place)) = (old(from), text(at)) else { continue };
+            let (Some(source), Some(place)) = (old_path(from), c_string(at)) else { continue };
             if above.is_none() {
                 steps.extend(
-                    folders_above(at).into_iter().filter(|f| made.insert(f.clone())).map(Make::Folder),
+                    folders_above(at).into_iter().filter(|f| made.insert(f.clone())).map(LayoutStep::Folder),
                 );
                 let node = place.clone();
-                steps.push(if from.is_dir() { Make::Folder(node) } else { Make::File(node) });
+                steps.push(if from.is_dir() { LayoutStep::Folder(node) } else { LayoutStep::File(node) });
             }
-            steps.push(Make::Bind { from: source, at: place, access: *access });
+            steps.push(LayoutStep::Bind { from: source, at: place, access: *access });
         }
         steps
     }
 
     /// Returns how the nearest folder above this path is shown, if there is one.
-    fn above(&self, path: &Path) -> Option<Access> {
+    fn access_above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
             (!self.is_behind_link(above)).then_some(*access)
@@ -354,7 +354,7 @@ impl Places {
     }
 
     /// Hides a path wherever it would be visible, unless it was explicitly granted.
-    fn hide(&self, path: &Path) -> Vec<Make> {
+    fn hide(&self, path: &Path) -> Vec<LayoutStep> {
         let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
         let is_folder = real.is_dir();
         let places: BTreeSet<PathBuf> = self
@@ -364,7 +364,7 @@ impl Places {
             .filter_map(|(at, (from, _))| Some(at.join(real.strip_prefix(from).ok()?)))
             .filter(|at| !self.binds.contains_key(at))
             .collect();
-        places.iter().filter_map(|at| Some(Make::Hide { at: text(at)?, is_folder })).collect()
+        places.iter().filter_map(|at| Some(LayoutStep::Hide { at: c_string(at)?, is_folder })).collect()
     }
 }
 
@@ -376,7 +376,7 @@ pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
 }
 
 /// True if a folder denies access to the worker's user, so that it is shown by its entries.
-pub(super) fn is_opened(folder: &Path, unreachable: &Unreachable) -> bool {
+pub(super) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
@@ -395,7 +395,7 @@ fn folders_to(path: &Path) -> Vec<CString> {
         match part {
             Component::Normal(_) => {
                 so_far.push(part);
-                folders.extend(text(&so_far));
+                folders.extend(c_string(&so_far));
             }
             Component::ParentDir => so_far.push(part),
             _ => {}
@@ -404,18 +404,18 @@ fn folders_to(path: &Path) -> Vec<CString> {
     folders
 }
 
-pub(super) fn text(path: &Path) -> Option<CString> {
+pub(super) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
 /// Returns the location of a system path while the new root is being made.
-fn old(path: &Path) -> Option<CString> {
-    CString::new([OLD.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
+fn old_path(path: &Path) -> Option<CString> {
+    CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
 /// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
 /// process there. The new `/proc` is visible only to this process and its descendants.
-pub(super) fn mount_own_proc() -> Result<(), Errno> {
+pub(super) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
@@ -428,8 +428,8 @@ pub(super) fn mount_own_proc() -> Result<(), Errno> {
 /// Replaces the root with an empty file system, in which the system's root is a folder.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
-    mount(Some(c"tmpfs"), STAGE, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
-    rustix::process::chdir(STAGE)?;
+    mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
+    rustix::process::chdir(STAGING_FOLDER)?;
     make_folder(c"old")?;
     // SAFETY: the texts end with NUL.
     check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c"old".as_ptr()) } as i32)?;
@@ -439,8 +439,8 @@ fn change_root() -> Result<(), Errno> {
 /// Detaches the system's root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
     // SAFETY: the text ends with NUL.
-    check(unsafe { libc::umount2(OLD.as_ptr(), libc::MNT_DETACH) })?;
-    rustix::fs::rmdir(OLD)?;
+    check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
+    rustix::fs::rmdir(OLD_ROOT)?;
     let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
     mount(None, c"/", None, flags, None)
 }

@@ -55,7 +55,7 @@ impl TestGroup {
     }
 
     fn leaf(&self, worker: u64) -> Leaf {
-        self.root(0).leaf(worker, &Limits::default()).unwrap()
+        self.root(0).create_leaf(worker, &Limits::default()).unwrap()
     }
 
     /// True if the children can have this controller. Otherwise prints a message.
@@ -264,7 +264,7 @@ fn worker_cannot_create_child_groups() {
     let leaf = group.leaf(1);
     let error = folder(&leaf).make_child("inner").unwrap_err();
     assert_eq!(error.errno, Errno::AGAIN, "{error}");
-    assert_eq!(group.root(0).leaf(1, &Limits::default()).unwrap_err().errno, Errno::EXIST);
+    assert_eq!(group.root(0).create_leaf(1, &Limits::default()).unwrap_err().errno, Errno::EXIST);
 }
 
 #[test]
@@ -430,7 +430,7 @@ fn memory_limit_kills_all_processes_and_is_counted() {
         return;
     }
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
-    let leaf = group.root(0).leaf(1, &limits).unwrap();
+    let leaf = group.root(0).create_leaf(1, &limits).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
     // Another process than the first uses the memory.
     let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
@@ -445,7 +445,7 @@ fn pids_limit_is_enforced() {
     if !group.has_controller("pids") {
         return;
     }
-    let leaf = group.root(0).leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
+    let leaf = group.root(0).create_leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
     let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
     // The shell cannot fork a second time.
     assert!(libc::WEXITSTATUS(shell.wait()) != 0);
@@ -459,7 +459,7 @@ fn cpu_limit_is_enforced() {
     if !group.has_controller("cpu") {
         return;
     }
-    let leaf = group.root(0).leaf(1, &Limits { cpu_cores: Some(0.25), ..Limits::default() }).unwrap();
+    let leaf = group.root(0).create_leaf(1, &Limits { cpu_cores: Some(0.25), ..Limits::default() }).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("cpu.max")).unwrap(), "25000 100000\n");
     remove(&leaf);
 }

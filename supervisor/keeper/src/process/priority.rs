@@ -7,7 +7,7 @@
 use std::fs;
 
 /// Nice value with the highest priority.
-const FIRST: i32 = -20;
+const HIGHEST: i32 = -20;
 
 /// File with the nice value of the keeper's session. With autogroups (a kernel setting), each session has a
 /// share of the processor.
@@ -15,42 +15,42 @@ const AUTOGROUP: &str = "/proc/self/autogroup";
 
 /// Priority of the keeper's thread.
 #[derive(Debug)]
-pub(super) struct Precedence {
-    usual: i32,
-    usual_group: Option<i32>,
-    is_taken: bool,
-    may_be_taken: bool,
+pub(super) struct PriorityBoost {
+    normal: i32,
+    normal_group: Option<i32>,
+    is_raised: bool,
+    can_be_raised: bool,
 }
 
-impl Precedence {
+impl PriorityBoost {
     /// `usual` is the nice value that the thread has now.
-    pub(super) fn new(usual: i32) -> Self {
+    pub(super) fn new(normal: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
-        let usual_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
-        Self { usual, usual_group, is_taken: false, may_be_taken: true }
+        let normal_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
+        Self { normal, normal_group, is_raised: false, can_be_raised: true }
     }
 
     /// Takes the highest priority, if this is permitted.
-    pub(super) fn take(&mut self) {
-        if self.may_be_taken && !self.is_taken {
-            self.may_be_taken = rustix::process::setpriority_process(None, FIRST).is_ok();
-            self.is_taken = self.may_be_taken;
-            self.weigh(FIRST);
+    pub(super) fn raise(&mut self) {
+        if self.can_be_raised && !self.is_raised {
+            self.can_be_raised = rustix::process::setpriority_process(None, HIGHEST).is_ok();
+            self.is_raised = self.can_be_raised;
+            self.set_autogroup_nice(HIGHEST);
         }
     }
 
     /// Restores the usual priority.
-    pub(super) fn give_back(&mut self) {
-        if self.is_taken {
-            self.is_taken = false;
+    pub(super) fn restore(&mut self) {
+        if self.is_raised {
+            self.is_raised = false;
             // Lowering the priority is always permitted.
-            let _ = rustix::process::setpriority_process(None, self.usual);
-            self.usual_group.into_iter().for_each(|usual| self.weigh(usual));
+            let _ = rustix::process::setpriority_process(None, self.normal);
+            self.normal_group.into_iter().for_each(|usual| self.set_autogroup_nice(normal));
         }
     }
 
-    fn weigh(&self, nice: i32) {
-        if self.may_be_taken && self.usual_group.is_some() {
+    fn set_autogroup_nice(&self, nice: i32) {
+        if self.can_be_raised && self.normal_group.is_some() {
             let _ = fs::write(AUTOGROUP, nice.to_string());
         }
     }
@@ -61,20 +61,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_taken_is_given_back() {
+    fn raised_priority_is_restored() {
         // Affects only this thread. Without the privilege nothing changes.
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let group = || fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let (before, group_before) = (nice(), group());
-        let mut precedence = Precedence::new(before);
-        precedence.take();
-        precedence.take();
-        if precedence.is_taken {
-            assert_eq!(nice(), FIRST);
+        let mut priority = PriorityBoost::new(before);
+        priority.raise();
+        priority.raise();
+        if priority.is_raised {
+            assert_eq!(nice(), HIGHEST);
         }
-        assert!(precedence.is_taken || nice() == before);
-        precedence.give_back();
-        precedence.give_back();
+        assert!(priority.is_raised || nice() == before);
+        priority.restore();
+        priority.restore();
         assert_eq!((nice(), group()), (before, group_before));
     }
 }

@@ -13,8 +13,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::mounts::{Access, mount, restrict};
-use super::progress::Stop;
-use super::root::{Make, is_opened, text};
+use super::progress::StepError;
+use super::root::{LayoutStep, c_string, is_expanded};
 use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Purpose, Unreachable};
 use bulkhead_linux::errno::{self, check};
@@ -30,14 +30,14 @@ const ENTRIES_MAX: usize = 4096;
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided in advance.
-pub(super) struct Shown {
+pub(super) struct Covers {
     /// Folders that are covered with an empty folder.
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
-    nodes: Vec<Make>,
+    nodes: Vec<LayoutStep>,
     binds: Vec<Bind>,
     /// Folders that are replaced by their entries.
-    opened: Vec<CString>,
+    expanded: Vec<CString>,
 }
 
 struct Bind {
@@ -50,22 +50,21 @@ struct Bind {
 }
 
 /// First number of the steps that are the same for all layouts. Other numbers are lower.
-const COMMON: u32 = 1 << 16;
+const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
-impl Shown {
+impl Covers {
     /// Decides the layout. Returns `None` if the user can reach everything. Fails with a folder that cannot
     /// be covered.
     pub(super) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
             return Ok(None);
         }
-        let is_too_much = |folder: &&PathBuf| folder.as_path() == Path::new("/");
-        if let Some(folder) =
-            unreachable.folders.iter().find(is_too_much).or(unreachable.folders.get(COVERS_MAX))
+        let is_root = |folder: &&PathBuf| folder.as_path() == Path::new("/");
+        if let Some(folder) = unreachable.folders.iter().find(is_root).or(unreachable.folders.get(COVERS_MAX))
         {
             return Err(folder.clone());
         }
-        let secrets: BTreeSet<PathBuf> =
+        let withheld_paths: BTreeSet<PathBuf> =
             withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
         let mut folders = BTreeSet::new();
         let mut binds: BTreeMap<PathBuf, (PathBuf, Access)> = BTreeMap::new();
@@ -74,12 +73,12 @@ impl Shown {
             entry.1 = entry.1.max(access);
         };
         for hidden in &unreachable.hidden {
-            let is_opened = unreachable.opened.contains(&hidden.real);
+            let is_expanded = unreachable.expanded.contains(&hidden.real);
             match hidden.purpose {
                 Purpose::WorkingDirectory | Purpose::MountPoint => drop(folders.insert(hidden.place.clone())),
-                Purpose::Read if is_opened => {
+                Purpose::Read if is_expanded => {
                     folders.insert(hidden.place.clone());
-                    for (name, real) in entries(&hidden.real, &secrets) {
+                    for (name, real) in entries(&hidden.real, &withheld_paths) {
                         add(hidden.place.join(name), real, Access::Read);
                     }
                 }
@@ -87,10 +86,10 @@ impl Shown {
                 Purpose::Write => add(hidden.place.clone(), hidden.real.clone(), Access::Write),
             }
         }
-        Ok(Some(Self::lay_out(unreachable, &folders, &binds)))
+        Ok(Some(Self::from_paths(unreachable, &folders, &binds)))
     }
 
-    fn lay_out(
+    fn from_paths(
         unreachable: &Unreachable,
         folders: &BTreeSet<PathBuf>,
         binds: &BTreeMap<PathBuf, (PathBuf, Access)>,
@@ -101,15 +100,15 @@ impl Shown {
         };
         let mut made = BTreeSet::new();
         let mut shown = Self {
-            covers: unreachable.folders.iter().filter_map(|folder| text(folder)).collect(),
+            covers: unreachable.folders.iter().filter_map(|folder| c_string(folder)).collect(),
             nodes: Vec::new(),
             binds: Vec::new(),
-            opened: Vec::new(),
+            expanded: Vec::new(),
         };
         for folder in folders.iter().filter(|folder| above(folder).is_none()) {
             shown.make_folders(unreachable, folder, &mut made);
-            if is_opened(folder, unreachable) {
-                shown.opened.extend(text(folder));
+            if is_expanded(folder, unreachable) {
+                shown.expanded.extend(c_string(folder));
             }
         }
         for (place, (real, access)) in binds {
@@ -121,9 +120,9 @@ impl Shown {
             if above.is_none() {
                 let parent = place.parent().unwrap_or(Path::new("/"));
                 shown.make_folders(unreachable, parent, &mut made);
-                let node = if real.is_dir() { Make::Folder } else { Make::File };
+                let node = if real.is_dir() { LayoutStep::Folder } else { LayoutStep::File };
                 if made.insert(place.clone()) {
-                    shown.nodes.extend(text(place).map(node));
+                    shown.nodes.extend(c_string(place).map(node));
                 }
             }
             let cover = covered(real);
@@ -131,7 +130,7 @@ impl Shown {
                 Some(cover) => real.strip_prefix(&unreachable.folders[cover]).unwrap_or(real),
                 None => real,
             };
-            if let (Some(from), Some(at)) = (text(from), text(place)) {
+            if let (Some(from), Some(at)) = (c_string(from), c_string(place)) {
                 shown.binds.push(Bind { cover, from, at, access: *access });
             }
         }
@@ -149,7 +148,7 @@ impl Shown {
         missing.reverse();
         for path in missing {
             if made.insert(path.to_owned()) {
-                self.nodes.extend(text(path).map(Make::Folder));
+                self.nodes.extend(c_string(path).map(LayoutStep::Folder));
             }
         }
     }
@@ -157,7 +156,7 @@ impl Shown {
     /// Describes a step for people.
     pub(super) fn describe(&self, step: u32) -> String {
         let shown = |path: &CString| path.to_string_lossy().into_owned();
-        match step.checked_sub(COMMON) {
+        match step.checked_sub(COMMON_STEPS_FIRST) {
             Some(0) => "make mounts private".to_owned(),
             Some(cover) => {
                 let cover = self.covers.get(cover as usize - 1).map(shown).unwrap_or_default();
@@ -165,7 +164,7 @@ impl Shown {
             }
             None => {
                 let at = match self.nodes.get(step as usize) {
-                    Some(Make::Folder(at) | Make::File(at)) => Some(at),
+                    Some(LayoutStep::Folder(at) | LayoutStep::File(at)) => Some(at),
                     _ => self.binds.get(step as usize - self.nodes.len()).map(|bind| &bind.at),
                 };
                 format!("show {}", at.map(shown).unwrap_or_default())
@@ -175,12 +174,16 @@ impl Shown {
 
     /// Makes the mounts in a private mount namespace, which the process may already have, and adds the mounts
     /// to the rules. Runs in the forked child, and makes only system calls.
-    pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Stop> {
+    pub(super) fn enter(
+        &self,
+        ruleset: Option<&Ruleset>,
+        has_mount_namespace: bool,
+    ) -> Result<(), StepError> {
         let common = |number: usize, result: Result<(), Errno>| {
-            result.map_err(|errno| Stop { errno, detail: COMMON + number as u32 })
+            result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number as u32 })
         };
-        if !has_own_mounts {
-            common(0, own_mounts())?;
+        if !has_mount_namespace {
+            common(0, create_mount_namespace())?;
         }
         // Once a folder is covered, its content is reachable only by this descriptor.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
@@ -195,18 +198,18 @@ impl Shown {
             common(1 + number, mounted)?;
         }
         for (number, node) in self.nodes.iter().enumerate() {
-            node.make().map_err(|errno| Stop { errno, detail: number as u32 })?;
+            node.execute().map_err(|errno| StepError { errno, detail: number as u32 })?;
         }
         for (number, bind) in self.binds.iter().enumerate() {
             let folder = bind.cover.and_then(|cover| descriptors[cover].as_ref());
             let step = (self.nodes.len() + number) as u32;
-            bind.make(folder).map_err(|errno| Stop { errno, detail: step })?;
+            bind.make(folder).map_err(|errno| StepError { errno, detail: step })?;
         }
         for (number, cover) in self.covers.iter().enumerate() {
             let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
             common(1 + number, mount(None, cover, None, flags, None))?;
         }
-        for folder in &self.opened {
+        for folder in &self.expanded {
             let added = ruleset.map_or(Ok(()), |ruleset| ruleset.add_readable(folder));
             common(0, added)?;
         }
@@ -215,21 +218,21 @@ impl Shown {
 }
 
 /// Returns the entries of a folder that are not withheld, with their real paths.
-fn entries(folder: &Path, secrets: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)> {
+fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)> {
     let found = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let entries = found.filter_map(|entry| {
         let name = PathBuf::from(entry.file_name());
         // A link is accepted only if its target is in the same folder.
         let real = std::fs::canonicalize(entry.path()).ok()?;
-        let is_beside = real.parent() == Some(folder);
-        let is_secret = secrets.iter().any(|secret| secret.starts_with(&real));
+        let is_in_folder = real.parent() == Some(folder);
+        let is_secret = withheld_paths.iter().any(|secret| secret.starts_with(&real));
         let kind = std::fs::metadata(&real).ok()?;
-        (is_beside && !is_secret && (kind.is_dir() || kind.is_file())).then_some((name, real))
+        (is_in_folder && !is_secret && (kind.is_dir() || kind.is_file())).then_some((name, real))
     });
     entries.take(ENTRIES_MAX).collect()
 }
 
-fn own_mounts() -> Result<(), Errno> {
+fn create_mount_namespace() -> Result<(), Errno> {
     // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
     // Later unmounts of the system propagate here, but nothing from here propagates to the system.

@@ -7,37 +7,37 @@ use std::time::{Duration, Instant};
 use bulkhead_linux::process_tree::{DescendantKiller, Progress};
 use rustix::io::Errno;
 
-use super::{Child, Process, Stage, deregister};
+use super::{Child, EventLoop, Stage, deregister};
 use crate::confine::cgroup::Leaf;
-use crate::spawn::{self, Refusal};
+use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 use crate::{Exit, ReportMessage, Usage};
 
 /// Time after which processes that survive SIGKILL are left to the kernel, and their worker is reported as
-/// swept.
-const SWEEP_PATIENCE: Duration = Duration::from_secs(2);
+/// reaped.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Pause between two hunts while workers are leaving.
-const HUNT_PAUSE_MIN: Duration = Duration::from_millis(2);
-const HUNT_PAUSE_MAX: Duration = Duration::from_millis(64);
+/// Pause between two runs of the killer while descendants of dead workers are left.
+const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
+const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
 /// Time from a death to an additional scan of all processes, and minimum interval between these audits. An
 /// audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of descendants.
-const AUDIT_PAUSE: Duration = Duration::from_secs(1);
+const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum numbers of processes that are reaped, and that are scanned, in one iteration of the loop. Each
 /// takes some hundred microseconds in total.
-const REAPS_PER_TURN: usize = 64;
-const LOOKS_PER_TURN: usize = 64;
+const REAPS_PER_ITERATION: usize = 64;
+const SCANNED_PER_ITERATION: usize = 64;
 
 /// Number of bytes read from templates after which an iteration reaps no more processes, because a template
 /// can send without end.
-const HEARD_PER_TURN: u64 = 4096;
+const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
 /// A worker that is dead and reaped, while the processes it left behind are being killed.
-struct Leaving {
+struct DeadWorker {
     worker: u64,
-    /// True if the worker must be reported as swept. A worker reported as failed must not.
+    /// True if the worker must be reported as reaped. A worker reported as failed must not.
     is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
@@ -46,69 +46,69 @@ struct Leaving {
     scan_number: u64,
 }
 
-/// Workers that are leaving, and the hunt for the processes they left behind.
-pub(super) struct Sweep {
+/// Dead workers, and the killer for the processes that they left behind.
+pub(super) struct DescendantReaper {
     /// True if the kernel does not distinguish orphans from workers, so that only a scan of all processes
     /// shows whether something is left.
-    looks_always: bool,
-    leaving: Vec<Leaving>,
-    hunt: DescendantKiller,
+    scans_always: bool,
+    dead_workers: Vec<DeadWorker>,
+    killer: DescendantKiller,
     /// Start time of the next hunt.
-    next: Option<Instant>,
-    pause: Duration,
+    next_run: Option<Instant>,
+    run_interval: Duration,
     /// Number of processes that the last hunt killed.
-    found: usize,
+    last_killed: usize,
     /// Number of processes that were given up. The same number is expected in later hunts.
-    stuck: usize,
-    audit: Option<Instant>,
+    unkillable: usize,
+    next_audit: Option<Instant>,
     /// True if there may be ended processes that have not been reaped.
-    has_dead: bool,
+    may_have_unreaped: bool,
     /// True if the next hunt waits for forks in progress.
     waits_for_forks: bool,
 }
 
-impl Sweep {
-    pub(super) fn new(looks_always: bool) -> Self {
+impl DescendantReaper {
+    pub(super) fn new(scans_always: bool) -> Self {
         Self {
-            looks_always,
-            leaving: Vec::new(),
-            hunt: DescendantKiller::default(),
-            next: None,
-            pause: HUNT_PAUSE_MIN,
-            found: 0,
-            stuck: 0,
-            audit: None,
-            has_dead: false,
+            scans_always,
+            dead_workers: Vec::new(),
+            killer: DescendantKiller::default(),
+            next_run: None,
+            run_interval: RUN_INTERVAL_MIN,
+            last_killed: 0,
+            unkillable: 0,
+            next_audit: None,
+            may_have_unreaped: false,
             waits_for_forks: false,
         }
     }
 
     /// True if no fork must be started, because a hunt is in progress or about to begin.
-    pub(super) fn wants_quiet(&self) -> bool {
-        self.waits_for_forks || self.hunt.is_active()
+    pub(super) fn blocks_forks(&self) -> bool {
+        self.waits_for_forks || self.killer.is_active()
     }
 
     /// Returns the time of the next work, which is `now` if there is work already.
-    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
-        if self.has_dead || self.hunt.is_active() {
+    pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
+        if self.may_have_unreaped || self.killer.is_active() {
             return Some(now);
         }
         if self.waits_for_forks {
-            return Some(now + HUNT_PAUSE_MIN);
+            return Some(now + RUN_INTERVAL_MIN);
         }
-        let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
-        overdue.map_or(self.audit, |overdue| Some(overdue.min(self.next.unwrap_or(now))))
+        let overdue = self.dead_workers.iter().map(|dead| dead.since + KILL_TIMEOUT).min();
+        overdue.map_or(self.next_audit, |overdue| Some(overdue.min(self.next_run.unwrap_or(now))))
     }
 }
 
-impl Process {
+impl EventLoop {
     /// Handles the end of a worker's process, or of the first process of its namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // Messages that the worker sent before it ended must be handled first.
-            self.look_at_start(pid);
-            self.hear_what_waits(pid);
-            while self.hear_ends(pid) {}
+            self.advance_start(pid);
+            self.read_pending_messages(pid);
+            while self.handle_exits(pid) {}
             wait::kill_group(pid);
             self.reap_one(pid, now);
         }
@@ -117,15 +117,15 @@ impl Process {
     /// Reaps ended processes, workers and orphans. Ends of workers also have separate events, and so do not
     /// wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
-        self.sweep.has_dead = false;
-        let mut heard = 0;
-        for _ in 0..REAPS_PER_TURN {
-            if heard >= HEARD_PER_TURN {
+        self.reaper.may_have_unreaped = false;
+        let mut message_bytes = 0;
+        for _ in 0..REAPS_PER_ITERATION {
+            if message_bytes >= MESSAGE_BYTES_PER_ITERATION {
                 break;
             }
             let Some(pid) = bulkhead_linux::wait::peek_ended() else { return };
             if !self.children.contains_key(&pid) {
-                heard += self.hear_forks();
+                message_bytes += self.read_fork_messages();
             }
             if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
                 self.reap_worker(pid, now);
@@ -133,7 +133,7 @@ impl Process {
                 return;
             }
         }
-        self.sweep.has_dead = true;
+        self.reaper.may_have_unreaped = true;
     }
 
     /// Returns true if there was a change of state to take.
@@ -142,7 +142,7 @@ impl Process {
             Waited::NoChild | Waited::NoChange => return false,
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => match self.remove(pid) {
-                Some(child) => self.left(pid, child, (exit, usage), now),
+                Some(child) => self.clean_up_after(pid, child, (exit, usage), now),
                 None => self.any_fork_ended(pid),
             },
         }
@@ -151,149 +151,156 @@ impl Process {
 
     /// Handles the report of a pid namespace's first process on how the worker ended. The first process
     /// itself can end only after all other processes in the namespace.
-    pub(super) fn hear_end(&mut self, pid: u32) {
+    pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
         // There is only one message, whatever was read.
         deregister(&self.poll, &status);
-        let Some(told) = spawn::read_status(&status) else { return };
-        self.look_at_start(pid);
+        let Some(status) = spawn::read_status(&status) else { return };
+        self.advance_start(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
         if matches!(child.stage, Stage::Running) {
             child.stage = Stage::Ended;
-            let (worker, exit) = (child.worker, child.cause(told.0));
-            self.report(&ReportMessage::Exited { worker, exit, usage: told.1 }, None);
+            let (worker, exit) = (child.worker, child.exit_cause(status.0));
+            self.report(&ReportMessage::Exited { worker, exit, usage: status.1 }, None);
         }
     }
 
     /// Handles a reaped child. Reports the death at once, and begins to clean up.
-    fn left(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
-        child.forget_descriptors(&self.poll);
+    fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
+        child.deregister_all(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
         let is_reported = !matches!(child.stage, Stage::Failed);
         if let Some(template) = child.template.take() {
             self.template_ended(template);
         }
-        let nest = child.nest.take();
+        let namespace = child.namespace.take();
         match child.stage {
             Stage::Running => {
                 // The first process of a pid namespace has reported the worker's end, unless the first
                 // process was killed before.
-                let told = child.status.as_ref().and_then(spawn::read_status);
-                let (exit, usage) = told.unwrap_or((exit, usage));
-                let (worker, exit) = (child.worker, child.cause(exit));
+                let status = child.status.as_ref().and_then(spawn::read_status);
+                let (exit, usage) = status.unwrap_or((exit, usage));
+                let (worker, exit) = (child.worker, child.exit_cause(exit));
                 self.report(&ReportMessage::Exited { worker, exit, usage }, None);
             }
             Stage::Ended => {}
             Stage::Starting(_) => {
                 // The child has not reported a reason, but the order needs an answer.
-                self.report_failure(child.worker, &Refusal::new("start", Errno::CHILD));
-                return self.failed(child);
+                self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
+                return self.clean_up_failed(child);
             }
             // The program can have run and left processes behind.
             Stage::Failed if child.is_confined => {}
-            Stage::Failed => return self.failed(child),
+            Stage::Failed => return self.clean_up_failed(child),
         }
         // Comes after the report, so that no worker is ordered from a template that has ended.
-        nest.into_iter().for_each(|nest| self.nest_ended(pid, nest));
+        namespace.into_iter().for_each(|namespace| self.namespace_ended(pid, namespace));
         let Child { worker, folder, leaf, .. } = child;
-        let scan_number = self.sweep.hunt.scan_number();
-        self.sweep.leaving.push(Leaving { worker, is_reported, folder, leaf, since: now, scan_number });
-        self.sweep.audit.get_or_insert(now + AUDIT_PAUSE);
+        let scan_number = self.reaper.killer.scan_number();
+        self.reaper.dead_workers.push(DeadWorker {
+            worker,
+            is_reported,
+            folder,
+            leaf,
+            since: now,
+            scan_number,
+        });
+        self.reaper.next_audit.get_or_insert(now + AUDIT_INTERVAL);
     }
 
     /// Cleans up after a worker that never ran.
-    fn failed(&mut self, child: Child) {
-        self.precedence.give_back();
-        self.clear(child.folder, child.leaf);
+    fn clean_up_failed(&mut self, child: Child) {
+        self.priority.restore();
+        self.remove_resources(child.folder, child.leaf);
     }
 
     /// Performs a step of killing what the dead left behind, and reports workers of which nothing is left.
-    pub(super) fn sweep(&mut self, now: Instant) {
+    pub(super) fn reap_descendants(&mut self, now: Instant) {
         // Any process that the dead left behind would be a child of this thread.
-        let is_waited_for = !self.sweep.leaving.is_empty() && !self.sweep.looks_always;
+        let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
         if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
-            self.sweep.stuck = 0;
-            self.report_swept(|_, _| true);
+            self.reaper.unkillable = 0;
+            self.report_reaped(|_, _| true);
         }
-        self.hunt(now);
+        self.step_killer(now);
         self.give_up_on_overdue(now);
-        if !self.sweep.leaving.is_empty() {
-            self.precedence.take();
-        } else if !self.sweep.hunt.is_active() {
-            self.sweep.next = None;
-            self.sweep.pause = HUNT_PAUSE_MIN;
+        if !self.reaper.dead_workers.is_empty() {
+            self.priority.raise();
+        } else if !self.reaper.killer.is_active() {
+            self.reaper.next_run = None;
+            self.reaper.run_interval = RUN_INTERVAL_MIN;
         }
     }
 
     /// Continues the current hunt, or begins the next if it is due.
-    fn hunt(&mut self, now: Instant) {
-        if !self.sweep.hunt.is_active() {
-            let is_audit = self.sweep.leaving.is_empty();
-            let due = if is_audit { self.sweep.audit } else { self.sweep.next.or(Some(now)) };
+    fn step_killer(&mut self, now: Instant) {
+        if !self.reaper.killer.is_active() {
+            let is_audit = self.reaper.dead_workers.is_empty();
+            let due = if is_audit { self.reaper.next_audit } else { self.reaper.next_run.or(Some(now)) };
             if due.is_none_or(|due| now < due) {
                 return;
             }
             // A process that is being forked could not be distinguished from the hunted processes.
-            self.sweep.waits_for_forks = self.is_forking();
-            if self.sweep.waits_for_forks {
+            self.reaper.waits_for_forks = self.is_forking();
+            if self.reaper.waits_for_forks {
                 return;
             }
-            if self.sweep.hunt.begin().is_err() {
-                return self.hunted(now, None);
+            if self.reaper.killer.begin().is_err() {
+                return self.killer_finished(now, None);
             }
         }
         let children = &self.children;
-        match self.sweep.hunt.step(LOOKS_PER_TURN, |pid| children.contains_key(&pid)) {
+        match self.reaper.killer.step(SCANNED_PER_ITERATION, |pid| children.contains_key(&pid)) {
             Ok(Progress::InProgress) => {}
             Ok(Progress::ScanComplete) => {
-                self.report_swept(|sweep, leaving| sweep.hunt.has_nothing_new_since(leaving.scan_number))
+                self.report_reaped(|reaper, dead| reaper.killer.has_nothing_new_since(dead.scan_number))
             }
-            Ok(Progress::Finished(found)) => self.hunted(now, Some(found)),
-            Err(_) => self.hunted(now, None),
+            Ok(Progress::Finished(found)) => self.killer_finished(now, Some(found)),
+            Err(_) => self.killer_finished(now, None),
         }
     }
 
     /// Handles the end of a hunt. `found` is `None` if the hunt failed.
-    fn hunted(&mut self, now: Instant, found: Option<usize>) {
-        self.sweep.next = Some(now + self.sweep.pause);
-        self.sweep.pause = (self.sweep.pause * 2).min(HUNT_PAUSE_MAX);
+    fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
+        self.reaper.next_run = Some(now + self.reaper.run_interval);
+        self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
         if let Some(found) = found {
-            self.sweep.found = found;
-            self.report_swept(|sweep, leaving| {
-                found <= sweep.stuck && sweep.hunt.scan_number() > leaving.scan_number
+            self.reaper.last_killed = found;
+            self.report_reaped(|reaper, dead| {
+                found <= reaper.unkillable && reaper.killer.scan_number() > dead.scan_number
             });
         }
-        if self.sweep.leaving.is_empty() {
-            self.sweep.next = None;
+        if self.reaper.dead_workers.is_empty() {
+            self.reaper.next_run = None;
             // Repeats until a scan finds nothing, because the children of killed processes are only found in
             // the next scan.
             let found_something = found != Some(0) || !self.groups.retry_removals();
-            self.sweep.audit = found_something.then(|| now + AUDIT_PAUSE);
-            if found_something { self.precedence.take() } else { self.precedence.give_back() }
+            self.reaper.next_audit = found_something.then(|| now + AUDIT_INTERVAL);
+            if found_something { self.priority.raise() } else { self.priority.restore() }
         }
     }
 
     fn give_up_on_overdue(&mut self, now: Instant) {
-        let is_overdue = |leaving: &Leaving| now >= leaving.since + SWEEP_PATIENCE;
-        if self.sweep.leaving.iter().any(is_overdue) {
-            self.sweep.stuck = self.sweep.found.max(1);
-            self.report(&ReportMessage::Unkillable { count: self.sweep.stuck as u64 }, None);
-            self.report_swept(|_, leaving| is_overdue(leaving));
+        let is_overdue = |dead: &DeadWorker| now >= dead.since + KILL_TIMEOUT;
+        if self.reaper.dead_workers.iter().any(is_overdue) {
+            self.reaper.unkillable = self.reaper.last_killed.max(1);
+            self.report(&ReportMessage::Unkillable { count: self.reaper.unkillable as u64 }, None);
+            self.report_reaped(|_, dead| is_overdue(dead));
         }
     }
 
     /// Reports workers of which nothing is left.
-    fn report_swept(&mut self, is_swept: impl Fn(&Sweep, &Leaving) -> bool) {
-        let all = std::mem::take(&mut self.sweep.leaving);
-        let (swept, left) = all.into_iter().partition(|leaving| is_swept(&self.sweep, leaving));
-        self.sweep.leaving = left;
-        let swept: Vec<Leaving> = swept;
-        if !swept.is_empty() && self.sweep.leaving.is_empty() {
-            self.precedence.give_back();
+    fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
+        let all = std::mem::take(&mut self.reaper.dead_workers);
+        let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));
+        self.reaper.dead_workers = left;
+        let reaped: Vec<DeadWorker> = reaped;
+        if !reaped.is_empty() && self.reaper.dead_workers.is_empty() {
+            self.priority.restore();
         }
-        for Leaving { worker, is_reported, folder, leaf, .. } in swept {
-            self.clear(folder, leaf);
+        for DeadWorker { worker, is_reported, folder, leaf, .. } in reaped {
+            self.remove_resources(folder, leaf);
             if is_reported {
                 self.report(&ReportMessage::Reaped { worker }, None);
             }
@@ -301,7 +308,7 @@ impl Process {
     }
 
     /// Removes the folder and the control group of a worker of which nothing is left.
-    pub(super) fn clear(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
+    pub(super) fn remove_resources(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
         folder.into_iter().for_each(|folder| self.folders.remove(folder));
         leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
     }
@@ -311,14 +318,14 @@ impl Process {
         let Some(child) = self.children.get(&pid) else { return };
         // A running template's control group also has the first process of the namespace, and killing that
         // would kill the workers.
-        let is_alone = child.nest.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
+        let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
             // The following calls reach what this misses.
             let _ = leaf.kill();
         }
-        match child.home {
-            Some(home) => self.kill_in_nest(home),
-            None if child.nest.is_some() => self.kill_template(pid),
+        match child.member {
+            Some(member) => self.kill_in_namespace(member),
+            None if child.namespace.is_some() => self.kill_template(pid),
             None => wait::kill_group(pid),
         }
     }

@@ -7,15 +7,15 @@ use std::fs;
 use std::io::Read;
 
 /// Size of a value in bytes. The largest is a set of 8,192 processors.
-const BYTES: usize = 1024;
+const VALUE_BYTES: usize = 1024;
 
-type Value = [u8; BYTES];
+type Value = [u8; VALUE_BYTES];
 
 /// Number of limits that Linux has, and the size of each in bytes.
 const LIMITS: usize = 16;
 const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
-const OF_A_PROCESS: usize = 1;
+const IOPRIO_WHO_PROCESS: usize = 1;
 
 /// Name, getter and setter of an attribute. The getter returns `false` if the kernel does not support or report the
 /// attribute.
@@ -24,9 +24,9 @@ type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value)
 const ATTRIBUTES: [Attribute; 6] = [
     (
         "processors",
-        |pid, to| call(libc::SYS_sched_getaffinity, [pid, BYTES, to.as_mut_ptr() as usize, 0]) > 0,
+        |pid, to| syscall(libc::SYS_sched_getaffinity, [pid, VALUE_BYTES, to.as_mut_ptr() as usize, 0]) > 0,
         |pid, mask| {
-            call(libc::SYS_sched_setaffinity, [pid, BYTES, mask.as_ptr() as usize, 0]);
+            syscall(libc::SYS_sched_setaffinity, [pid, VALUE_BYTES, mask.as_ptr() as usize, 0]);
         },
     ),
     // Policy, priority and slice.
@@ -34,33 +34,33 @@ const ATTRIBUTES: [Attribute; 6] = [
         "scheduling",
         |pid, to| {
             let size = size_of::<libc::sched_attr>();
-            call(libc::SYS_sched_getattr, [pid, to.as_mut_ptr() as usize, size, 0]) == 0
+            syscall(libc::SYS_sched_getattr, [pid, to.as_mut_ptr() as usize, size, 0]) == 0
         },
         |pid, value| {
-            call(libc::SYS_sched_setattr, [pid, value.as_ptr() as usize, 0, 0]);
+            syscall(libc::SYS_sched_setattr, [pid, value.as_ptr() as usize, 0, 0]);
         },
     ),
     (
         "I/O priority",
         |pid, to| {
-            let priority = call(libc::SYS_ioprio_get, [OF_A_PROCESS, pid, 0, 0]);
+            let priority = syscall(libc::SYS_ioprio_get, [IOPRIO_WHO_PROCESS, pid, 0, 0]);
             to[..2].copy_from_slice(&(priority as u16).to_ne_bytes());
             priority >= 0
         },
         |pid, value| {
             let priority = u16::from_ne_bytes([value[0], value[1]]);
-            call(libc::SYS_ioprio_set, [OF_A_PROCESS, pid, priority.into(), 0]);
+            syscall(libc::SYS_ioprio_set, [IOPRIO_WHO_PROCESS, pid, priority.into(), 0]);
         },
     ),
     (
         "limits",
         |pid, to| {
             let mut limits = to.chunks_mut(LIMIT_BYTES).take(LIMITS).enumerate();
-            limits.all(|(at, to)| call(libc::SYS_prlimit64, [pid, at, 0, to.as_mut_ptr() as usize]) == 0)
+            limits.all(|(at, to)| syscall(libc::SYS_prlimit64, [pid, at, 0, to.as_mut_ptr() as usize]) == 0)
         },
         |pid, value| {
             for (at, limit) in value.chunks(LIMIT_BYTES).take(LIMITS).enumerate() {
-                call(libc::SYS_prlimit64, [pid, at, limit.as_ptr() as usize, 0]);
+                syscall(libc::SYS_prlimit64, [pid, at, limit.as_ptr() as usize, 0]);
             }
         },
     ),
@@ -77,10 +77,10 @@ const ATTRIBUTES: [Attribute; 6] = [
 ];
 
 /// Values of all [`ATTRIBUTES`].
-pub(super) struct Inherited([Option<Box<Value>>; ATTRIBUTES.len()]);
+pub(super) struct RecordedAttributes([Option<Box<Value>>; ATTRIBUTES.len()]);
 
-impl Inherited {
-    pub(super) fn of(pid: u32) -> Self {
+impl RecordedAttributes {
+    pub(super) fn record(pid: u32) -> Self {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
@@ -102,11 +102,11 @@ impl Inherited {
 }
 
 fn value((_, get, _): Attribute, pid: u32) -> Option<Box<Value>> {
-    let mut value = Box::new([0; BYTES]);
+    let mut value = Box::new([0; VALUE_BYTES]);
     get(pid as usize, &mut value).then_some(value)
 }
 
-fn call(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> libc::c_long {
+fn syscall(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> libc::c_long {
     // SAFETY: the calls above access no memory but a value borrowed for the call, and get its true size.
     unsafe { libc::syscall(number, a, b, c, d) }
 }
@@ -124,10 +124,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_changed_from_outside_is_restored() {
+    fn restores_attributes_changed_from_outside() {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let pid = child.id();
-        let before = Inherited::of(pid);
+        let before = RecordedAttributes::record(pid);
         assert!(before.0.iter().all(Option::is_some));
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&before.0) {
             let (name, _, set) = attribute;

@@ -9,27 +9,27 @@ use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::spawn::{LINK_FD, Oom, Standing, put_at};
+use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 
 /// Highest `oom_score_adj`. Each point counts like a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
 /// Distance of the keeper's score above the supervisor's. This is more memory than the supervisor usually
 /// uses.
-const OOM_OWN_STEP: i32 = 100;
+const OOM_KEEPER_STEP: i32 = 100;
 
 /// Distance of the workers' score above the keeper's.
 const OOM_WORKER_STEP: i32 = 500;
 
 /// Processes that the keeper watches in addition to its orders. The keeper exits when either ends.
-pub(super) struct Owners {
+pub(super) struct WatchedProcesses {
     application: OwnedFd,
     guard: OwnedFd,
 }
 
-impl Owners {
+impl WatchedProcesses {
     /// Opens both processes. Called in the keeper, while `application` is still standard output.
-    pub(super) fn find(guard: Pid, application: impl AsFd) -> io::Result<Self> {
+    pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
             return Err(io::Error::other("the keeper's guard has ended"));
@@ -38,51 +38,56 @@ impl Owners {
         Ok(Self { application, guard: guard_process })
     }
 
-    pub(super) fn each(&self) -> [&OwnedFd; 2] {
+    pub(super) fn all(&self) -> [&OwnedFd; 2] {
         [&self.application, &self.guard]
     }
 }
 
-/// Prepares the process for the start of the second thread. Returns the order socket, the owners, and the
+/// Prepares the process for the start of the second thread. Returns the order socket, the watched processes, and the
 /// keeper's scheduling and memory settings before it takes precedence.
-pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>, Standing)> {
+pub(super) fn set_up(
+    guard: Option<Pid>,
+) -> io::Result<(OwnedFd, Option<WatchedProcesses>, OriginalSettings)> {
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
     // The socket is standard input, and must get this number; see `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
-    let owners = guard.map(|guard| Owners::find(guard, std::io::stdout())).transpose()?;
+    let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    put_at(&null, libc::STDIN_FILENO)?;
-    put_at(&null, libc::STDOUT_FILENO)?;
+    duplicate_to(&null, libc::STDIN_FILENO)?;
+    duplicate_to(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
     // Fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
     // If the supervisor were killed while this process is stopped, the keeper would not see the end of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
-    let standing = Standing {
+    let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
-        oom: stand_before_supervisor(),
-        open_files: take_all_descriptors(),
+        oom: raise_oom_score(),
+        open_files: raise_open_files_limit(),
     };
-    Ok((socket, owners, standing))
+    Ok((socket, watched, original))
 }
 
 /// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
 /// The process that goes first needs the higher score, and every process may raise its own score.
-fn stand_before_supervisor() -> Oom {
+fn raise_oom_score() -> OomSettings {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
     let supervisor: i32 = supervisor.unwrap_or(0);
-    let own = (supervisor + OOM_OWN_STEP).min(OOM_SCORE_MAX);
+    let own = (supervisor + OOM_KEEPER_STEP).min(OOM_SCORE_MAX);
     let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all scores are equal.
-    Oom { is_spared: supervisor < 0, workers: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX) }
+    OomSettings {
+        is_protected: supervisor < 0,
+        worker_score: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX),
+    }
 }
 
 /// Raises the limit of open files to the maximum. Returns the previous limits.
-fn take_all_descriptors() -> (u64, u64) {
+fn raise_open_files_limit() -> (u64, u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let own = getrlimit(Resource::Nofile);
     let all = Rlimit { current: own.maximum, maximum: own.maximum };
