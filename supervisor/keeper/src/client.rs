@@ -3,6 +3,8 @@
 //! Starts and ends the keeper process, and waits for its end. Does not know which workers exist; the data
 //! plane does.
 
+pub(crate) mod detached;
+
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -12,16 +14,15 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_shared::codec;
 use rustix::process::Pid;
 
-use super::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
-use super::socket::{self, Outbox, Received};
-use super::{
-    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SERVICE_MANAGER_VARIABLES,
-    SpawnOrder, SubordinateIds, Usage, wait,
+use self::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{
+    KEEPER_ARGUMENT, Order, REPORT_BYTES_MAX, Report, ReportMessage, SERVICE_MANAGER_VARIABLES, SpawnOrder,
 };
+use crate::{SubordinateIds, wait};
 
 /// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
 /// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
@@ -52,92 +53,6 @@ pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
 
 const INACCESSIBLE_PATH_ADVICE: &str =
     " (check that the worker's user can access the path and every folder above)";
-
-/// A report of the keeper.
-///
-/// The answer to each [`Keeper::spawn`] is either `Spawned`, `Exited` and `Reaped`, in this order, or
-/// `SpawnFailed`.
-#[derive(Debug)]
-pub enum Report {
-    /// The keeper is running. This is the first report.
-    Started {
-        /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
-        /// all processes of the machine after each death.
-        scan_always: bool,
-    },
-    /// The worker's program is running.
-    Spawned {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Process id of the worker.
-        pid: u32,
-        /// Identifies the process even when the pid is reused, and becomes readable when the process has
-        /// ended.
-        pidfd: OwnedFd,
-        /// The worker's confinement as read back from the kernel.
-        observed: Observed,
-    },
-    /// A process of the worker made a system call that the filter forbids. The keeper kills the process.
-    Violation {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Process id as the worker sees it.
-        process: u32,
-        /// Number of the call; see [`super::syscall_name`].
-        call: u32,
-    },
-    /// The worker's program never ran.
-    SpawnFailed {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// The step that failed, such as `exec` or `rlimit as`.
-        step: String,
-        /// The error of the step.
-        error: io::Error,
-    },
-    /// The worker is dead. The keeper is killing the processes that the worker left behind.
-    Exited {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Cause of the end.
-        exit: Exit,
-        /// Resource usage.
-        usage: Usage,
-    },
-    /// Everything that a dead worker left behind is gone.
-    Reaped {
-        /// Spawn number of the worker.
-        worker: u64,
-    },
-    /// A message from a template.
-    Template {
-        /// Spawn number of the template.
-        worker: u64,
-        /// The message.
-        message: TemplateMessage,
-    },
-    /// The answer to [`Keeper::ping`].
-    Pong,
-    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
-    /// processes behind.
-    Unkillable {
-        /// Number of these processes.
-        count: u64,
-    },
-}
-
-/// A message that a template sends before it forks; see [`Keeper::fork`].
-#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub enum TemplateMessage {
-    /// The template can fork.
-    Ready,
-    /// Current status of the initialisation.
-    Status(String),
-    /// Reason why the template exits.
-    Refused(String),
-    /// Extends the start deadline to this time from now.
-    Extend(Duration),
-}
 
 /// The supervisor's handle of a keeper.
 ///
@@ -191,7 +106,7 @@ impl Keeper {
     /// this process ends, or when the handle is dropped.
     ///
     /// `program` must be of this version. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`super::run_as_keeper`] first in `main`.
+    /// [`crate::run_as_keeper`] first in `main`.
     ///
     /// Waits some ten milliseconds until the keeper is running.
     pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
@@ -205,7 +120,7 @@ impl Keeper {
     }
 
     /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`super::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
+    /// [`crate::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
     pub fn start(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
@@ -228,7 +143,7 @@ impl Keeper {
         }
     }
 
-    /// Sends the keeper the user namespace that workers with [`super::Layers::subordinate_ids`] enter.
+    /// Sends the keeper the user namespace that workers with [`crate::Layers::subordinate_ids`] enter.
     pub fn send_subordinate_ids(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
         self.send_order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);

@@ -11,46 +11,18 @@ mod namespaces;
 
 use std::io;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno::check;
 use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use rustix::thread::{CapabilitySet, capabilities};
-use serde::Serialize;
 
 use self::child::TrialError;
-use super::confine::seccomp::{self, FatalAction};
-
-/// A layer of confinement, and whether it is available.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
-pub struct LayerSupport {
-    /// Name of the layer.
-    pub layer: String,
-    /// True if the layer is available.
-    #[serde(rename = "available")]
-    pub is_available: bool,
-    /// Details such as a version or a path, if there are any.
-    pub found: Option<String>,
-    /// Error of the kernel, if the layer is not available.
-    pub why_not: Option<String>,
-    /// Advice for an administrator, if the layer is not available.
-    pub what_to_do: Option<String>,
-}
+use crate::confine::seccomp::{self, FatalAction};
+use crate::protocol::LayerSupport;
 
 impl LayerSupport {
-    /// Converts the result of a trial.
-    pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
-        let is_available = tried.is_ok();
-        let what_to_do = (!is_available).then(|| what_to_do.into());
-        let (found, why_not) = match tried {
-            Ok(found) => (found, None),
-            Err(why_not) => (None, Some(why_not)),
-        };
-        Self { layer: layer.into(), is_available, found, why_not, what_to_do }
-    }
-
     /// Converts the result of a trial without details.
     fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
         Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
@@ -87,7 +59,7 @@ fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
         Some(layer) => Err(format!("{layer} is missing")),
-        None => super::spawn::can_list_children()
+        None => crate::spawn::can_list_children()
             .map(|()| None)
             .map_err(|errno| format!("/proc does not list the children of a thread: {}", error_text(errno))),
     };
@@ -122,7 +94,7 @@ fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
 
 /// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
 /// in this way how a configuration works on a machine with fewer layers.
-pub(super) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
+pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
 fn disable(abilities: &mut [LayerSupport], layers: &str) {
     let named = |ability: &LayerSupport| match ability.layer.as_str() {

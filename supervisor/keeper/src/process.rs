@@ -3,14 +3,16 @@
 //! Kills and reaps every worker. Never blocks on the supervisor, on a program's file system, or on a process
 //! that does not die. Restarts nothing.
 
-mod attributes;
-pub(crate) mod guard;
-mod namespaces;
+mod cgroups;
+mod guard;
+mod id_maps;
+mod observe;
 mod priority;
 mod reaping;
 mod setup;
 mod starts;
 mod templates;
+pub(crate) mod temporary;
 mod violations;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -27,20 +29,25 @@ use mio::{Events, Interest, Poll, Token};
 use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-use self::guard::{GUARDED_ARGUMENT, PROBE_ARGUMENT, become_guard};
-use self::namespaces::{NamespaceMember, TemplateNamespace};
+use self::cgroups::WorkerGroups;
+use self::guard::become_guard;
 use self::priority::PriorityBoost;
 use self::reaping::DescendantReaper;
 use self::setup::{WatchedProcesses, set_up};
+use self::templates::namespaces::{NamespaceMember, TemplateNamespace};
 use self::templates::{DeferredFork, Template};
-use super::confine::cgroup::Leaf;
-use super::confinement::{Layers, Observed};
-use super::groups::WorkerGroups;
-use super::socket::{self, Outbox, Received};
-use super::spawn::{ChildConnections, FilterCache, Forker, OriginalSettings, SpawnError};
-use super::temporary::TemporaryFolders;
-use super::wait;
-use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, observe};
+use self::temporary::TemporaryFolders;
+use crate::confine::cgroup::Leaf;
+use crate::protocol::confinement::{Layers, Observed};
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{
+    Exit, GUARDED_ARGUMENT, ORDER_BYTES_MAX, Order, PROBE_ARGUMENT, REPORT_BYTES_MAX, ReportMessage, Rlimit,
+    STEP_BYTES_MAX,
+};
+use crate::spawn::{
+    ChildConnections, FilterCache, Forker, OriginalSettings, SpawnError, distinguishes_orphans,
+};
+use crate::wait;
 
 /// Maximum number of waiting reports before orders are no longer accepted. After that, only the last three
 /// reports of each worker can follow.
@@ -74,8 +81,8 @@ const SIGCHLD: usize = 1;
 
 /// Runs the keeper. All its descendants end with it.
 ///
-/// For a program that starts its own executable as a [`super::Keeper`]. If the first argument is
-/// [`super::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
+/// For a program that starts its own executable as a [`crate::Keeper`]. If the first argument is
+/// [`crate::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
 pub fn run_as_keeper() -> ! {
     let mut arguments = std::env::args().skip(2);
     let guard = match arguments.next().as_deref() {
@@ -229,7 +236,7 @@ impl EventLoop {
         (socket, watched, original): (OwnedFd, Option<WatchedProcesses>, OriginalSettings),
     ) -> io::Result<Self> {
         let forker = Forker::start(original)?;
-        let scan_always = !wait::distinguishes_orphans(&forker)?;
+        let scan_always = !distinguishes_orphans(&forker)?;
         let mut blocked = SigSet::empty();
         blocked.add(nix::sys::signal::SIGCHLD);
         let sigchld = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
@@ -424,7 +431,7 @@ impl EventLoop {
         let mut bytes = Vec::new();
         // Fails only beyond 64 KiB.
         let encoded = codec::encode(message, &[], &mut bytes);
-        debug_assert!(encoded.is_ok() && bytes.len() <= super::REPORT_BYTES_MAX);
+        debug_assert!(encoded.is_ok() && bytes.len() <= REPORT_BYTES_MAX);
         self.outbox.push(bytes, pidfd.into_iter().collect());
     }
 

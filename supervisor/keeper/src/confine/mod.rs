@@ -8,9 +8,9 @@
 //! - [`paths`]: paths that every program needs.
 //! - [`reach`]: given paths that the worker's user can reach.
 
-pub(super) mod cgroup;
+pub(crate) mod cgroup;
 mod elf;
-pub(super) mod landlock;
-pub(super) mod paths;
-pub(super) mod reach;
-pub(super) mod seccomp;
+pub(crate) mod landlock;
+pub(crate) mod paths;
+pub(crate) mod reach;
+pub(crate) mod seccomp;

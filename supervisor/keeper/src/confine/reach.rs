@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{elf, paths};
-use crate::confinement::Identity;
+use crate::protocol::confinement::Identity;
 
 const READ: u32 = 4;
 const WRITE: u32 = 2;

@@ -15,6 +15,7 @@ mod assembler;
 mod flags;
 mod notification;
 mod profiles;
+mod seal;
 #[cfg(test)]
 mod tests;
 
@@ -35,6 +36,7 @@ pub(crate) use self::notification::{
 pub(crate) use self::profiles::{
     allow_all, allow_siblings, default, deny_siblings, deny_unix_sockets, sealed, strict,
 };
+pub use self::seal::{Seal, seal};
 
 /// The kernel's name for this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]

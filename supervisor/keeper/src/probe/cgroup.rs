@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::thread::gettid;
 
-use super::{LayerSupport, error_text};
+use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
+use crate::protocol::LayerSupport;
 
 /// Prefix of the names of groups made by a trial, followed by a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";

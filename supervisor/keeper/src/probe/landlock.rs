@@ -10,7 +10,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
 use super::child::{self, TrialError};
-use super::{LayerSupport, error_text};
+use super::error_text;
+use crate::protocol::LayerSupport;
 
 /// A part of Landlock.
 struct Feature {

@@ -12,7 +12,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
 use super::child::{self, TrialError};
-use super::{LayerSupport, error_text};
+use super::error_text;
+use crate::protocol::LayerSupport;
 
 /// Time limit of a step. No step takes nearly this long.
 const STEP_TIMEOUT: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };

@@ -10,7 +10,6 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno;
 use bulkhead_linux::wait::{wait_for_exit_code, wait_until_readable};
 use bulkhead_shared::codec;
@@ -20,31 +19,13 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{KILL_ALL_TIMEOUT, setup};
-use crate::socket::Outbox;
+use crate::protocol::socket::Outbox;
+use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
-use crate::{LayerSupport, SubordinateIds, wait};
-
-/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
-pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
-
-/// Fourth argument if the first message must contain the layers that the machine supports.
-pub(crate) const PROBE_ARGUMENT: &str = "first";
-
-/// Version of orders and reports. The messages themselves have no version, because both ends are usually the
-/// same program. If the keeper is another program, it must have the same version.
-pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
+use crate::{SubordinateIds, wait};
 
 /// Time for the keeper to exit after the application's end, in addition to the keeper's own time limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
-
-/// The guard's only message. Carries the keeper's pidfd, and the namespace of `ids` if there is one.
-#[derive(Debug, Encode, BorrowDecode)]
-pub(crate) struct GuardReady {
-    pub(crate) keeper: u32,
-    pub(crate) abilities: Vec<LayerSupport>,
-    /// First and last subordinate id, or the reason why there are none.
-    pub(crate) ids: Result<(u32, u32), String>,
-}
 
 /// Becomes the guard and forks the keeper. Returns only in the keeper. Standard input is the socket, and
 /// standard output is the pidfd of the application.

@@ -9,9 +9,9 @@ use rustix::io::Errno;
 
 use super::{Child, EventLoop, Stage, deregister};
 use crate::confine::cgroup::Leaf;
+use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
-use crate::{Exit, ReportMessage, Usage};
 
 /// Time after which processes that survive SIGKILL are left to the kernel, and their worker is reported as
 /// reaped.

@@ -9,18 +9,22 @@ use bulkhead_linux::rlimits::OPEN_FILES;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::namespaces::TemplateNamespace;
 use super::templates::Template;
-use super::{Child, EXIT, EventLoop, LISTENER, NAMESPACE, STATUS, Stage, TEMPLATE, deregister, register};
+use super::templates::namespaces::TemplateNamespace;
+use super::{
+    Child, EXIT, EventLoop, LISTENER, NAMESPACE, STATUS, Stage, TEMPLATE, deregister, id_maps, observe,
+    register,
+};
 use crate::confine::cgroup::Leaf;
-use crate::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
+use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
+use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
-use crate::{ReportMessage, SpawnOrder, id_maps, observe, wait};
+use crate::wait;
 
 /// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
 /// the sender's credentials, and accepts no descriptors.
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (ours, theirs) = crate::socket::pair()?;
+    let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
     // Older kernels do not support this.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
@@ -64,7 +68,7 @@ impl EventLoop {
                 let registered =
                     status.as_ref().map(|status| register(&self.poll, status, pid as usize | STATUS));
                 debug_assert!(registered.is_none_or(|registered| registered.is_ok()));
-                let namespace = connections.namespace.take().map(TemplateNamespace::new);
+                let namespace = connections.init_socket.take().map(TemplateNamespace::new);
                 let registered = namespace
                     .as_ref()
                     .map(|namespace| register(&self.poll, namespace.socket(), pid as usize | NAMESPACE));
@@ -263,7 +267,7 @@ impl EventLoop {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::socket::Outbox;
+    use crate::protocol::socket::Outbox;
 
     #[test]
     fn template_cannot_pass_descriptors() {

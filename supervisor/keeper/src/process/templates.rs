@@ -6,6 +6,9 @@
 //! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
 //! begins during a fork.
 
+mod attributes;
+pub(super) mod namespaces;
+
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -18,15 +21,17 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::attributes::RecordedAttributes;
-use super::namespaces::NamespaceMember;
+use self::attributes::RecordedAttributes;
+use self::namespaces::NamespaceMember;
 use super::{
-    Child, EXIT, EventLoop, PENDING_REPORTS_MAX, Stage, TEMPLATE, deregister, register, register_again,
+    Child, EXIT, EventLoop, PENDING_REPORTS_MAX, Stage, TEMPLATE, deregister, observe, register,
+    register_again,
 };
-use crate::confinement::{Observed, TemporaryFiles};
-use crate::socket::Outbox;
+use crate::protocol::confinement::{Observed, TemporaryFiles};
+use crate::protocol::socket::Outbox;
+use crate::protocol::{ReportMessage, TemplateMessage};
 use crate::spawn::SpawnError;
-use crate::{ReportMessage, TemplateMessage, observe, wait};
+use crate::wait;
 
 /// Time limit for a fork. A template that takes longer is hung.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);

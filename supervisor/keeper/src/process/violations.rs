@@ -4,9 +4,9 @@ use bulkhead_linux::process_tree;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{Child, EventLoop, LISTENER, PENDING_REPORTS_MAX, deregister, register_again};
+use super::{Child, EventLoop, LISTENER, PENDING_REPORTS_MAX, deregister, observe, register_again};
 use crate::confine::seccomp::{self, ListenerState};
-use crate::{ReportMessage, observe};
+use crate::protocol::ReportMessage;
 
 impl EventLoop {
     /// Handles a notification of a forbidden call.

@@ -1,5 +1,9 @@
 //! Mounts made by the child.
 
+pub(super) mod covers;
+pub(super) mod proc_entries;
+pub(super) mod root;
+
 use std::ffi::CStr;
 use std::ptr::null;
 

@@ -14,13 +14,15 @@ use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::covers::Covers;
+use super::child::Plan;
+use super::forker::OomSettings;
+use super::mounts::covers::Covers;
+use super::mounts::root::{self, PrivateRoot};
 use super::progress::{self, StepError, StepFailure};
-use super::root::PrivateRoot;
-use super::{LINK_FD, OomSettings, Plan};
-use crate::Rlimit;
+use super::{LINK_FD, mounts};
 use crate::confine::landlock::RestrictError;
-use crate::confinement::Identity;
+use crate::protocol::Rlimit;
+use crate::protocol::confinement::Identity;
 
 /// Files that a worker creates are accessible only to its user.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
@@ -218,7 +220,7 @@ fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.proc {
         return Ok(());
     }
-    super::root::mount_private_proc()?;
+    root::mount_private_proc()?;
     let Some(ruleset) = &plan.prepared.confinement.ruleset else { return Ok(()) };
     Ok(ruleset.add_private_mounts(false)?)
 }
@@ -230,7 +232,7 @@ fn private_shared_memory(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 fn bind_shared_memory(folder: &CStr) -> Result<(), StepError> {
-    match super::mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
+    match mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
         Err(Errno::NOENT) => Ok(()), // The system has no such folder.
         result => Ok(result?),
     }
@@ -264,7 +266,7 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some((folder, options)) = &confinement.private_temporary else { return Ok(()) };
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
-    super::mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
+    mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
     bind_shared_memory(folder)?;
     let Some(ruleset) = &confinement.ruleset else { return Ok(()) };
     Ok(ruleset.add_temporary(folder)?)

@@ -15,9 +15,12 @@ use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
 
-use crate::process::guard::{GUARDED_ARGUMENT, GuardReady, PROBE_ARGUMENT, VERSION};
-use crate::socket::{self, Received};
-use crate::{KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, SERVICE_MANAGER_VARIABLES, SubordinateIds};
+use crate::SubordinateIds;
+use crate::protocol::socket::{self, Received};
+use crate::protocol::{
+    GUARDED_ARGUMENT, GuardReady, KEEPER_ARGUMENT, LayerSupport, ORDER_BYTES_MAX, PROBE_ARGUMENT,
+    SERVICE_MANAGER_VARIABLES, VERSION,
+};
 
 /// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
 /// is stuck.
@@ -37,14 +40,14 @@ pub struct ProbeResult {
 
 /// Tells the guard whether to probe the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ProbeMachine {
+pub(crate) enum ProbeMachine {
     Yes,
     No,
 }
 
 /// The processes of the keeper and its guard.
 #[derive(Debug)]
-pub(super) struct DetachedKeeper {
+pub(crate) struct DetachedKeeper {
     guard: OwnedFd,
     keeper: OwnedFd,
     keeper_pid: u32,
@@ -52,7 +55,7 @@ pub(super) struct DetachedKeeper {
 
 impl DetachedKeeper {
     /// Starts both, and waits until they are running. `theirs` becomes the keeper's end of the socket.
-    pub(super) fn start(
+    pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
         socket: &OwnedFd,
@@ -83,11 +86,11 @@ impl DetachedKeeper {
         }
     }
 
-    pub(super) fn keeper_pid(&self) -> u32 {
+    pub(crate) fn keeper_pid(&self) -> u32 {
         self.keeper_pid
     }
 
-    pub(super) fn kill_keeper(&self) -> io::Result<()> {
+    pub(crate) fn kill_keeper(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.keeper, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
@@ -95,7 +98,7 @@ impl DetachedKeeper {
     }
 
     /// Waits until both are gone. Returns false if one is still running after `timeout`.
-    pub(super) fn wait(&self, timeout: Duration) -> io::Result<bool> {
+    pub(crate) fn wait(&self, timeout: Duration) -> io::Result<bool> {
         let until = Instant::now() + timeout;
         for process in [&self.keeper, &self.guard] {
             if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
@@ -109,7 +112,7 @@ impl DetachedKeeper {
     }
 
     /// Kills the keeper, and waits until the guard has killed the processes left behind.
-    pub(super) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
+    pub(crate) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
         // The guard could be stopped.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);

@@ -12,11 +12,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::{Child, EventLoop, NAMESPACE, Stage, register_again};
+use super::super::{Child, EventLoop, NAMESPACE, Stage, register_again};
 use crate::confine::cgroup::Leaf;
-use crate::socket::{self, Outbox, Received};
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{ChildExit, EXIT_BYTES_MAX, InitOrder, NAMED_CHILDREN_MAX};
-use crate::{Exit, ReportMessage, Usage, wait};
+use crate::wait;
 
 /// Maximum number of exits read at a time.
 const EXITS_MAX: usize = 64;
@@ -39,11 +40,11 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of a template's pid namespace.
-pub(super) struct TemplateNamespace {
+pub(in crate::process) struct TemplateNamespace {
     socket: OwnedFd,
     outbox: Outbox,
     /// The template's pid in the namespace, once it is known.
-    pub(super) template: Option<u32>,
+    pub(in crate::process) template: Option<u32>,
     /// Workers: the pid in the namespace, and the pid outside.
     workers: HashMap<u32, u32>,
     /// Other children of the first process, each with the time of its discovery.
@@ -68,17 +69,17 @@ struct ExitedWorker {
 
 /// A worker's place in a namespace.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct NamespaceMember {
+pub(in crate::process) struct NamespaceMember {
     /// The first process of the namespace.
-    pub(super) namespace: u32,
+    pub(in crate::process) namespace: u32,
     /// The worker's pid in the namespace.
-    pub(super) inner: u32,
+    pub(in crate::process) inner: u32,
     /// Part of the name of the worker's temporary folder, if the folder is in the namespace too.
-    pub(super) secret: Option<u128>,
+    pub(in crate::process) secret: Option<u128>,
 }
 
 impl TemplateNamespace {
-    pub(super) fn new(socket: OwnedFd) -> Self {
+    pub(in crate::process) fn new(socket: OwnedFd) -> Self {
         Self {
             socket,
             outbox: Outbox::default(),
@@ -92,21 +93,21 @@ impl TemplateNamespace {
         }
     }
 
-    pub(super) fn socket(&self) -> &OwnedFd {
+    pub(in crate::process) fn socket(&self) -> &OwnedFd {
         &self.socket
     }
 
     /// True if the template or a worker has this pid in the namespace.
-    pub(super) fn contains(&self, inner: u32) -> bool {
+    pub(in crate::process) fn contains(&self, inner: u32) -> bool {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
     /// True if an unknown process with this pid has ended.
-    pub(super) fn has_ended(&self, inner: u32) -> bool {
+    pub(in crate::process) fn has_ended(&self, inner: u32) -> bool {
         self.recent_exits.contains(&inner)
     }
 
-    pub(super) fn add_worker(&mut self, inner: u32, pid: u32) {
+    pub(in crate::process) fn add_worker(&mut self, inner: u32, pid: u32) {
         self.workers.insert(inner, pid);
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
@@ -127,7 +128,7 @@ impl EventLoop {
     }
 
     /// Handles messages of a namespace's first process.
-    pub(super) fn handle_namespace_messages(&mut self, pid: u32) {
+    pub(in crate::process) fn handle_namespace_messages(&mut self, pid: u32) {
         let has_more = self.handle_exits(pid);
         self.send_namespace_orders(pid, has_more);
     }
@@ -145,7 +146,7 @@ impl EventLoop {
     }
 
     /// Handles some exits. Returns true if there may be more.
-    pub(super) fn handle_exits(&mut self, pid: u32) -> bool {
+    pub(in crate::process) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
@@ -230,7 +231,7 @@ impl EventLoop {
     }
 
     /// Reports workers of which nothing is left, and orders the remaining processes to be killed.
-    pub(super) fn clean_namespace(&mut self, pid: u32, now: Instant) {
+    pub(in crate::process) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
         // A child that was discovered before the oldest fork in progress cannot be its result.
@@ -272,12 +273,12 @@ impl EventLoop {
     }
 
     /// Returns the next time at which an order to kill is due.
-    pub(super) fn next_namespace_kill(&self) -> Option<Instant> {
+    pub(in crate::process) fn next_namespace_kill(&self) -> Option<Instant> {
         let namespaces = self.templates.iter().filter_map(|pid| self.children.get(pid)?.namespace.as_ref());
         namespaces.filter_map(|namespace| namespace.kills.map(|(_, due, _)| due)).min()
     }
 
-    pub(super) fn clean_namespaces(&mut self, now: Instant) {
+    pub(in crate::process) fn clean_namespaces(&mut self, now: Instant) {
         let is_due = |pid: &&u32| {
             let namespace = self.children.get(pid).and_then(|child| child.namespace.as_ref());
             namespace.and_then(|namespace| namespace.kills).is_some_and(|(_, due, _)| due <= now)
@@ -300,7 +301,10 @@ impl EventLoop {
     }
 
     /// Orders a worker in a namespace to be killed, with its process group.
-    pub(super) fn kill_in_namespace(&mut self, NamespaceMember { namespace, inner, .. }: NamespaceMember) {
+    pub(in crate::process) fn kill_in_namespace(
+        &mut self,
+        NamespaceMember { namespace, inner, .. }: NamespaceMember,
+    ) {
         if let Some(found) = self.namespace_mut(namespace) {
             found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());
             self.send_namespace_orders(namespace, false);
@@ -308,7 +312,7 @@ impl EventLoop {
     }
 
     /// Orders a template to be killed. Its workers continue.
-    pub(super) fn kill_template(&mut self, pid: u32) {
+    pub(in crate::process) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.namespace) {
             (Stage::Running, Some(namespace)) => {
@@ -322,7 +326,7 @@ impl EventLoop {
     }
 
     /// Handles the end of a namespace's first process. All processes in the namespace have ended with it.
-    pub(super) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
+    pub(in crate::process) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
         const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
         let TemplateNamespace { workers, mut exited, .. } = namespace;
         for here in workers.into_values() {

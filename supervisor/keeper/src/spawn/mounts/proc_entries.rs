@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::mounts::{Access, mount, restrict};
+use super::{Access, mount, restrict};
 
 /// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
 /// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
@@ -43,7 +43,7 @@ struct HiddenEntry {
 }
 
 /// Looks up the entries to hide. Runs in the keeper, before the fork.
-pub(super) fn prepare() {
+pub(in crate::spawn) fn prepare() {
     HIDDEN_ENTRIES.get_or_init(|| {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let hidden = entries.filter_map(|entry| {

@@ -20,9 +20,10 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::thread::CapabilitySet;
 
-use super::{ended, exit};
+use super::super::{FAILED_EXIT_CODE, exit};
+use super::{STATUS_BYTES, become_init, decode, encode};
+use crate::protocol::{Exit, Usage};
 use crate::wait;
-use crate::{Exit, Usage};
 
 /// File in which the kernel lists the children of a thread, on most machines.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
@@ -31,7 +32,7 @@ const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 const CHILDREN_MAX: usize = 4096;
 
 /// Fixed part of an exit report, in bytes: the pid, the status and usage, and the kind of list that follows.
-const FIXED_BYTES: usize = 4 + ended::STATUS_BYTES + 1;
+const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 
 /// Maximum size of an exit report with the list of children, in bytes.
 pub(crate) const EXIT_BYTES_MAX: usize = FIXED_BYTES + 4 * CHILDREN_MAX;
@@ -105,7 +106,7 @@ impl ChildExit {
         let (pid, rest) = bytes.split_first_chunk()?;
         let (end, rest) = rest.split_first_chunk()?;
         let (&follows, numbers) = rest.split_first()?;
-        let (exit, usage) = ended::decode(end)?;
+        let (exit, usage) = decode(end)?;
         let (numbers, []) = numbers.as_chunks::<4>() else { return None };
         Some(Self {
             pid: u32::from_le_bytes(*pid),
@@ -119,17 +120,17 @@ impl ChildExit {
 }
 
 /// Opens the file that lists the children of the first process.
-pub(super) fn open_children() -> Result<OwnedFd, Errno> {
+pub(in crate::spawn) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Becomes the first process, with the child `template`.
-pub(super) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
-    let Ok(sigchld) = watch_sigchld() else { exit(super::FAILED_EXIT_CODE) };
+pub(in crate::spawn) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
+    let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
     // The processes in the namespace can have another user. CAP_KILL reaches only these, because no others
     // are visible here.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
-    ended::become_init(CapabilitySet::KILL, &mut kept);
+    become_init(CapabilitySet::KILL, &mut kept);
     let init = TemplateInit { template, socket, children, sigchld };
     loop {
         let has_more = init.execute_orders() | (init.reap() == EXITS_PER_ITERATION);
@@ -210,7 +211,7 @@ impl TemplateInit<'_> {
             length += more.len();
         };
         put(&pid.to_le_bytes());
-        put(&ended::encode(*status, usage));
+        put(&encode(*status, usage));
         let mut numbers = [0; CHILDREN_MAX];
         let (count, follows) = match lists {
             false => (0, ANOTHER_EXIT),
@@ -328,7 +329,7 @@ mod tests {
 
     #[test]
     fn decodes_exit_reports_and_encodes_orders() {
-        let (ours, theirs) = crate::socket::pair().unwrap();
+        let (ours, theirs) = crate::protocol::socket::pair().unwrap();
         let deaths = watch_sigchld().unwrap();
         let init = TemplateInit { template: 2, socket: &theirs, children: open_children().unwrap(), sigchld };
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };

@@ -17,7 +17,7 @@ use bulkhead_linux::folder::{self, FOLDER_FLAGS};
 use rustix::fs::{FlockOperation, Mode};
 use rustix::io::Errno;
 
-use super::confinement::Identity;
+use crate::protocol::confinement::Identity;
 
 /// Prefix of the base folder's name, followed by the user id.
 const PREFIX: &str = "bulkhead-";

@@ -13,12 +13,12 @@ use bulkhead_linux::errno::check;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use super::machine;
-use super::mounts::{Access, mount, restrict};
-use super::progress::StepError;
+use super::super::progress::StepError;
+use super::proc_entries;
+use super::{Access, mount, restrict};
 use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
-use crate::confinement::{Identity, Layers, TemporaryFiles};
+use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
 /// Location of the system's root folder while the new one is being made.
 const OLD_ROOT: &CStr = c"/old";
@@ -46,7 +46,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
 ];
 
 /// A step in making a root folder, or in making the content of a covered folder.
-pub(super) enum LayoutStep {
+pub(in crate::spawn) enum LayoutStep {
     Folder(CString),
     File(CString),
     Link {
@@ -66,7 +66,7 @@ pub(super) enum LayoutStep {
 }
 
 /// All steps that make a root folder, decided in advance.
-pub(super) struct PrivateRoot {
+pub(in crate::spawn) struct PrivateRoot {
     steps: Vec<LayoutStep>,
     /// Folders that are replaced by their entries.
     expanded: Vec<CString>,
@@ -85,7 +85,7 @@ const COMMON_STEPS: [&str; 6] =
 
 impl PrivateRoot {
     /// Decides the layout. Fails with a path of the configuration that does not exist.
-    pub(super) fn prepare<'v>(
+    pub(in crate::spawn) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
         unreachable: &Unreachable,
@@ -143,12 +143,12 @@ impl PrivateRoot {
     }
 
     /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
-    pub(super) fn expanded(&self) -> &[CString] {
+    pub(in crate::spawn) fn expanded(&self) -> &[CString] {
         &self.expanded
     }
 
     /// Describes a step for people.
-    pub(super) fn describe(&self, step: u32) -> String {
+    pub(in crate::spawn) fn describe(&self, step: u32) -> String {
         if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
         }
@@ -164,7 +164,7 @@ impl PrivateRoot {
 
     /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
     /// In a new pid namespace, the process must be the first.
-    pub(super) fn enter(&self) -> Result<(), StepError> {
+    pub(in crate::spawn) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
         };
@@ -187,7 +187,7 @@ impl PrivateRoot {
         }
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
         mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
-        machine::hide()
+        proc_entries::hide()
     }
 
     fn mount_tmp(&self) -> Result<(), Errno> {
@@ -199,7 +199,7 @@ impl PrivateRoot {
 }
 
 impl LayoutStep {
-    pub(super) fn execute(&self) -> Result<(), Errno> {
+    pub(in crate::spawn) fn execute(&self) -> Result<(), Errno> {
         match self {
             Self::Folder(at) => make_folder(at),
             Self::File(at) => {
@@ -369,14 +369,14 @@ impl Layout {
 }
 
 /// Returns the mount options of a memory file system with this size in bytes.
-pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
+pub(in crate::spawn) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
     let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
     let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
 /// True if a folder denies access to the worker's user, so that it is shown by its entries.
-pub(super) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
+pub(in crate::spawn) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
@@ -404,7 +404,7 @@ fn folders_to(path: &Path) -> Vec<CString> {
     folders
 }
 
-pub(super) fn c_string(path: &Path) -> Option<CString> {
+pub(in crate::spawn) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
@@ -415,7 +415,7 @@ fn old_path(path: &Path) -> Option<CString> {
 
 /// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
 /// process there. The new `/proc` is visible only to this process and its descendants.
-pub(super) fn mount_private_proc() -> Result<(), Errno> {
+pub(in crate::spawn) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;

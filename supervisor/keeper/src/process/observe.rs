@@ -8,8 +8,8 @@ use std::path::Path;
 use bulkhead_linux::process_tree::read_proc_file;
 use bulkhead_linux::rlimits::Resource;
 
-use super::Rlimit;
-use super::confinement::{Namespaces, Observed};
+use crate::protocol::Rlimit;
+use crate::protocol::confinement::{Namespaces, Observed};
 
 /// Namespaces that can be private to a worker, by their names in `/proc`.
 const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];

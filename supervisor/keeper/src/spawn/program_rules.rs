@@ -10,7 +10,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::SpawnError;
 use crate::confine::landlock::Ruleset;
-use crate::confinement::{Layers, TemporaryFiles};
+use crate::protocol::confinement::{Layers, TemporaryFiles};
 
 /// Name of the step.
 const STEP: &str = "rules for programs";

@@ -21,7 +21,8 @@ use nix::unistd::User;
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use super::wait::exits_within;
+use crate::probe::DISABLED_LAYERS;
+use crate::wait::exits_within;
 
 /// Name in `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
@@ -62,9 +63,8 @@ impl SubordinateIds {
         if rustix::process::geteuid().is_root() {
             return Err("root does not need subordinate ids".to_owned());
         }
-        if std::env::var(super::probe::DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids"))
-        {
-            return Err(format!("{} disables subordinate ids", super::probe::DISABLED_LAYERS));
+        if std::env::var(DISABLED_LAYERS).is_ok_and(|layers| layers.contains("subordinate_ids")) {
+            return Err(format!("{} disables subordinate ids", DISABLED_LAYERS));
         }
         // Listing the descriptors of another user's process needs a right that no namespace gives.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
@@ -88,12 +88,12 @@ impl SubordinateIds {
     }
 
     /// Takes over ids and a namespace that the guard has created.
-    pub(super) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
+    pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
 
     /// Returns a descriptor of the namespace.
-    pub(super) fn namespace(&self) -> io::Result<OwnedFd> {
+    pub(crate) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }
 }

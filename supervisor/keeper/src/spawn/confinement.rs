@@ -10,16 +10,16 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::covers::Covers;
-use super::machine;
-use super::root::{self, PrivateRoot};
+use super::mounts::covers::Covers;
+use super::mounts::proc_entries;
+use super::mounts::root::{self, PrivateRoot};
 use super::steps;
-use super::{SpawnError, programs};
-use crate::SpawnOrder;
+use super::{SpawnError, program_rules};
 use crate::confine::landlock::{self, Ruleset};
 use crate::confine::reach::{self, GrantedPaths, Unreachable};
 use crate::confine::seccomp::{self, FatalAction, Filter};
-use crate::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
+use crate::protocol::SpawnOrder;
+use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
 
 /// Name of the step.
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
@@ -121,7 +121,7 @@ impl PreparedConfinement {
             .map(open)
             .transpose()?;
         let root = layers.namespaces.mount.then(|| {
-            machine::prepare();
+            proc_entries::prepare();
             let missing = |path: &Path| {
                 SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
             };
@@ -130,7 +130,8 @@ impl PreparedConfinement {
         let ruleset = ruleset.transpose()?;
         // A template confines the processes that it forks, as a host confines its programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
-        let program_rules = gets_rules.then(|| programs::create_file(&layers, ruleset.as_ref(), temporary));
+        let program_rules =
+            gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
         let covers = match root {
             _ if !may_mount => None,
             Some(_) => None,

@@ -1,9 +1,9 @@
 //! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
 //! groups are removed. If a group is not empty yet, the removal is retried.
 
-use super::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
-use super::confinement::CgroupLimits;
-use super::spawn::SpawnError;
+use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
+use crate::protocol::confinement::CgroupLimits;
+use crate::spawn::SpawnError;
 
 /// The parent of all groups, and the groups that could not be removed yet.
 #[derive(Default)]

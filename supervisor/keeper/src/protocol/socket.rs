@@ -14,10 +14,13 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-use super::{SOCKET_BUFFER_BYTES, SPAWN_DESCRIPTORS};
+use super::{ORDER_BYTES_MAX, SPAWN_DESCRIPTORS};
+
+/// Size requested for the socket's buffer, in bytes: the largest order, and the kernel's own share.
+const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
 
 /// Creates two connected ends, both close-on-exec.
-pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     // Orders are large. Reports are small, so the default buffer is enough for the other direction. The
@@ -28,21 +31,21 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 
 /// Messages that the socket has not accepted yet, with their descriptors.
 #[derive(Debug, Default)]
-pub(super) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
+pub(crate) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
 
 impl Outbox {
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    pub(super) fn push(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) {
+    pub(crate) fn push(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) {
         debug_assert!(descriptors.len() <= SPAWN_DESCRIPTORS);
         self.0.push_back((message, descriptors));
     }
 
     /// Sends messages until the socket is full. Returns true if all are sent. If not, call this again when
     /// the socket is writable.
-    pub(super) fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
+    pub(crate) fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
@@ -71,7 +74,7 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 }
 
 /// Result of [`receive`].
-pub(super) enum Received {
+pub(crate) enum Received {
     /// A message of this many bytes, with its descriptors. If this process has reached its limit of
     /// descriptors, some are missing.
     Message(usize, Vec<OwnedFd>),
@@ -82,7 +85,7 @@ pub(super) enum Received {
 }
 
 /// Receives one message.
-pub(super) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
+pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;

@@ -6,7 +6,7 @@ use std::io;
 
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::confinement::Identity;
+use crate::protocol::confinement::Identity;
 
 /// Writes the maps for a waiting child.
 ///
