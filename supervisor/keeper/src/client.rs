@@ -1,7 +1,7 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Starts and ends the keeper process, and waits for its end. Does not know which workers exist; the data
-//! plane does.
+//! Starts the keeper process, shuts it down, and waits for the exit. Does not know which workers exist, because
+//! the data plane keeps the list.
 
 pub(crate) mod detached;
 
@@ -24,23 +24,21 @@ use crate::protocol::{
 };
 use crate::{SubordinateIds, wait};
 
-/// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
-/// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
-/// can wait in addition.
+/// Maximum number of pending orders. At this number, spawns and forks are rejected. Kills and pings are always
+/// accepted, so at most one kill per worker and one ping can be pending in addition. The keeper executes an
+/// order within about a millisecond.
 const PENDING_ORDERS_MAX: usize = 1024;
 
-/// Time for the keeper to exit before it is killed. The keeper kills everything first, and its own time limit
-/// is slightly shorter.
+/// Time limit for the keeper to exit. Slightly longer than the keeper's own limit for killing all workers.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
-/// Time for the processes that a killed keeper left behind to die.
+/// Time limit for killing the processes that a killed keeper left behind.
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice about a start that failed at this step. The text is empty if nothing is known about the
-/// cause.
+/// Returns advice for a start that failed at `step`, or an empty text if the cause is not known.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
@@ -65,22 +63,22 @@ pub struct Keeper {
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers for which this process had no descriptor left. Reported as failed, and killed.
+    /// Workers whose pidfd this process could not receive because it had reached its limit of descriptors.
+    /// These workers are killed, and reported as failed.
     without_pidfd: HashSet<u64>,
-    /// Source of worker ids, which the next keeper needs as well.
+    /// Ids for workers, which the next keeper needs as well.
     ids: Option<Arc<SubordinateIds>>,
 }
 
-/// The keeper's process.
 #[derive(Debug)]
 enum KeeperProcess {
     /// A child of this process.
     Child(Child),
-    /// Not a child of this process, and started by a guard.
+    /// A process that a guard has started, and that is not a child of this process.
     Detached(DetachedKeeper),
 }
 
-/// Everything needed to start another keeper in place of a previous one.
+/// Starts a keeper with the program and the worker ids of a lost keeper.
 #[derive(Clone, Debug)]
 pub struct KeeperLauncher {
     program: PathBuf,
@@ -89,7 +87,7 @@ pub struct KeeperLauncher {
 }
 
 impl KeeperLauncher {
-    /// Starts the keeper, and passes on the worker ids of the previous keeper.
+    /// Starts the keeper, and sends it the worker ids.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
@@ -101,14 +99,14 @@ impl KeeperLauncher {
 }
 
 impl Keeper {
-    /// Starts the keeper of an application that also does other work. The keeper is not a child of the
-    /// application. If the keeper is killed, the guard kills the processes left behind. The keeper ends when
-    /// this process ends, or when the handle is dropped.
+    /// Starts a keeper for an application that embeds the supervisor. The keeper is not a child of the
+    /// application. If the keeper is killed, its guard kills the processes left behind. The keeper exits when
+    /// this process exits, or when the handle is dropped.
     ///
-    /// `program` must be of this version. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`crate::run_as_keeper`] first in `main`.
+    /// `program` must have the same version as this library. If its first argument is [`KEEPER_ARGUMENT`],
+    /// `program` must call [`crate::run_as_keeper`] first in `main`.
     ///
-    /// Waits some ten milliseconds until the keeper is running.
+    /// Blocks until the keeper is running, usually for about ten milliseconds.
     pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
         Self::launch_detached(program, ProbeMachine::Yes)
     }
@@ -150,13 +148,13 @@ impl Keeper {
         Ok(())
     }
 
-    /// Returns the data for starting the next keeper.
+    /// Returns a launcher for the next keeper, which is needed when this keeper is lost.
     pub fn launcher(&self) -> KeeperLauncher {
         let is_detached = matches!(self.process, KeeperProcess::Detached(_));
         KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
-    /// Returns the keeper's process id.
+    /// Returns the pid of the keeper.
     pub fn pid(&self) -> u32 {
         match &self.process {
             KeeperProcess::Child(process) => process.id(),
@@ -164,12 +162,12 @@ impl Keeper {
         }
     }
 
-    /// Orders a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
+    /// Orders the keeper to start a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
     ///
     /// If an error is returned, nothing has been ordered. Errors:
     ///
     /// - The order is too long or contains a NUL.
-    /// - Too many orders are waiting ([`io::ErrorKind::WouldBlock`]).
+    /// - Too many orders are pending ([`io::ErrorKind::WouldBlock`]).
     /// - The keeper is gone ([`io::ErrorKind::BrokenPipe`]).
     pub fn spawn(
         &mut self,
@@ -181,7 +179,7 @@ impl Keeper {
         self.send_spawn_order(order.encode()?, [link, stdout, stderr])
     }
 
-    /// Orders a template. [`SpawnOrder::is_template`] must be set.
+    /// Orders the keeper to start a template. [`SpawnOrder::is_template`] must be set.
     pub fn spawn_template(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -192,7 +190,7 @@ impl Keeper {
         self.send_order(order.encode()?, vec![stdout, stderr])
     }
 
-    /// Makes a template fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
+    /// Orders a template to fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
     /// [`Report::SpawnFailed`] follows. Errors are those of [`Keeper::spawn`].
     pub fn fork(
         &mut self,
@@ -211,21 +209,20 @@ impl Keeper {
         self.send_order(message, descriptors.into())
     }
 
-    /// Orders the keeper to kill a worker at once, with everything the worker leaves behind. Call this once
-    /// per worker. [`Report::Exited`] follows, unless the worker has ended before. An error means that the
-    /// keeper is gone.
+    /// Orders the keeper to kill a worker and all its descendants at once. Call this once per worker.
+    /// [`Report::Exited`] follows, unless the worker has already exited. An error means that the keeper is
+    /// gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
         self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
-    /// Checks that the keeper is responsive. [`Report::Pong`] follows within milliseconds, unless something
-    /// is wrong.
+    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }
 
-    /// Reaps children that have ended and are not this keeper. A supervisor that is process 1 of a container,
-    /// or a child subreaper, inherits such orphans. Returns true if there may be more. Does nothing in an
+    /// Reaps ended children other than the keeper. A supervisor that is process 1 of a container, or a child
+    /// subreaper, inherits orphans. Returns true if more ended children may be left. Does nothing in an
     /// application, which reaps its own children.
     pub fn reap_orphans(&self) -> bool {
         let KeeperProcess::Child(keeper) = &self.process else { return false };
@@ -248,7 +245,7 @@ impl Keeper {
         self.flush()
     }
 
-    /// Sends waiting orders until the socket is full. Call this when the socket is writable.
+    /// Sends pending orders until the socket is full. Call this when the socket is writable.
     pub fn flush(&mut self) -> io::Result<()> {
         self.outbox.flush(&self.socket).map(drop)
     }
@@ -258,10 +255,10 @@ impl Keeper {
         self.outbox.len() > 0
     }
 
-    /// Returns the next report, or `None` if no report is available at present.
+    /// Returns the next report, or `None` if no report has arrived.
     ///
-    /// Any error means that this keeper is lost, and that its workers die. [`io::ErrorKind::UnexpectedEof`]
-    /// means that the keeper has exited. See [`reap_after_keeper`].
+    /// After any error the keeper is lost, and its workers die; see [`reap_after_keeper`].
+    /// [`io::ErrorKind::UnexpectedEof`] means that the keeper has exited.
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
             match socket::receive(&self.socket, &mut self.buffer)? {
@@ -304,8 +301,7 @@ impl Keeper {
         })
     }
 
-    /// Kills a worker for which there is no pidfd, because this process has reached its limit of descriptors.
-    /// A worker that cannot be watched must not run.
+    /// Kills a worker whose pidfd is missing, because a worker that cannot be watched must not run.
     fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
         self.without_pidfd.insert(worker);
         self.kill(worker)?;
@@ -313,7 +309,7 @@ impl Keeper {
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Orders the keeper to exit, with all workers and their descendants, and waits for the exit. This
+    /// Orders the keeper to kill all workers with their descendants and to exit, and waits for the exit. This
     /// usually takes some milliseconds, but up to a minute if processes cannot be killed.
     pub fn shut_down(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
@@ -355,21 +351,21 @@ impl AsRawFd for Keeper {
     }
 }
 
-/// Makes this process inherit the descendants of a killed keeper, for [`reap_after_keeper`]. The
-/// supervisor's own program calls this when it starts.
+/// Makes this process inherit the descendants of a killed keeper, for [`reap_after_keeper`]. The supervisor
+/// program calls this when it starts.
 pub fn become_subreaper() -> io::Result<()> {
-    // The kernel takes any number except zero as true.
+    // Any value except zero enables the flag.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-/// Kills a lost keeper and **all other descendants of this process**, until nothing is left. Another keeper
-/// must not be started before this returns, because it would be killed as well.
+/// Kills a lost keeper and **all other descendants of this process**, until no process is left. The next keeper
+/// must be started only after this call, because it would be killed as well.
 ///
-/// Only for a program that called [`become_subreaper`]. The program must have no other children, because this
-/// function kills and reaps all children. Blocks, usually for some milliseconds.
+/// For a program that has called [`become_subreaper`] and has no other children, because this function kills
+/// and reaps all children. Blocks, usually for some milliseconds.
 ///
-/// For a keeper from [`Keeper::start_detached`], the guard does the work, and spares processes that do not
-/// belong to the keeper.
+/// For a keeper from [`Keeper::start_detached`], the guard kills the processes, and spares processes that do
+/// not belong to the keeper.
 pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
     match lost.process {
         KeeperProcess::Child(mut process) => {

@@ -1,5 +1,5 @@
 //! The keeper of an application that embeds a supervisor. Neither the keeper nor its guard is a child of the
-//! application; both are known by their pidfds.
+//! application, so this process holds a pidfd of each.
 
 use std::ffi::{CString, OsString};
 use std::io;
@@ -22,8 +22,8 @@ use crate::protocol::{
     SERVICE_MANAGER_VARIABLES, VERSION,
 };
 
-/// Maximum time until the keeper is running. Probing the machine takes milliseconds, or seconds if something
-/// is stuck.
+/// Time limit for the start of the keeper. Probing the machine takes milliseconds, or seconds if a trial is
+/// stuck.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lowest descriptor number that does not collide with the standard input and output of a new program.
@@ -34,11 +34,11 @@ const DESCRIPTOR_MIN: i32 = 3;
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
     pub abilities: Vec<LayerSupport>,
-    /// Ids for workers, or the reason why there are none.
+    /// Ids for workers, or the reason why no ids are available.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
-/// Tells the guard whether to probe the machine.
+/// `Yes` if the guard must probe the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProbeMachine {
     Yes,
@@ -54,7 +54,8 @@ pub(crate) struct DetachedKeeper {
 }
 
 impl DetachedKeeper {
-    /// Starts both, and waits until they are running. `theirs` becomes the keeper's end of the socket.
+    /// Starts the guard and the keeper, and waits until both are running. `theirs` becomes the keeper's end of
+    /// the socket.
     pub(crate) fn start(
         program: &Path,
         probe: ProbeMachine,
@@ -77,8 +78,8 @@ impl DetachedKeeper {
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
             Err(error) => {
-                // The process can be any program. Its keeper, if there is one, exits when the socket is
-                // closed.
+                // The process can be any program. If it has started a keeper, the keeper exits when the socket
+                // is closed.
                 let _ = pidfd_send_signal(&guard, Signal::KILL);
                 let is_silent = error.kind() == io::ErrorKind::UnexpectedEof;
                 Err(if is_silent { not_a_keeper(program) } else { error })
@@ -97,15 +98,15 @@ impl DetachedKeeper {
         }
     }
 
-    /// Waits until both are gone. Returns false if one is still running after `timeout`.
+    /// Waits until the guard and the keeper have exited. Returns false if one of them is still running after
+    /// `timeout`.
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<bool> {
         let until = Instant::now() + timeout;
         for process in [&self.keeper, &self.guard] {
             if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
-            // Reaps the process if this process adopts orphans. Otherwise the call fails, and this process
-            // need not reap it.
+            // Fails if this process does not adopt orphans. Then another process reaps this one.
             let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
         Ok(true)
@@ -114,7 +115,7 @@ impl DetachedKeeper {
     /// Kills the keeper, and waits until the guard has killed the processes left behind.
     pub(crate) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
-        // The guard could be stopped.
+        // The guard can have been stopped.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);
         if self.wait(timeout)? {
             return Ok(());
@@ -135,7 +136,7 @@ fn not_a_keeper(program: &Path) -> io::Error {
     ))
 }
 
-/// Receives the guard's message. Fails with an end of file if the process is not a guard.
+/// Receives the guard's message. Fails with [`io::ErrorKind::UnexpectedEof`] if the process is not a guard.
 fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
@@ -155,7 +156,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            // The guard has ended, but the socket is not closed: a process that another thread of the
+            // The guard has exited, but the socket is still open, because a process that another thread of the
             // application has just forked can hold a copy.
             Ok(_) if polled[0].revents().is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(_) => {}
@@ -167,7 +168,7 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
 #[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
 fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
-    // Above the numbers of the final descriptors, so that neither `dup2` overwrites the other source.
+    // Moves both descriptors above the final numbers, so that neither `dup2` overwrites the other source.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
     let (socket, application) = (above(theirs)?, above(application)?);
     let path = CString::new(program.as_os_str().as_bytes())?;

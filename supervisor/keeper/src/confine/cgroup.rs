@@ -1,16 +1,16 @@
-//! Control groups of version 2: a leaf group for each worker, with limits for the worker and all its
+//! Control groups of version 2. Each worker has a leaf group, with limits for the worker and all its
 //! descendants.
 //!
-//! The leaves are children of the keeper's own group, if that group was delegated to the keeper. Groups above
-//! are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
-//! leaf. Nothing here waits: if an action is not possible yet, the caller tries again.
+//! The leaves are children of the keeper's own group, which must have been delegated to the keeper. Groups
+//! above are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
+//! leaf. Nothing here waits. If an action is not possible yet, the caller tries again.
 //!
-//! - `folder`: a group as files, with limits on reads and writes.
-//! - `leaf`: actions on a worker's group.
+//! - `folder`: a group as a folder of files, with limits on reads and writes.
+//! - `leaf`: the group of a worker.
 //! - `limits`: the files that set limits.
-//! - `owner`: the owner of a leaf, which its name states.
+//! - `owner`: the owner of a leaf, which is part of the leaf's name.
 //! - `clone`: starts a process in a group.
-//! - `parse`: parses the kernel's files.
+//! - `parse`: parsers of the kernel's files.
 
 mod clone;
 mod folder;
@@ -33,12 +33,13 @@ pub(crate) use clone::fork_into;
 pub(crate) use leaf::Leaf;
 pub(crate) use limits::Limits;
 
-/// Child group for the supervisor and the keeper, used if their own group must have no processes. The kernel
-/// applies limits to the children of a group only if no process is in the group itself. With
-/// `DelegateSubgroup=`, systemd puts the supervisor there from the start.
+/// Child group to which the supervisor and the keeper are moved. The kernel applies limits to the children of a
+/// group only if the group itself contains no process. With `DelegateSubgroup=`, systemd starts the supervisor
+/// in this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds for emptying a group. Processes forked in one round are found in the next.
+/// Maximum number of rounds for moving processes out of a group. Processes forked in one round are found in the
+/// next.
 const MOVE_ROUNDS_MAX: usize = 16;
 
 /// Maximum number of leaves of previous keepers that are handled in one call.
@@ -47,7 +48,7 @@ const STALE_LEAVES_MAX: usize = 4096;
 /// Maximum number of foreign processes named in an error.
 const NAMED_PROCESSES_MAX: usize = 3;
 
-/// Advice for cases in which no group can be used.
+/// Advice for the failures below.
 pub(crate) const MOUNT_ADVICE: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, mount cgroup v2";
 pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
@@ -64,9 +65,9 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// Failure of an action on a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to", with the name of the file.
+    /// Description that fits after "failed to". Names the file.
     pub(crate) attempted: String,
-    /// Error of the kernel, or the error that fits best.
+    /// Error of the kernel, or the most similar error.
     pub(crate) errno: Errno,
     /// Advice for an administrator.
     pub(crate) advice: &'static str,
@@ -89,7 +90,7 @@ fn failure(attempted: String, errno: Errno) -> Failure {
     Failure { attempted, errno, advice }
 }
 
-/// Returns the mounted path of the delegated group, which this process may divide.
+/// Returns the path of the delegated group, in which this process creates child groups.
 pub(crate) fn root_path() -> Result<PathBuf, Failure> {
     open_root().map(|folder| folder.path().to_owned())
 }
@@ -120,12 +121,12 @@ fn open_own_group() -> Result<Folder, Failure> {
     found
 }
 
-/// The group that this process divides.
+/// The group that was delegated to this process, and in which this process creates child groups.
 #[derive(Debug)]
 pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// Parent of this process, which is moved together with it.
+    /// Pid of the supervisor, which is moved together with the keeper.
     supervisor: u32,
 }
 
@@ -133,13 +134,13 @@ pub(crate) struct DelegatedGroup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
-    /// Number of leaves that were killed but are not empty yet. Another sweep is needed.
+    /// Number of leaves whose processes were killed but have not exited yet. The caller must try again.
     pub(crate) left: usize,
 }
 
 impl DelegatedGroup {
-    /// Finds the group of this process, and checks that the group was delegated: this process must be allowed
-    /// to create children and move processes. `supervisor` is the process that started this one.
+    /// Finds the group of this process, and checks that the group was delegated. This requires the right to
+    /// create children and to move processes. `supervisor` is the pid of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
     }
@@ -150,13 +151,12 @@ impl DelegatedGroup {
         Ok(Self { folder, owner: Owner::this_process()?, supervisor })
     }
 
-    /// Returns the mounted path.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Kills and removes the leaves of previous keepers. Call this again after a pause while leaves are left.
-    /// Tries all leaves before the first failure is returned.
+    /// Kills and removes the leaves of previous keepers. Tries all leaves before the first failure is returned.
+    /// Call this again after a pause while leaves are left.
     pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
         let is_stale =
             |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
@@ -164,7 +164,7 @@ impl DelegatedGroup {
         let mut failed = None;
         for name in self.folder.children(STALE_LEAVES_MAX, is_stale)? {
             match self.folder.child(&name).and_then(|leaf| leaf.write("cgroup.kill", "1")) {
-                // Without the file, the leaf can still be empty.
+                // A leaf without this file can still be empty, and is removed then.
                 Ok(()) | Err(Failure { errno: Errno::NOENT | Errno::NODEV, .. }) => {}
                 Err(error) => _ = failed.get_or_insert(error),
             }
@@ -177,7 +177,7 @@ impl DelegatedGroup {
         failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the leaf of a worker and applies its limits. `worker` must never be used twice.
+    /// Creates the leaf of a worker and applies the limits. A number in `worker` must never be used twice.
     pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
@@ -207,8 +207,8 @@ impl DelegatedGroup {
                 advice: CONTROLLER_ADVICE,
             });
         }
-        // Must come first, and not only if the kernel insists. A group that contains a process can get `cpu`
-        // and `pids`, but then its children cannot contain processes.
+        // Must come first even if the kernel does not require it. A group that contains a process can enable
+        // `cpu` and `pids`, but then its children cannot contain processes.
         self.move_processes_out()?;
         let enabled = self.folder.read_words("cgroup.subtree_control")?;
         let wanted = controllers.iter().filter(|name| !enabled.iter().any(|have| have == *name));
@@ -219,11 +219,10 @@ impl DelegatedGroup {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and all its descendants from this group into a child group. Fails if
-    /// there is any other process, because no other process may be moved.
+    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group contains
+    /// any other process, because no other process may be moved.
     fn move_processes_out(&self) -> Result<(), Failure> {
-        // The root of all groups, which is the only one without a type, can have both processes and limited
-        // children.
+        // The root group can have both processes and limited children. It is the only group without a type.
         if !self.folder.has_file("cgroup.type")? {
             return Ok(());
         }
@@ -259,7 +258,6 @@ impl DelegatedGroup {
         }?;
         for pid in processes {
             match main.write("cgroup.procs", &pid.to_string()) {
-                // The process has ended in the meantime.
                 Ok(()) | Err(Failure { errno: Errno::SRCH, .. }) => {}
                 Err(error) => return Err(error),
             }

@@ -1,6 +1,5 @@
-//! Checks whether a program or a library works if only a descriptor gives access to the file. This requires
-//! an ELF file, which the kernel executes directly. The file must not find other files relative to its own
-//! location.
+//! Checks whether a program or a library works if only a descriptor gives access to the file. The file must be
+//! an ELF file, which the kernel executes directly, and must not find other files relative to its own location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -23,7 +22,7 @@ const DT_STRTAB: u64 = 5;
 const DT_RPATH: u64 = 15;
 const DT_RUNPATH: u64 = 29;
 
-/// Maximum number of bytes of a search path that are read.
+/// Maximum size of a search path, in bytes.
 const SEARCH_PATH_BYTES_MAX: usize = 4096;
 
 /// True if the kernel executes the file directly.
@@ -39,7 +38,7 @@ pub(super) fn is_self_contained(path: &Path) -> bool {
 }
 
 fn open(path: &Path) -> Option<File> {
-    // Opening a pipe with this name must not block.
+    // The flags prevent that opening a named pipe blocks.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let mut start = MAGIC;

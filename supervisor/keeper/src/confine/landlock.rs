@@ -1,12 +1,12 @@
-//! Landlock: restricts which files a worker can access, and denies sockets and processes outside.
+//! Landlock restricts which files a worker can access, and denies sockets and processes outside of the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
-//! `self_test`). All rights that the running kernel knows are denied, and granted only for the paths below. There
-//! is no best effort; `probe` reports what older kernels lack. (Rights of future kernels are not denied until
-//! the library knows them.)
+//! `self_test`). The rules deny all rights that the running kernel knows, and grant rights only for the paths
+//! below. A missing feature is never ignored here; `probe` reports which features an older kernel lacks.
+//! (Rights of future kernels are not denied until the library knows them.)
 //!
-//! Rules refer to the files themselves, not to names. If a file is replaced under its name, a running worker
-//! has no access to the new file until the worker is restarted.
+//! Rules refer to files, not to names. If a file is replaced under its name, a running worker cannot access the
+//! new file until the worker is restarted.
 
 mod self_test;
 
@@ -27,35 +27,35 @@ use rustix::io::Errno;
 use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
 
-/// Used only to find the rights that apply to single files. Rights that the kernel lacks are not granted
-/// anyway.
+/// Newest version that the library knows. Used only to find the rights that apply to files; the kernel's own
+/// version limits which rights are granted.
 const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rules<'a> {
-    /// The program, and the files that it executes or loads. Their folders can be read and executed. Missing
-    /// paths are not an error here, because executing the program reports the error.
+    /// The program, and the files that the program executes or loads. The worker can read and execute their
+    /// folders. Missing paths are not an error here, because executing the program reports the error.
     pub(crate) programs: &'a [&'a Path],
     /// The working directory, which can be read and executed. A missing directory is not an error here,
     /// because a later step reports it.
     pub(crate) directory: Option<&'a Path>,
-    /// Files and folders that can be read and executed. Executing is included for interpreters and virtual
-    /// environments. A process that can read a program could also run it with the dynamic loader.
+    /// Files and folders that the worker can read and execute. Interpreters and virtual environments need the
+    /// right to execute. A process that can read a program could also run it with the dynamic loader.
     pub(crate) read: &'a [&'a Path],
     /// Files and folders with all rights, except to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// A private folder, with the rights of `write` except for sockets.
+    /// A private folder, with the rights of `write` except the right to create sockets.
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that are not granted, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder, which these rules do not cover.
+    /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
     /// True if the worker may use TCP.
     pub(crate) network: bool,
 }
 
-/// Failure to make a ruleset.
+/// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     /// Description that fits after "failed to".
@@ -74,17 +74,17 @@ pub(crate) struct Ruleset {
     granted: Vec<program_rules::Grant>,
 }
 
-/// Reason why the rules are not in force.
+/// Reason why the rules are not enforced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RestrictError {
     /// The kernel refused the rules.
     Rejected(Errno),
-    /// The kernel accepted the rules, but an attempt that no rule allows succeeds.
+    /// The kernel accepted the rules, but a forbidden action succeeds.
     NotEnforced,
 }
 
 impl Ruleset {
-    /// Makes the rules. Leaves out missing paths of the system, but fails for missing paths of the
+    /// Creates the ruleset. Skips missing paths of the system, but fails for missing paths of the
     /// configuration.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
@@ -105,8 +105,8 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns these rules for the programs that a worker runs. Each program replaces the worker's temporary
-    /// folder by its own part of the folder.
+    /// Returns the rules in the form that a worker uses for the programs it runs. Each program gets a separate
+    /// part of the worker's temporary folder in place of the whole folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
@@ -131,20 +131,20 @@ impl Ruleset {
         self.abi
     }
 
-    /// Adds the folders that a private root folder has in place of the system's: `/proc`, and `/tmp` if
-    /// `has_tmp` is true. For a forked child: makes only system calls.
+    /// Grants access to the folders that are mounted in a private root folder: `/proc`, and `/tmp` if `has_tmp`
+    /// is true. For a forked child: makes only system calls.
     pub(crate) fn add_private_mounts(&self, has_tmp: bool) -> Result<(), Errno> {
         self.add_path(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
         if has_tmp { self.add_path(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Adds a private temporary file system. For a forked child: makes only system calls.
+    /// Grants access to a private temporary file system. For a forked child: makes only system calls.
     pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Adds a folder that was mounted in place of a given folder, with the rights of the given folder. For a
-    /// forked child: makes only system calls.
+    /// Grants read access to a folder that was mounted in place of a granted folder. For a forked child: makes
+    /// only system calls.
     pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
@@ -154,11 +154,11 @@ impl Ruleset {
         add_path_rule(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
-    /// Enforces the rules on the calling thread and on everything that it starts. This cannot be undone. Then
-    /// tests the rules by an attempt that must fail. The thread must have given up new privileges
-    /// (`PR_SET_NO_NEW_PRIVS`) and capabilities. For a forked child: makes only system calls.
+    /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone.
+    /// Then tests the rules by an action that must fail. The thread must have no capabilities, and must not be
+    /// able to gain privileges (`PR_SET_NO_NEW_PRIVS`). For a forked child: makes only system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
-        // If the attempt fails even without the rules, for lack of the user's rights, it proves nothing.
+        // If the action fails even without the rules, because the user lacks a right, the test proves nothing.
         let is_conclusive = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
         if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {
@@ -191,7 +191,7 @@ struct Grant {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Condition {
-    /// The configuration names the path, so it must exist.
+    /// The path must exist, because the configuration names it.
     Required,
     IfPresent,
     IfWorldReadable,
@@ -252,7 +252,7 @@ impl Grant {
     }
 }
 
-/// A rule whose path exists.
+/// A rule that was added, because its path exists.
 struct AddedRule {
     /// Device and inode.
     identity: (u64, u64),
@@ -260,7 +260,7 @@ struct AddedRule {
     access: u64,
 }
 
-/// Adds a rule. Returns `None` if the path is missing and need not exist.
+/// Adds a rule. Returns `None` if the path is missing and is not required.
 fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
@@ -279,7 +279,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>,
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // The kernel refuses a rule with rights for folders on a file.
+    // For a file, the kernel rejects a rule with rights for folders.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST_ABI) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| ruleset_failure(&format!("add a Landlock rule for {}", path.display()), error))?;

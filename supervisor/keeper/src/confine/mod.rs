@@ -1,12 +1,12 @@
-//! Layers of confinement, apart from rlimits. The keeper prepares the layers before the fork, and the child
-//! applies them right before `execve`.
+//! Layers of confinement, except rlimits. The keeper prepares the layers before the fork, and the child applies
+//! them right before `execve`.
 //!
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.
 //! - [`seccomp`]: allowed system calls.
 //! - `elf`: programs and libraries that work without a path.
 //! - [`paths`]: paths that every program needs.
-//! - [`reach`]: given paths that the worker's user can reach.
+//! - [`reach`]: granted paths that the worker's user cannot reach.
 
 pub(crate) mod cgroup;
 mod elf;

@@ -1,5 +1,5 @@
-//! Paths that a worker can access, by rules or in a private root folder. These are the paths of the system
-//! that every program needs, and the folders of the worker's program.
+//! Paths that a worker can access by Landlock rules or in a private root folder: the paths of the system that
+//! every program needs, and the folders of the worker's program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -26,9 +26,9 @@ pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/gnu/store",
 ];
 
-/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all
-/// of `/etc` were granted, nothing in it could be denied. An entry is granted only if other users may read
-/// it. So a certificate store that an operator locked stays locked, even if the supervisor is root.
+/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all of
+/// `/etc` were granted, no entry could be denied. An entry is granted only if other users can read it. So a
+/// certificate store that an operator has locked stays locked, even if the supervisor is root.
 pub(crate) const ETC_ENTRIES: [&str; 52] = [
     // Programs and libraries
     "alternatives",
@@ -97,28 +97,28 @@ pub(crate) const ETC_PREFIXES: [&str; 7] =
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// Devices that cannot do harm. Ioctl requests must fail in the same way as on any other file, because many
-/// programs detect a terminal in this way.
+/// Harmless devices. Ioctl requests must fail with the same error as on any other file, because many programs
+/// use a request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Read-only devices. Writes and ioctl requests would tamper with the randomness of all processes.
+/// Devices that can be read only. Writes and ioctl requests would influence the random numbers of all
+/// processes.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
-/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist
-/// yet, nor of its children.
+/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist yet.
 ///
-/// The sensitive data of other processes is protected nevertheless. `environ`, `mem`, `maps`, `cwd`, `root`
-/// and the targets of `fd` need the right to trace the process. A worker without capabilities does not have
-/// this right for any process outside. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.) A worker
-/// can see names, arguments and pids of other processes.
+/// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
+/// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
+/// right for any process outside of its sandbox. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.)
+/// A worker can see names, arguments and pids of other processes.
 pub(crate) const PROC_FOLDER: &str = "/proc";
 
-/// Entries that installers put next to a program's `bin`: libraries, data, and the marker of a virtual
+/// Entries that installers create next to a `bin` folder: libraries, data, and the marker of a virtual
 /// environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
-/// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep scripts that stand
-/// for programs. The programs are below the parent folder.
+/// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep wrapper scripts. The
+/// programs are below the parent folder.
 const SHIMS_FOLDER: &str = "shims";
 
 /// Number of bytes of a script in which the kernel looks for its interpreter.
@@ -127,10 +127,10 @@ const SHEBANG_BYTES_MAX: u64 = 256;
 /// Maximum number of a folder's entries that are granted one by one.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
-/// Maximum number of entries in a folder that is searched for other names of a withheld file.
+/// Maximum number of entries in a folder that is searched for hard links to a withheld file.
 const SEARCHED_ENTRIES_MAX: usize = 100_000;
 
-/// Returns the paths in `/etc` and the caches that are granted if others may read them.
+/// Returns the paths in `/etc` and the caches that are granted if all users can read them.
 pub(crate) fn world_readable() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
@@ -141,8 +141,8 @@ pub(crate) fn world_readable() -> Vec<PathBuf> {
     ETC_ENTRIES.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
-/// Folders that all users share, or that hold all files of one user. An operator who starts a program there,
-/// or works there, does not mean to grant the whole folder.
+/// Folders that all users share, or that contain all files of a user. A program or working directory in such a
+/// folder does not mean that the operator wants to grant the whole folder.
 const SHARED_FOLDERS: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
     "/sys", "/tmp", "/var", "/var/tmp",
@@ -151,14 +151,14 @@ const SHARED_FOLDERS: [&str; 16] = [
 /// Parent of the users' folders.
 const HOMES_FOLDER: &str = "/home";
 
-/// Maximum number of links on the way to a file, as in the kernel.
+/// Maximum number of symbolic links in a path, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// Returns the working directory, and the folders of the programs and of their interpreters, both as named
-/// and by their real paths. For a program in a shared folder, returns only the program.
+/// Returns the working directory, and the folders of the programs and of their interpreters, both as named and
+/// by their real paths. For a program in a shared folder, returns only the program.
 ///
-/// Ignores everything that a worker can write to. Otherwise a worker could choose what the next worker is
-/// granted, by a link or by the first line of a script. Writable paths are granted already.
+/// Ignores all paths that a worker can write to. Otherwise a worker could choose the paths of the next worker,
+/// by a link or by the first line of a script. Writable paths are granted already.
 pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
@@ -199,9 +199,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a path of the configuration can be granted unchanged. A path that leads through a folder
-/// of `write` cannot, because the worker can change the target. `Ok(false)` means that such a path stays
-/// inside of the folder, and is granted with the folder.
+/// Returns true if a path of the configuration can be granted unchanged. This is not the case for a path that
+/// leads through a folder of `write`, because the worker can change the target. `Ok(false)` means that the
+/// target is inside of the writable folder, and is granted with that folder.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -214,8 +214,8 @@ pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> 
     }
 }
 
-/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or through too
-/// many links.
+/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or has too many
+/// links.
 fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     let mut real = PathBuf::from("/");
     let mut remaining: Vec<OsString> = reversed_components(path);
@@ -253,7 +253,7 @@ fn reversed_components(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// Returns the folders of a program: its own folder, and next to a `bin` the folders installed with it.
+/// Returns the folder of a program and, if the folder is a `bin`, the folders installed next to it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
@@ -272,7 +272,7 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
 /// Returns the interpreter in the first line of a script.
 fn interpreter(script: &Path) -> Option<PathBuf> {
     let mut start = Vec::new();
-    // Opening a pipe with this name must not block.
+    // The flags prevent that opening a named pipe blocks.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let script = std::fs::File::from(rustix::fs::open(script, flags, Mode::empty()).ok()?);
     if !script.metadata().ok()?.is_file() {
@@ -285,8 +285,8 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
-/// Returns the parts of a folder that can be granted without anything withheld: the folder itself, or else
-/// its current entries except the withheld ones.
+/// Returns the folder itself if nothing in it is withheld. Otherwise returns the current entries of the folder,
+/// without the withheld entries.
 pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let mut secrets: Vec<PathBuf> =
@@ -312,7 +312,7 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
-            // A link grants nothing. The target is granted separately, or is not granted.
+            // A link is skipped, because its target is granted separately or not at all.
             if !entry.file_type()?.is_symlink() {
                 folders.push((entry.path(), real.join(entry.file_name())));
             }
@@ -321,9 +321,8 @@ pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<V
     Ok(given)
 }
 
-/// Returns hard links in this folder to files among `secrets`. Rules and mounts apply to files, so every name
-/// of a file grants access to it. Fails if a file has several names and the folder is too large to be
-/// searched.
+/// Returns hard links in this folder to files in `secrets`. Rules and mounts apply to files, so every name of a
+/// file gives access to it. Fails if a file has several names and the folder is too large to be searched.
 fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
@@ -332,7 +331,7 @@ fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
     let (mut names, mut entries_seen) = (Vec::new(), 0);
     while let Some(folder) = folders.pop() {
-        // A folder that cannot be listed here has no names for the worker either.
+        // If the keeper cannot list a folder, the worker cannot either.
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
             entries_seen += 1;
             if entries_seen > SEARCHED_ENTRIES_MAX {

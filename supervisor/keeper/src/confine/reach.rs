@@ -1,7 +1,7 @@
-//! Finds the given paths that the worker's user can reach, by the modes of files and folders.
+//! Finds the granted paths that the worker's user cannot reach, by the modes of files and folders.
 //!
-//! Access control lists are ignored. If an access control list allows more than the mode, the worker is shown
-//! a path that was reachable anyway. If the list allows less, the step that fails reports the path.
+//! Ignores access control lists. If a list allows more than the mode, a mount shows a path that was reachable
+//! anyway. If a list allows less, a later step fails and reports the path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,12 +15,12 @@ const READ: u32 = 4;
 const WRITE: u32 = 2;
 const SEARCH: u32 = 1;
 
-/// Paths given to a worker.
+/// Paths that are granted to a worker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GrantedPaths<'a> {
     /// The executed program.
     pub(crate) program: &'a Path,
-    /// The program, and the files that it executes or loads.
+    /// The program, and the files that the program executes or loads.
     pub(crate) programs: &'a [&'a Path],
     /// Working directory.
     pub(crate) directory: &'a Path,
@@ -39,7 +39,7 @@ pub(crate) struct GrantedPaths<'a> {
 pub(crate) enum Purpose {
     /// Working directory.
     WorkingDirectory,
-    /// Reading. Folders can also be traversed.
+    /// Reading, and traversing folders.
     Read,
     /// Writing.
     Write,
@@ -47,7 +47,7 @@ pub(crate) enum Purpose {
     MountPoint,
 }
 
-/// A path in a folder that the user cannot traverse, or such a folder itself.
+/// A path in a folder that the user cannot traverse, or the folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
     /// The path as named, or its real path.
@@ -60,18 +60,18 @@ pub(crate) struct HiddenPath {
 /// Paths that a user cannot reach, and the folders that prevent it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreachable {
-    /// Folders that the user cannot traverse. None is inside another, and the paths contain no links.
+    /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
     /// Granted paths inside of these folders.
     pub(crate) hidden: Vec<HiddenPath>,
-    /// Granted folders that the user cannot list or traverse. The entries are given instead.
+    /// Granted folders that the user cannot list or traverse. Their entries are shown instead.
     pub(crate) expanded: BTreeSet<PathBuf>,
 }
 
 impl Unreachable {
-    /// True if the only hidden paths are the working directory, and the programs with the paths next to them.
-    /// These can be opened before the change of user. Scripts do not qualify, because they are found by name.
-    /// Libraries that need other libraries next to them do not qualify for the same reason.
+    /// True if only the working directory and the programs are hidden, with the paths next to the programs. The
+    /// child can open these before the change of user. This does not work for scripts, which the interpreter
+    /// opens by name, nor for libraries that need other libraries next to them.
     pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
         let others = granted.programs.iter();
         let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
@@ -92,13 +92,13 @@ impl Unreachable {
     }
 }
 
-/// A given path that this user cannot use, wherever it is shown.
+/// A granted path that this user cannot use, even if a mount shows the path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the user is one of the subordinate ids, to which the supervisor's own user cannot give files
+    /// True if the user is a subordinate id. The supervisor's own user cannot give files to such a user
     /// directly.
     pub(crate) is_subordinate: bool,
 }
@@ -124,7 +124,7 @@ impl fmt::Display for UnusablePath {
     }
 }
 
-/// Checks all given paths. Ignores missing paths, because a later step reports the error.
+/// Checks all granted paths. Ignores missing paths, because a later step reports the error.
 pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Unreachable, UnusablePath> {
     let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
@@ -167,7 +167,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     Ok(unreachable)
 }
 
-/// Returns all given paths as named.
+/// Returns all granted paths as named.
 fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
@@ -201,7 +201,7 @@ fn topmost_closed(
     std::fs::canonicalize(folder).ok()
 }
 
-/// True if the mode allows this user everything in `wanted`.
+/// True if the mode gives this user all rights in `wanted`.
 fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
     let mode = found.permissions().mode();
     let bits = match () {

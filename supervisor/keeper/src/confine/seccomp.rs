@@ -193,7 +193,7 @@ impl Rules {
 
     /// Allows some calls, whatever their arguments, and makes others fatal. Fails with a name that no
     /// architecture has.
-    pub(crate) fn overridden<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
+    pub(crate) fn with_overrides<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
         if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
             return Err(unknown);
         }

@@ -127,7 +127,8 @@ impl Prepared {
         let (ours, progress) = progress::pair().map_err(|errno| SpawnError::new("fork", errno))?;
         let has_first = confinement.layers.namespaces.pid;
         let init_socket = (has_first && is_template).then(socket::pair).transpose();
-        let (init_socket_ours, init_socket) = init_socket.map_err(|error| SpawnError::from_io("fork", &error))?.unzip();
+        let (init_socket_ours, init_socket) =
+            init_socket.map_err(|error| SpawnError::from_io("fork", &error))?.unzip();
         let status = (has_first && !is_template).then(|| {
             rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
                 .map_err(|errno| SpawnError::new("fork", errno))

@@ -14,25 +14,25 @@ use rustix::io::Errno;
 use super::parse;
 use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a group's file in bytes. The longest is the list of processes.
+/// Maximum size of a group's file, in bytes. The list of processes is the longest file.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of a file of `/proc` in bytes. The longest is the list of mounts, of which busy machines have
-/// thousands.
+/// Maximum size of a file of `/proc`, in bytes. The list of mounts is the longest file, and has thousands of
+/// lines on busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Maximum depth of nested groups that is followed, and maximum number of steps, down and up, in one call. A
-/// process that could exceed this could create any number of groups.
+/// Maximum depth of nested groups, and maximum number of steps down and up in one call. Bounds the work,
+/// because a process that may create groups can create any number of them.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
 /// Type of the file system of cgroup v2.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Only the owner can write to a group. Others can look inside.
+/// Only the owner can change a group. All users can read it.
 const GROUP_MODE: Mode = Mode::from_raw_mode(0o755);
 
-/// An open folder of a group.
+/// An open control group.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
@@ -151,8 +151,8 @@ impl Folder {
         }
     }
 
-    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
-    /// running there, or if a single call cannot remove everything. The next call continues.
+    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still running
+    /// in one of them, or if one call cannot remove all groups. The next call continues.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -174,14 +174,13 @@ impl Folder {
             return Ok(true);
         }
         match self.read("cgroup.events", parse::is_populated) {
-            // A process in the group is still running.
             Ok(true) => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
             Ok(false) | Err(_) => {}
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Another keeper can be removing the same groups.
+            // Another keeper can be removing the same groups at the same time.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }
@@ -193,7 +192,7 @@ impl Folder {
     }
 }
 
-/// Reads a file of `/proc`. Bytes that are not UTF-8 belong to other processes, and are replaced.
+/// Reads a file of `/proc`. Replaces bytes that are not UTF-8, because other processes choose them.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
     let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -214,7 +213,7 @@ fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     if bytes.len() > max { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
-/// True for the errors of a group that has been removed.
+/// True for errors that mean that the group has been removed.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }
@@ -229,9 +228,9 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
     }))
 }
 
-/// Removes all groups below. Descends to a group without children, and removes it one step above. So no path
-/// gets too long for the kernel, and only the names on the way down are kept. Returns `false` if groups are
-/// left.
+/// Removes all groups below `top`. Descends to a group without children, goes up one level and removes that
+/// group. So no path is too long for the kernel, and only the names on the way down are kept in memory. Returns
+/// `false` if groups are left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
     let mut path_down: Vec<CString> = Vec::new();

@@ -8,7 +8,7 @@ use super::{Failure, failure};
 /// Limits for a worker and all its descendants together. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory in bytes. Swap is not available in addition.
+    /// Memory in bytes. The worker gets no swap in addition.
     pub(crate) memory_bytes: Option<u64>,
     /// Number of processes and threads.
     pub(crate) pids: Option<u64>,
@@ -21,11 +21,11 @@ pub(crate) struct Limits {
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if some kernels lack the file, and nothing is lost without it.
+    /// True if the file is missing on some kernels, and the limit works without the file.
     is_optional: bool,
 }
 
-/// Period in which a share of the processors is measured, in µs. A very small share needs a longer period.
+/// Period in which the processor time of a group is limited, in µs. A very small share needs a longer period.
 const PERIOD_US: f64 = 100_000.0;
 
 /// Maximum period and minimum share that the kernel accepts, in µs.
@@ -50,12 +50,13 @@ impl Limits {
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // A worker must not divide its group, because all processes of a worker are killed and counted
+        // A worker must not create child groups, because all processes of a worker are killed and counted
         // together.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
-            // The kernel would kill only one of the processes. A worker that is partly killed does not work.
+            // Kills all processes of the group. By default the kernel would kill only one, and a worker without
+            // one of its processes does not work.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
@@ -80,8 +81,8 @@ impl Setting {
     }
 }
 
-/// Converts cores into time and period, both in µs. Returns `None` for a share that is smaller than the
-/// kernel supports, because a larger share was not requested.
+/// Converts cores into quota and period, both in µs. Returns `None` for a share that is smaller than the
+/// kernel's minimum.
 fn cpu_max(cores: f64) -> Option<String> {
     if !cores.is_finite() || cores < CORES_MIN {
         return None;

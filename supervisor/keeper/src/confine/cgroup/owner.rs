@@ -1,5 +1,5 @@
-//! The owner of a leaf, which the leaf's name states. So a later keeper can recognise the leaves of a dead
-//! keeper.
+//! The owner of a leaf. The name of the leaf identifies the owner, so that a later keeper recognises the leaves
+//! of a dead keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,8 +8,7 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. It stays unique although pids are reused and each namespace numbers its processes
-/// separately.
+/// Identity of a process. Unique although pids are reused, and although each pid namespace has separate pids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the pid namespace.
@@ -35,19 +34,19 @@ impl Owner {
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// Returns the keeper that created the leaf with this name, or `None` if the name has another form.
+    /// Returns the keeper that created the leaf `name`, or `None` if this is not the name of a leaf.
     pub(super) fn from_leaf_name(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
         let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
         let worker = parts.next()?.parse().ok()?;
         let owner = Self { namespace, pid, started };
-        // Rejects names with additional parts, or with numbers in another notation.
+        // Rejects names with additional parts, or with numbers in another format.
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// True if the other process is certainly gone. Nothing is known about the processes of another
-    /// namespace.
+    /// True if the other process has certainly exited. Returns false for a process of another pid namespace,
+    /// because nothing is known about it.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }

@@ -1,5 +1,5 @@
-//! Parses the kernel's files about control groups. The functions are pure and strict: `None` means that the
-//! text is not in the expected form.
+//! Strict parsers of the kernel's files about control groups. `None` means that the text has an unexpected
+//! format.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -8,14 +8,14 @@ pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// Returns the number of processes killed for lack of memory, from `memory.events`. If a group is killed as a
-/// whole, each of its processes counts.
+/// Returns the number of processes killed because memory ran out, from `memory.events`. If a group is killed as
+/// a whole, each of its processes counts.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
 
-/// Returns the number with this key, in a text with one key and one number per line. Returns `None` if the
-/// text has another form, or if the key is missing or occurs twice.
+/// Returns the number for `key` in a text with one key and one number per line. Returns `None` if the format is
+/// wrong, or if the key is missing or occurs twice.
 fn number(text: &str, key: &str) -> Option<u64> {
     let mut found = None;
     for line in text.lines() {
@@ -45,15 +45,15 @@ pub(super) fn words(text: &str) -> Option<Vec<String>> {
     words.map(|word| is_name(word).then(|| word.to_owned())).collect()
 }
 
-/// Returns the paths at which this process's group is mounted, from the lines of `/proc/self/mountinfo` and
-/// of `/proc/self/cgroup`. The result is empty if only other parts of the tree are mounted.
+/// Returns the paths of this process's group in all mounts, from the text of `/proc/self/mountinfo` and of
+/// `/proc/self/cgroup`. The result is empty if only other parts of the hierarchy are mounted.
 pub(super) fn own_group_paths(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
     let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
     let own = own.map(Path::new).filter(|own| is_below(own));
     own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| group_path_in_mount(line, own)).collect())
 }
 
-/// Returns the path at which the mount in this line shows a group.
+/// Returns the path of `cgroup` in the mount that `line` describes.
 fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     let (before, after) = line.split_once(" - ")?;
     let mut fields = before.split(' ').skip(3);
@@ -71,7 +71,7 @@ fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)
 }
 
-/// Reverts the kernel's escaping of spaces, tabs, line ends and backslashes in `mountinfo`.
+/// Decodes the kernel's escapes of spaces, tabs, line ends and backslashes in `mountinfo`.
 fn unescape(field: &str) -> Option<String> {
     let mut parts = field.split('\\');
     let mut text = parts.next()?.to_owned();

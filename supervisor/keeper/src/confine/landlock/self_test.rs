@@ -1,6 +1,6 @@
-//! Tests whether the rules are in force. Nothing in `/proc` reports this, and a filter of an outer sandbox
-//! can make `landlock_restrict_self` succeed without executing it. So the child attempts something that no
-//! rule allows.
+//! Tests whether the rules are enforced. `/proc` does not report Landlock rules, and a filter of an outer
+//! sandbox can make `landlock_restrict_self` succeed without executing it. So the child attempts an action that
+//! no rule allows.
 //!
 //! For a forked child: makes only system calls.
 
@@ -11,25 +11,24 @@ use std::path::Path;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// An attempt that no rule allows, and that this process could make without the rules.
+/// An action that no rule allows, and that this process could perform without the rules.
 #[derive(Debug)]
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node in this folder. Used if the root folder is given, because no rule allows device
+    /// Creates a device node with this path. Used if the root folder is granted, because no rule allows device
     /// nodes.
     CreateDevice(CString),
-    /// No attempt is possible: everything can be read, and there is no private folder.
+    /// No test is possible, because all files can be read and no private folder exists.
     None,
 }
 
-/// Name of a node that does not exist, and a device that every process may use anyway.
+/// Name of a node that does not exist, and a device that every process may access.
 const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl ForbiddenAction {
-    /// Chooses the attempt, depending on whether the root folder is given and on the worker's temporary
-    /// folder.
+    /// Chooses the action. Depends on whether the root folder is granted, and on the worker's temporary folder.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node =
             temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
@@ -40,8 +39,8 @@ impl ForbiddenAction {
         }
     }
 
-    /// Makes the attempt. Without rules the attempt can fail for other reasons: the user may not list the
-    /// root folder, or lacks the capability for a device.
+    /// Performs the action. Even without rules the action can fail, because the user lacks the right to list
+    /// the root folder or to create a device.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::ListRoot => {
