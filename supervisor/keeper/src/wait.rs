@@ -7,7 +7,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::kill_descendants;
-use bulkhead_linux::wait::{thread_has_children, wait_until_readable, wait4};
+use bulkhead_linux::wait::{wait_until_readable, wait4};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 

@@ -45,7 +45,7 @@ impl PriorityBoost {
             self.is_raised = false;
             // Lowering the priority is always permitted.
             let _ = rustix::process::setpriority_process(None, self.normal);
-            self.normal_group.into_iter().for_each(|usual| self.set_autogroup_nice(normal));
+            self.normal_group.into_iter().for_each(|normal| self.set_autogroup_nice(normal));
         }
     }
 

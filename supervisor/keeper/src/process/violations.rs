@@ -45,7 +45,7 @@ impl EventLoop {
         // If the process cannot be found, the worker itself counts as the violator, and all of its processes
         // are killed.
         let (process, inner, owner, pidfd) = match found {
-            Ok((process, inner, owner, pidfd)) => (process, inner, of, Some(pidfd)),
+            Ok((process, inner, owner, pidfd)) => (process, inner, owner, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
         };
         let Some(child) = self.children.get_mut(&owner) else { return };

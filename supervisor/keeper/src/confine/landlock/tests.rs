@@ -16,7 +16,7 @@ use rustix::process::{Pid, getppid, test_kill_process};
 use tempfile::TempDir;
 
 use super::{Rules, Ruleset, abi_version};
-use crate::confine::paths::ETC;
+use crate::confine::paths::ETC_ENTRIES;
 
 /// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
 /// success.
@@ -170,7 +170,7 @@ fn grants_only_world_readable_entries_of_etc() {
         return;
     }
     let secret = ["shadow", "gshadow", "sudoers", "ssh", "ssl", "ssl/private", "pki", "security", "bulkhead"];
-    assert!(secret.iter().all(|name| !ETC.contains(name)));
+    assert!(secret.iter().all(|name| !ETC_ENTRIES.contains(name)));
     let folder = TempDir::new().unwrap();
     let given = |mode: u32| {
         let path = folder.path().join(mode.to_string());

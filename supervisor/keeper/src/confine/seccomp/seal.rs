@@ -3,12 +3,11 @@
 use bulkhead_linux::syscalls;
 
 use super::{FatalAction, allow_all, deny_siblings, sealed};
-use crate::protocol::confinement::Seccomp;
 
 /// A stricter filter that a worker installs itself when it is ready for its first job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seal<'a> {
-    /// True if the worker has [`Seccomp::AllowList`]. The seal then also forbids to execute programs and to
+    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). The seal then also forbids to execute programs and to
     /// create sockets.
     pub is_strict: bool,
     /// True if the worker has the network, and so can create sockets.

@@ -167,7 +167,7 @@ struct TemplateInit<'s> {
 }
 
 impl TemplateInit<'_> {
-    /// Clears the readiness of the `deaths` descriptor. One read is enough, as at most one SIGCHLD is pending.
+    /// Clears the readiness of the `sigchld` descriptor. One read is enough, as at most one SIGCHLD is pending.
     fn clear_sigchld(&self) {
         let mut info = [0; size_of::<libc::signalfd_siginfo>()];
         let _ = rustix::io::read(&self.sigchld, &mut info);
@@ -330,7 +330,7 @@ mod tests {
     #[test]
     fn decodes_exit_reports_and_encodes_orders() {
         let (ours, theirs) = crate::protocol::socket::pair().unwrap();
-        let deaths = watch_sigchld().unwrap();
+        let sigchld = watch_sigchld().unwrap();
         let init = TemplateInit { template: 2, socket: &theirs, children: open_children().unwrap(), sigchld };
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
         let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
