@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
-use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateWord};
+use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateReport};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
 use bulkhead_plane::worker_ids::Claim;
@@ -63,7 +63,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     if let Some(ids) = support.subordinate() {
-        keeper.give(ids).map_err(system("start the keeper"))?;
+        keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
     }
     let mut failures = Vec::new();
     let mut trials = Trials { keeper, ordered: 0, ends: BTreeMap::new() };
@@ -81,7 +81,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
             writeln!(out, "#   {remark}").map_err(system("write to standard output"))?;
         }
     }
-    trials.keeper.end().map_err(system("end the keeper"))?;
+    trials.keeper.shut_down().map_err(system("end the keeper"))?;
     Ok(failures)
 }
 
@@ -261,7 +261,7 @@ impl Trials {
         let spawned = self.wait(ORDER_PATIENCE, |report| match report {
             Report::Spawned { worker, observed, .. } if worker == number => Some(Ok(observed)),
             Report::SpawnFailed { worker, step, error } if worker == number => {
-                Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
+                Some(Err(format!("{step}: {error}{}", keeper::spawn_failure_advice(&step, &error))))
             }
             _ => None,
         })?;
@@ -274,16 +274,18 @@ impl Trials {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let news = self.wait(left, |report| match report {
-                Report::Template { worker, word } if worker == number => Some(Some(word)),
+                Report::Template { worker, message } if worker == number => Some(Some(message)),
                 Report::Exited { worker, .. } if worker == number => Some(None),
                 _ => None,
             })?;
             match news {
-                Some(Some(TemplateWord::Ready)) => return Ok(Ok(())),
-                Some(Some(TemplateWord::Extend(more))) => {
+                Some(Some(TemplateReport::Ready)) => return Ok(Ok(())),
+                Some(Some(TemplateReport::Extend(more))) => {
                     until = until.max(Instant::now() + more.min(at_most));
                 }
-                Some(Some(TemplateWord::Status(text) | TemplateWord::Refused(text))) => status = Some(text),
+                Some(Some(TemplateReport::Status(text) | TemplateReport::Refused(text))) => {
+                    status = Some(text)
+                }
                 Some(None) => return Ok(Err(Stopped::Closed(status))),
                 None => return Ok(Err(Stopped::Otherwise("does not become ready in time".into()))),
             }
@@ -341,7 +343,7 @@ fn words(exit: keeper::Exit) -> String {
         keeper::Exit::Code(code) => format!("exit code {code}"),
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
         keeper::Exit::Oom => "out of memory".to_owned(),
-        keeper::Exit::Violation { call } => match keeper::call_name(call) {
+        keeper::Exit::Violation { call } => match keeper::syscall_name(call) {
             "" => "the sandbox forbids a system call that the process made".to_owned(),
             name => format!("called {name}, which the sandbox forbids"),
         },

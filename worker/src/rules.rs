@@ -17,8 +17,8 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use bulkhead_linux::folder::{self, FOLDER};
-use bulkhead_linux::landlock::{self, Withheld};
+use bulkhead_linux::folder::{self, FOLDER_FLAGS};
+use bulkhead_linux::landlock::{self, HandledAccess};
 use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRules};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -135,17 +135,19 @@ impl Rules {
             return Ok(None);
         }
         // Network rights need no entry: programs inherit the restrictions of the worker's rules.
-        let withheld = Withheld { files: self.handled, network: 0, scopes: self.scoped };
+        let withheld = HandledAccess { files: self.handled, network: 0, scopes: self.scoped };
         let ruleset = landlock::create_ruleset(withheld)?;
         for (place, access) in self.granted.iter().filter(|_| self.handled != 0) {
-            match landlock::give(ruleset.as_fd(), place.as_fd(), *access) {
+            match landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), *access) {
                 // The path was a folder when the rules were made and is a file now.
-                Err(Errno::INVAL) => landlock::give(ruleset.as_fd(), place.as_fd(), access & FILE_RIGHTS)?,
+                Err(Errno::INVAL) => {
+                    landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), access & FILE_RIGHTS)?
+                }
                 result => result?,
             }
         }
         if let (Some(folder), Some(temporary)) = (folder, &self.temporary) {
-            landlock::give(ruleset.as_fd(), folder, temporary.access)?;
+            landlock::add_path_rule(ruleset.as_fd(), folder, temporary.access)?;
         }
         Ok(Some(Ruleset(ruleset)))
     }
@@ -234,7 +236,7 @@ impl Temporary {
     pub(crate) fn make(&self, name: &str) -> rustix::io::Result<OwnedFd> {
         self.restore_owner_rights();
         rustix::fs::mkdirat(&self.folder, name, Mode::RWXU)?;
-        rustix::fs::openat(&self.folder, name, FOLDER | OFlags::PATH, Mode::empty())
+        rustix::fs::openat(&self.folder, name, FOLDER_FLAGS | OFlags::PATH, Mode::empty())
     }
 
     /// Restores the owner's rights on the folder. Programs run as the host's user and can remove them.
@@ -242,7 +244,7 @@ impl Temporary {
         let is_open = rustix::fs::fstat(&self.folder)
             .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
         if !is_open {
-            let _ = folder::give_to_owner(&self.folder);
+            let _ = folder::restrict_to_owner(&self.folder);
         }
     }
 

@@ -255,7 +255,7 @@ impl Template {
             Ok((temporary.path.join(&name), temporary.make(&name)?))
         });
         let folder = folder.transpose().map_err(in_step("temporary folder"))?;
-        let failed = |error: io::Error| ("landlock", errno::of(&error, Errno::IO));
+        let failed = |error: io::Error| ("landlock", errno::from_io(&error, Errno::IO));
         let ruleset =
             self.rules.for_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
         let hidden_folder = temporary.map(Temporary::hidden_folder).transpose().map_err(failed)?.flatten();

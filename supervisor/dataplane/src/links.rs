@@ -524,7 +524,7 @@ impl Link {
 }
 
 fn is_zombie(pid: u32) -> bool {
-    let stat = bulkhead_linux::process_tree::read_small(&format!("/proc/{pid}/stat"));
+    let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
     // The state follows the name in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

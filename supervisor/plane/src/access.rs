@@ -10,7 +10,7 @@ use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, truncat
 
 use crate::entry::{self, Refusal};
 use bulkhead_config::{AccessConfig, Config, Who};
-use bulkhead_linux::peer::{self, Outsiders, Peer};
+use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 
 /// Permissions of all clients.
 pub struct Access {
@@ -21,7 +21,7 @@ pub struct Access {
     entries: Vec<Arc<Entry>>,
     /// Processes that connected before. Caches the identity check, which is the main cost of a new
     /// connection.
-    outsiders: Outsiders,
+    unrelated: UnrelatedProcesses,
 }
 
 /// An entry of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
@@ -52,7 +52,11 @@ impl Access {
             let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
             Arc::new(Entry { who: *who, bulkheads, tenants })
         };
-        Self { own, entries: config.access.iter().map(entry).collect(), outsiders: Outsiders::default() }
+        Self {
+            own,
+            entries: config.access.iter().map(entry).collect(),
+            unrelated: UnrelatedProcesses::default(),
+        }
     }
 
     /// True if `[[access]]` has entries.
@@ -67,7 +71,7 @@ impl Access {
 
     /// Rejects workers and their descendants.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
-        entry::check_descent(socket, peer, &self.outsiders)
+        entry::check_descent(socket, peer, &self.unrelated)
     }
 
     /// Returns the permissions of the client that connected this socket.

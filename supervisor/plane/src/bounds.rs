@@ -14,7 +14,7 @@ pub fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
         if resource == Resource::Nproc && !sandbox.counts_its_processes() {
             continue;
         }
-        let most = getrlimit(resource.kernel()).maximum.unwrap_or(u64::MAX);
+        let most = getrlimit(resource.to_rustix()).maximum.unwrap_or(u64::MAX);
         rlimits.push(Rlimit { resource, limit: limit.map(|limit| limit.min(most)) });
     }
     rlimits

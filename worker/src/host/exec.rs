@@ -83,7 +83,7 @@ impl Plan {
 
 fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
-    let resource = rlimits::Resource::named(name)?.kernel();
+    let resource = rlimits::Resource::from_name(name)?.to_rustix();
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
     // The extra second lets the kernel send SIGXCPU, which names the cause, before SIGKILL.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });
@@ -375,7 +375,7 @@ impl Host {
             return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
         }
         if let Some(signal) = status.signal() {
-            let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
+            let name = signals::known_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
             let mut message = format!("the program was killed by {name}");
             append(&mut message, &tail);
             return Reply::ProgramCrashed { process, signal, message };

@@ -42,7 +42,7 @@ impl Folder {
     /// Restores the owner's rights on the folder, which the program may have removed.
     pub(super) fn restore_owner_rights(&self) {
         // On an error, the following operation fails and reports it.
-        let _ = bulkhead_linux::folder::give_to_owner(&self.place);
+        let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
     }
 }
 

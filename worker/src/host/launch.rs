@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use bulkhead_linux::errno;
-use bulkhead_linux::vfork::{self, Child, pointers};
+use bulkhead_linux::vfork::{self, Child, null_terminated};
 use bulkhead_linux::wait::wait4;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
 use rustix::io::{Errno, ioctl_fionbio, retry_on_intr};
@@ -108,7 +108,7 @@ impl Launch {
         for argument in arguments {
             texts.push(CString::new(argument.as_str())?);
         }
-        let (arguments, variables) = (pointers(&texts), pointers(&environment));
+        let (arguments, variables) = (null_terminated(&texts), null_terminated(&environment));
         texts.extend(environment);
         Ok(Self { program, _texts: texts, arguments, environment: variables })
     }
@@ -148,7 +148,7 @@ impl Launch {
             };
             match apply_setup() {
                 Ok(()) => self.execute(),
-                Err(error) => errno::of(&error, Errno::IO),
+                Err(error) => errno::from_io(&error, Errno::IO),
             }
         };
         // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory

@@ -19,7 +19,9 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::{Identity, identity_of, kill_descendants, list_descendants, read_small};
+use bulkhead_linux::process_tree::{
+    ProcessIdentity, identity_of, kill_descendants, list_descendants, read_proc_file,
+};
 use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
@@ -64,13 +66,13 @@ struct Programs {
 /// Key of a record: process id and start time, or session id.
 type Key = (u32, Option<u64>);
 
-fn keys(found: Identity) -> [Key; 2] {
+fn keys(found: ProcessIdentity) -> [Key; 2] {
     [(found.session, None), (found.pid, Some(found.started))]
 }
 
 impl Programs {
     /// Returns the programs from which a process may descend, if known.
-    fn known_owners(&self, found: Identity) -> Option<Vec<u32>> {
+    fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
         }
@@ -94,7 +96,7 @@ impl Programs {
         })
     }
 
-    fn record(&mut self, found: Identity, owners: &[u32]) {
+    fn record(&mut self, found: ProcessIdentity, owners: &[u32]) {
         for key in keys(found).into_iter().filter(|_| !owners.is_empty()) {
             self.owners.entry(key).or_insert_with(|| owners.to_vec());
         }
@@ -173,7 +175,7 @@ impl Orphans {
             descriptors.take(DESCRIPTORS_MAX).any(|entry| is_same(entry.path()))
         };
         let name = |pid: u32| {
-            let name = read_small(&format!("/proc/{pid}/comm")).unwrap_or_default();
+            let name = read_proc_file(&format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("{} (pid {pid})", name.trim_end().escape_default())
         };
         let mut holders: Vec<u32> = self.orphans_of(number).into_iter().take(SEARCHED_MAX).collect();

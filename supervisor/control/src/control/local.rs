@@ -9,7 +9,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::Control;
 use super::connections::{Arrival, Entry, LAST_WITHIN, Ways, has_waiting};
 use super::sockets::NextAdmin;
-use bulkhead_linux::peer::Outsiders;
+use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, Commander};
 use bulkhead_plane::entry::{self, Refusal};
 
@@ -29,7 +29,7 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
     let mut door = Guarded {
         listener,
         own,
-        outsiders: Outsiders::default(),
+        unrelated: UnrelatedProcesses::default(),
         commander: control.commander.clone(),
         places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
         places_for_refused: Arc::new(Semaphore::new(REFUSED_MAX)),
@@ -48,7 +48,7 @@ struct Guarded {
     listener: UnixListener,
     /// User id that can connect, besides root.
     own: u32,
-    outsiders: Outsiders,
+    unrelated: UnrelatedProcesses,
     commander: Commander,
     places: Arc<Semaphore>,
     places_for_refused: Arc<Semaphore>,
@@ -77,7 +77,7 @@ impl Guarded {
             let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
             return Err(Refusal::forbidden(peer, message));
         }
-        entry::check_descent(socket, peer, &self.outsiders)?;
+        entry::check_descent(socket, peer, &self.unrelated)?;
         Ok(uid)
     }
 

@@ -26,7 +26,7 @@ use super::local::CONNECTIONS_MAX;
 use super::paths::OPEN;
 use super::{Control, http, jobs};
 use bulkhead_config::Token;
-use bulkhead_linux::listener::begin_no_more;
+use bulkhead_linux::listener::stop_new_connections;
 
 /// Returns true if the headers contain the token exactly once.
 fn opens(token: &Token, headers: &HeaderMap) -> bool {
@@ -81,7 +81,7 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
     control.until_end(door()).await;
     // Clients that have already connected get a response instead of a reset. If the kernel does not support
     // this, a client that connects at the last moment is reset.
-    let _ = begin_no_more(&listener);
+    let _ = stop_new_connections(&listener);
     if has_waiting(&listener) {
         let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
     }
