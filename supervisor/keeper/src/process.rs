@@ -53,6 +53,9 @@ use crate::wait;
 /// reports of each worker can follow.
 const PENDING_REPORTS_MAX: usize = 1024;
 
+/// Maximum number of deferred forks before orders are no longer accepted. Each holds three descriptors.
+const DEFERRED_FORKS_MAX: usize = 256;
+
 /// Time limit for killing all processes. When it has passed, the keeper gives up and exits.
 const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -105,6 +108,12 @@ pub fn run_as_keeper() -> ! {
 fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<()> {
     let mut source = SourceFd(&descriptor.as_raw_fd());
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
+}
+
+/// Registers the descriptors of a child that exist. `pid` and the bit of each make up the token.
+fn register_each(poll: &Poll, pid: u32, all: [(Option<&OwnedFd>, usize); 3]) -> io::Result<()> {
+    let existing = all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)));
+    existing.into_iter().try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
 /// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
@@ -163,6 +172,18 @@ impl Child {
             }
             (exit, None) => exit,
         }
+    }
+
+    /// Registers the descriptors on which a template and the first process of a pid namespace report. Without
+    /// these reports, the keeper would miss deaths.
+    fn register_reports(&self, poll: &Poll, pid: u32) -> io::Result<()> {
+        let template = self.template.as_ref().map(Template::socket);
+        let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
+        register_each(
+            poll,
+            pid,
+            [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)],
+        )
     }
 
     fn deregister_all(&mut self, poll: &Poll) {
@@ -353,7 +374,7 @@ impl EventLoop {
     }
 
     fn can_receive_order(&self) -> bool {
-        self.has_orders && self.outbox.len() < PENDING_REPORTS_MAX
+        self.has_orders && has_room(self.outbox.len(), self.deferred_forks.len())
     }
 
     fn receive_order(&mut self) -> io::Result<bool> {
@@ -448,5 +469,35 @@ impl EventLoop {
             register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())
+    }
+}
+
+/// True if another order can be accepted.
+fn has_room(pending_reports: usize, deferred_forks: usize) -> bool {
+    pending_reports < PENDING_REPORTS_MAX && deferred_forks < DEFERRED_FORKS_MAX
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_registration_is_an_error() {
+        let poll = Poll::new().unwrap();
+        let (readable, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(
+            register_each(&poll, 2, [(Some(&readable), STATUS), (None, TEMPLATE), (None, NAMESPACE)]).is_ok()
+        );
+        // A regular file cannot be polled.
+        let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap().into();
+        let error = register_each(&poll, 2, [(None, STATUS), (None, TEMPLATE), (Some(&file), NAMESPACE)]);
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn reports_and_deferred_forks_bound_accepted_orders() {
+        assert!(has_room(PENDING_REPORTS_MAX - 1, DEFERRED_FORKS_MAX - 1));
+        assert!(!has_room(PENDING_REPORTS_MAX, 0));
+        assert!(!has_room(0, DEFERRED_FORKS_MAX));
     }
 }

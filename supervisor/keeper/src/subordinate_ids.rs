@@ -16,9 +16,9 @@ use std::time::Duration;
 
 use bulkhead_linux::errno;
 use bulkhead_linux::fork::fork_without_sigchld;
-use bulkhead_linux::wait::wait_until_readable;
+use bulkhead_linux::wait::{wait_for_exit_code, wait_until_readable};
 use nix::unistd::User;
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::Pid;
 
 use crate::probe::DISABLED_LAYERS;
@@ -190,7 +190,7 @@ impl NamespaceHolder {
         drop(writer);
         let mut errno = [0; 4];
         let is_reported = wait_until_readable(&reader, CHILD_TIMEOUT)?
-            && rustix::io::read(&reader, &mut errno)? == errno.len();
+            && retry_on_intr(|| rustix::io::read(&reader, &mut errno))? == errno.len();
         match i32::from_ne_bytes(errno) {
             0 if is_reported => Ok(holder),
             0 => Err(Errno::TIMEDOUT.into()),
@@ -202,10 +202,8 @@ impl NamespaceHolder {
 impl Drop for NamespaceHolder {
     fn drop(&mut self) {
         // SAFETY: the child has not been waited for, so the pid still belongs to it.
-        unsafe {
-            libc::kill(self.pid, libc::SIGKILL);
-            libc::waitpid(self.pid, std::ptr::null_mut(), libc::__WALL);
-        }
+        unsafe { libc::kill(self.pid, libc::SIGKILL) };
+        let _ = wait_for_exit_code(self.pid); // Fails only if there is no such child.
     }
 }
 

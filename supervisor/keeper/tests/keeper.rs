@@ -22,7 +22,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 19] = [
+const CASES: [(&str, fn()); 20] = [
     ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
     ("what_fails_before_the_program_runs_is_named", failures),
     ("limits_are_set", limits),
@@ -38,6 +38,7 @@ const CASES: [(&str, fn()); 19] = [
     ("a_program_that_is_no_keeper_is_told", no_keeper),
     ("a_death_is_reported_before_what_others_left_behind_is_swept", told_at_once),
     ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
+    ("traced_worker_in_a_pid_namespace_is_killed", traced_worker),
     ("a_kill_is_never_refused", kills_have_room),
     ("a_fork_bomb_is_ended", fork_bomb),
     ("unread_reports_wait", unread_reports),
@@ -537,6 +538,23 @@ fn told_in_namespace() {
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
     assert_eq!(waited, sleeper as libc::pid_t);
     fixture.swept(&worker);
+}
+
+/// A worker that asks to be traced and stops has not ended.
+fn traced_worker() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    let script =
+        "exec python3 -c 'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)'";
+    let mut order = shell(script);
+    order.confinement.layers.namespaces.pid = true;
+    // The first process has no capabilities either, and can only trace such a worker.
+    order.confinement.layers.no_capabilities = true;
+    let worker = fixture.order(order);
+    assert!(matches!(fixture.next(), Report::Spawned { .. }));
+    assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
 /// Kills and pings are accepted, however many orders wait.

@@ -62,7 +62,8 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     match call.error {
         None => Ok(Child { pid, pidfd }),
         Some(error) => {
-            wait::wait4(pid.as_raw_pid(), 0)?;
+            // Retries if a signal interrupts the wait, so that no zombie is left.
+            wait::wait_for_exit_code(pid.as_raw_pid())?;
             Err(error)
         }
     }

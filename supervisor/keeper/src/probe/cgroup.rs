@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::thread::gettid;
 
 use super::error_text;
@@ -76,9 +77,7 @@ impl ProbeLeaf {
             // SAFETY: ends the process without running anything that the parent registered.
             unsafe { libc::_exit(0) };
         }
-        // SAFETY: the pid is that of a child that exits at once, and the status is not requested.
-        unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL) };
-        Ok(())
+        wait_for_exit_code(pid).map(drop).map_err(error_text)
     }
 }
 

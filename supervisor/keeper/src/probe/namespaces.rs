@@ -6,6 +6,7 @@ use std::ptr::null;
 
 use bulkhead_linux::errno::check;
 use bulkhead_linux::fork::fork_without_sigchld;
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
@@ -79,10 +80,8 @@ fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| receive_result(&ours, step, pid)).collect();
     results.resize(STEPS.len(), Err("the probing process does not answer".to_owned()));
     // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
-    unsafe {
-        libc::kill(pid, libc::SIGKILL);
-        libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL);
-    }
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    wait_for_exit_code(pid)?;
     Ok(results)
 }
 

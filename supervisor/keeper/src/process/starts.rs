@@ -11,15 +11,15 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::templates::Template;
 use super::templates::namespaces::TemplateNamespace;
-use super::{
-    Child, EXIT, EventLoop, LISTENER, NAMESPACE, STATUS, Stage, TEMPLATE, deregister, id_maps, observe,
-    register,
-};
+use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register};
 use crate::confine::cgroup::Leaf;
 use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
 use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
+
+/// A forked child: pid, pidfd, connections, and the confinement that needs no read-back.
+type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
 /// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
 /// the sender's credentials, and accepts no descriptors.
@@ -32,96 +32,93 @@ fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 impl EventLoop {
+    /// Starts a worker or a template.
     pub(super) fn spawn(
         &mut self,
         order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
     ) -> Result<(), SpawnError> {
-        let template = order.is_template.then(template_socket).transpose();
-        let template =
-            template.map_err(|error| SpawnError::from_io("descriptors", &error))?.map(|(ours, theirs)| {
-                descriptors.insert(0, theirs);
-                Template::new(ours)
-            });
+        let mut template = None;
+        if order.is_template {
+            let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));
+            let (ours, theirs) = pair?;
+            descriptors.insert(0, theirs);
+            template = Some(Template::new(ours));
+        }
         let layers = order.confinement.layers;
         let folder = match layers.temporary {
             TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
-            // The folder stays the keeper's. Only the file system mounted over it belongs to the worker.
+            // The keeper stays the owner of the folder. Only the file system mounted over the folder belongs
+            // to the worker.
             TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
-        let leaf = layers.cgroup.map(|limits| self.groups.create(order.worker, &limits)).transpose();
-        let started = leaf.and_then(|leaf| {
-            let started = self.fork_child(order, descriptors, folder.as_deref(), leaf.as_ref());
-            match started {
-                Ok(started) => Ok((started, leaf)),
-                Err(failure) => {
-                    leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
-                    Err(failure)
-                }
-            }
-        });
-        match started {
-            Ok(((pid, pidfd, mut connections, observed), leaf)) => {
-                let status = connections.status.take();
-                // If this fails, the status is read when the first process has ended.
-                let registered =
-                    status.as_ref().map(|status| register(&self.poll, status, pid as usize | STATUS));
-                debug_assert!(registered.is_none_or(|registered| registered.is_ok()));
-                let namespace = connections.init_socket.take().map(TemplateNamespace::new);
-                let registered = namespace
-                    .as_ref()
-                    .map(|namespace| register(&self.poll, namespace.socket(), pid as usize | NAMESPACE));
-                debug_assert!(registered.is_none_or(|registered| registered.is_ok()));
-                let registered =
-                    template.as_ref().map(|it| register(&self.poll, it.socket(), pid as usize | TEMPLATE));
-                debug_assert!(registered.is_none_or(|registered| registered.is_ok()));
-                let child = Child {
-                    worker: order.worker,
-                    pidfd,
-                    stage: Stage::Starting(connections),
-                    layers,
-                    rlimits: order.rlimits.clone(),
-                    // A worker without confinement does not wait for permission.
-                    is_confined: layers == Layers::default(),
-                    process: pid,
-                    listener: None,
-                    violation: None,
-                    folder,
-                    leaf,
-                    observed,
-                    status,
-                    template,
-                    namespace,
-                    member: None,
-                };
-                self.insert(pid, child);
-                Ok(())
-            }
-            Err(failure) => {
+        let forked = self.fork_in_group(order, descriptors, folder.as_deref());
+        let ((pid, pidfd, mut connections, observed), leaf) = match forked {
+            Ok(forked) => forked,
+            Err(error) => {
                 folder.into_iter().for_each(|folder| self.folders.remove(folder));
-                Err(failure)
+                return Err(error);
+            }
+        };
+        let child = Child {
+            worker: order.worker,
+            pidfd,
+            status: connections.status.take(),
+            namespace: connections.init_socket.take().map(TemplateNamespace::new),
+            stage: Stage::Starting(connections),
+            layers,
+            rlimits: order.rlimits.clone(),
+            // A worker without confinement does not wait for permission.
+            is_confined: layers == Layers::default(),
+            process: pid,
+            listener: None,
+            violation: None,
+            folder,
+            leaf,
+            observed,
+            template,
+            member: None,
+        };
+        let registered = child.register_reports(&self.poll, pid);
+        self.insert(pid, child);
+        if let Err(error) = registered {
+            self.finish_start(pid, Some(SpawnError::from_io("descriptors", &error)));
+        }
+        Ok(())
+    }
+
+    /// Forks a child in a new control group, if the order has limits for one.
+    fn fork_in_group(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        descriptors: Vec<OwnedFd>,
+        folder: Option<&Path>,
+    ) -> Result<(Forked, Option<Leaf>), SpawnError> {
+        let limits = order.confinement.layers.cgroup;
+        let leaf = limits.map(|limits| self.groups.create(order.worker, &limits)).transpose()?;
+        match self.fork_child(order, descriptors, folder, leaf.as_ref()) {
+            Ok(forked) => Ok((forked, leaf)),
+            Err(error) => {
+                leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+                Err(error)
             }
         }
     }
 
-    pub(super) fn create_folder(
-        &mut self,
-        worker: u64,
-        identity: Option<Identity>,
-    ) -> Result<PathBuf, SpawnError> {
+    fn create_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, SpawnError> {
         self.folders.create(worker, identity).map_err(|error| {
             SpawnError::from_io(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
         })
     }
 
-    pub(super) fn fork_child(
+    fn fork_child(
         &mut self,
         order: &SpawnOrder<'_>,
         descriptors: Vec<OwnedFd>,
         folder: Option<&Path>,
         leaf: Option<&Leaf>,
-    ) -> Result<(u32, OwnedFd, ChildConnections, Observed), SpawnError> {
+    ) -> Result<Forked, SpawnError> {
         let confinement = PreparedConfinement::prepare(
             order,
             folder,
@@ -146,7 +143,7 @@ impl EventLoop {
         }
     }
 
-    pub(super) fn register_child(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
+    fn register_child(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
         let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
         register(&self.poll, progress, pid as usize)?;

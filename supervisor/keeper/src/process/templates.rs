@@ -377,7 +377,7 @@ impl EventLoop {
                 return true;
             }
         };
-        self.report(&ReportMessage::Template { worker, message: message }, None);
+        self.report(&ReportMessage::Template { worker, message }, None);
         true
     }
 

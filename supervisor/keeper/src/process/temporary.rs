@@ -31,6 +31,9 @@ const NAME_ATTEMPTS_MAX: u32 = 100;
 /// Maximum number of folders that wait for removal, and maximum number of folders that are partly removed.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
+/// Maximum number of base folders of killed keepers that one keeper removes. Each holds a descriptor.
+const STALE_FOLDERS_MAX: usize = 64;
+
 /// Number of entries removed from one folder before the next folder's turn. A template can fill the folder of
 /// a worker while the folder is being emptied.
 const ENTRIES_PER_STEP: usize = 16 * 1024;
@@ -103,10 +106,11 @@ impl Drop for TemporaryFolders {
 
 impl Base {
     fn create(parent: &Path) -> io::Result<Self> {
-        remove_stale(parent);
         let (path, lock) = create_base(parent)?;
         let (removals, folders) = sync_channel::<PathBuf>(PENDING_REMOVALS_MAX);
-        std::thread::Builder::new().name("remover".into()).spawn(move || run_remover(&folders))?;
+        let parent = parent.to_owned();
+        let remover = move || run_remover(stale_folders(&parent), &folders);
+        std::thread::Builder::new().name("remover".into()).spawn(remover)?;
         Ok(Self { path, lock, removals })
     }
 }
@@ -148,44 +152,49 @@ fn prefix() -> String {
     format!("{PREFIX}{}-", rustix::process::geteuid().as_raw())
 }
 
-/// Removes what killed keepers of this user left behind.
-fn remove_stale(parent: &Path) {
-    let prefix = prefix();
-    let own = rustix::process::geteuid().as_raw();
-    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
-        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(&prefix));
-        let is_ours = || entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-        if !is_named || !is_ours() {
-            continue;
-        }
-        // The lock is held during the removal, because only the holder of a folder's lock may remove its
-        // name.
-        if let Ok(_lock) = lock(&entry.path()) {
-            remove(&entry.path(), usize::MAX);
-        }
-    }
+/// A folder that is being removed.
+struct Removal {
+    folder: PathBuf,
+    /// Lock on the base folder of a killed keeper. Only the holder of the lock may remove the folder's name.
+    _lock: Option<OwnedFd>,
 }
 
-/// Removes folders in the order of arrival, and alternates between folders in steps.
-fn run_remover(folders: &Receiver<PathBuf>) {
-    let mut left = VecDeque::new();
+/// Finds and locks the base folders that killed keepers of this user left behind.
+fn stale_folders(parent: &Path) -> VecDeque<Removal> {
+    let prefix = prefix();
+    let own = rustix::process::geteuid().as_raw();
+    let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    let stale = entries.filter_map(|entry| {
+        let is_named = entry.file_name().to_str()?.starts_with(&prefix);
+        let is_ours = || entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
+        let folder = (is_named && is_ours()).then(|| entry.path())?;
+        // Fails for the folder of a running keeper.
+        let lock = lock(&folder).ok()?;
+        Some(Removal { folder, _lock: Some(lock) })
+    });
+    stale.take(STALE_FOLDERS_MAX).collect()
+}
+
+/// Removes the folders in `left`, and then folders in the order of arrival. Alternates between folders in steps.
+fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
+    let removal = |folder| Removal { folder, _lock: None };
     loop {
         if left.is_empty() {
             let Ok(folder) = folders.recv() else { return };
-            left.push_back(folder);
+            left.push_back(removal(folder));
         }
         while left.len() < PENDING_REMOVALS_MAX {
             match folders.try_recv() {
-                Ok(folder) => left.push_back(folder),
+                Ok(folder) => left.push_back(removal(folder)),
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => return,
             }
         }
         let begun_at = Instant::now();
-        if let Some(folder) = left.pop_front()
-            && !remove(&folder, ENTRIES_PER_STEP)
+        if let Some(next) = left.pop_front()
+            && !remove(&next.folder, ENTRIES_PER_STEP)
         {
-            left.push_back(folder);
+            left.push_back(next);
             // A folder that is refilled again and again uses at most half of a processor.
             std::thread::sleep(begun_at.elapsed());
         }
@@ -208,6 +217,26 @@ fn remove(path: &Path, entries_max: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn remove_stale(parent: &Path) {
+        stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
+    }
+
+    /// The removal of many files must not delay the start of the first worker.
+    #[test]
+    fn removes_folders_of_killed_keepers_on_another_thread() {
+        let parent = tempfile::tempdir().unwrap();
+        let (stale, lock) = create_base(parent.path()).unwrap();
+        std::fs::write(stale.join("file"), "x").unwrap();
+        drop(lock);
+        let base = Base::create(parent.path()).unwrap();
+        let until = Instant::now() + std::time::Duration::from_secs(60);
+        while stale.exists() {
+            assert!(Instant::now() < until, "the stale folder was not removed");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(base.path.exists());
+    }
 
     #[test]
     fn folder_filled_during_removal_does_not_delay_others() {

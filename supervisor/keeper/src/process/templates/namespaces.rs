@@ -42,6 +42,8 @@ const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 /// State of a template's pid namespace.
 pub(in crate::process) struct TemplateNamespace {
     socket: OwnedFd,
+    /// Orders that the first process has not read: at most one kill of each worker and of the template, and one
+    /// order to kill leftover processes.
     outbox: Outbox,
     /// The template's pid in the namespace, once it is known.
     pub(in crate::process) template: Option<u32>,
@@ -110,6 +112,14 @@ impl TemplateNamespace {
     pub(in crate::process) fn add_worker(&mut self, inner: u32, pid: u32) {
         self.workers.insert(inner, pid);
         self.unidentified.retain(|(pid, _)| *pid != inner);
+    }
+
+    /// Sends an order to kill leftover processes, unless an earlier order is pending. The keeper repeats the
+    /// order anyway, so that orders must not pile up for a first process that is stopped.
+    fn order_unless_pending(&mut self, order: InitOrder<'_>) {
+        if self.outbox.len() == 0 {
+            self.outbox.push(order.encode(), Vec::new());
+        }
     }
 
     /// Records the current children.
@@ -263,7 +273,7 @@ impl EventLoop {
             true => InitOrder::Kill(&left),
             false => InitOrder::KillAllExcept(&workers),
         };
-        namespace.outbox.push(order.encode(), Vec::new());
+        namespace.order_unless_pending(order);
         let is_overdue = |exited: &ExitedWorker| now >= exited.since + KILL_TIMEOUT;
         if namespace.exited.iter().any(is_overdue) {
             self.report(&ReportMessage::Unkillable { count: left.len() as u64 }, None);
@@ -341,5 +351,22 @@ impl EventLoop {
             self.remove_resources(folder, leaf);
             self.report(&ReportMessage::Reaped { worker }, None);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_orders_do_not_pile_up() {
+        let (ours, _theirs) = socket::pair().unwrap();
+        let mut namespace = TemplateNamespace::new(ours);
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        assert_eq!(namespace.outbox.len(), 1);
+        assert!(namespace.outbox.flush(&namespace.socket).unwrap());
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        assert_eq!(namespace.outbox.len(), 1);
     }
 }

@@ -20,8 +20,10 @@ pub(in crate::spawn) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
-            Ok((pid, status_word, rusage)) if pid == worker => {
-                let bytes = encode(status_word, &wait::usage(&rusage));
+            // The process has asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
+            Ok((pid, status, _)) if libc::WIFSTOPPED(status) => wait::kill_child(pid),
+            Ok((pid, end, rusage)) if pid == worker => {
+                let bytes = encode(end, &wait::usage(&rusage));
                 let _ = rustix::io::write(status, &bytes); // An error means that the keeper is gone.
                 exit(0)
             }
