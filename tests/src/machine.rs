@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{not_run, programs};
+use crate::programs;
 
 /// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to standard
 /// error directly, because the harness hides what a passing test prints.

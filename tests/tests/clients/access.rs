@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, not_run, outcome, programs, wait_for};
+use bulkhead_tests::{Supervisor, kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;

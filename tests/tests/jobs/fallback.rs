@@ -5,9 +5,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
-use bulkhead_tests::{
-    Auditor, Running, SAME_NUMBERS, Supervisor, connect, outcome, run, spawn, tally, wait_for,
-};
+use bulkhead_tests::{Auditor, SAME_NUMBERS, Supervisor, connect, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 

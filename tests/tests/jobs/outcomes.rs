@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use bulkhead_client::{Client, JobError};
+use bulkhead_client::Client;
 use bulkhead_shared::{Executed, RejectReason, Verdict};
 use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
 

@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Reply};
-use bulkhead_tests::{Auditor, Running, Supervisor, connect, outcome, run, spawn, tally, wait_for};
+use bulkhead_tests::{Auditor, Supervisor, connect, outcome, run, spawn, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
