@@ -137,7 +137,7 @@ struct Shared {
     target: Target,
     current: watch::Receiver<Connection>,
     /// Notified when there is a job to send and no connection.
-    connection_needed: Arc<Notify>,
+    needed: Arc<Notify>,
 }
 
 /// Result of an attempt to send a job immediately.
@@ -209,14 +209,9 @@ impl Client {
     ) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
-        let connection_needed = Arc::<Notify>::default();
-        let driver = Driver {
-            target: target.clone(),
-            requests,
-            current: sender,
-            connection_needed: connection_needed.clone(),
-        };
-        (Self { shared: Arc::new(Shared { target, current, connection_needed }) }, driver.run())
+        let needed = Arc::<Notify>::default();
+        let driver = Driver { target: target.clone(), requests, current: sender, needed: needed.clone() };
+        (Self { shared: Arc::new(Shared { target, current, needed }) }, driver.run())
     }
 
     /// Sends a job, and waits for a connection or space if needed. Reports progress to `progress`.
@@ -259,7 +254,7 @@ impl Client {
         mut broken: Option<Arc<Requests>>,
     ) -> Result<JobHandle, JobError> {
         let began = Instant::now();
-        let deadline = job.deadline;
+        let deadline = job.options.deadline;
         let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
         loop {
             let requests = self.wait_for_connection(broken.as_ref(), remaining()).await?;
@@ -268,8 +263,8 @@ impl Client {
             // Registers for notifications before the first attempt, so that none is missed.
             space.as_mut().enable();
             loop {
-                job.deadline = remaining();
-                if job.deadline.is_some_and(|left| left.is_zero()) {
+                job.options.deadline = remaining();
+                if job.options.deadline.is_some_and(|left| left.is_zero()) {
                     return Err(job.deadline_error(deadline.unwrap_or_default()));
                 }
                 match position.submit(job, progress) {
@@ -278,7 +273,7 @@ impl Client {
                     Err(SubmitError::Full) => {}
                     Err(SubmitError::Closed) => break,
                 }
-                match job.deadline {
+                match job.options.deadline {
                     // The loop checks the deadline above.
                     Some(left) => drop(tokio::time::timeout(left, space.as_mut()).await),
                     None => space.as_mut().await,
@@ -312,7 +307,7 @@ impl Client {
             Connection::Up(_) => is_replacement(connection),
             Connection::Down(loss) => has_timed_out && loss.attempts > attempts_before,
         };
-        self.shared.connection_needed.notify_one();
+        self.shared.needed.notify_one();
         // If the driver is gone, the wait fails immediately.
         let wait = current.wait_for(is_usable);
         let _ = tokio::time::timeout(remaining.unwrap_or(timeout).min(timeout), wait).await;
@@ -477,7 +472,7 @@ struct Driver {
     /// `None` before the first connection.
     requests: Option<Arc<Requests>>,
     current: watch::Sender<Connection>,
-    connection_needed: Arc<Notify>,
+    needed: Arc<Notify>,
 }
 
 impl Driver {
@@ -554,7 +549,7 @@ impl Driver {
     /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
     async fn wait_until_needed(&self) {
         tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
-        self.connection_needed.notified().await;
+        self.needed.notified().await;
     }
 }
 
@@ -651,7 +646,7 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
                     frames.handle(header, &metadata, payload)
                 }
                 Ok(Some(Item::Announced { header, metadata })) => {
-                    match accept_announced(&mut frames, header, metadata) {
+                    match announced(&mut frames, header, metadata) {
                         Ok(Some(buffer)) => {
                             batch.accept(buffer);
                             Ok(())
@@ -684,11 +679,7 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
 
 /// Handles the announcement of a large frame. Returns a buffer if the payload is wanted; otherwise the
 /// payload is discarded as it arrives.
-fn accept_announced(
-    frames: &mut Frames<'_>,
-    header: Header,
-    metadata: &[u8],
-) -> Result<Option<Vec<u8>>, String> {
+fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;
         return Err(format!(

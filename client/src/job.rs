@@ -100,13 +100,13 @@ impl Job {
 
     /// Sets the operation, at most 256 bytes. The handler uses it to choose what to do.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
-        self.request.operation = name.into();
+        self.request.options.operation = name.into();
         self
     }
 
     /// Sets the tenant, at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
-        self.request.tenant = name.into();
+        self.request.options.tenant = name.into();
         self
     }
 
@@ -117,7 +117,7 @@ impl Job {
     /// The supervisor measures the time from receipt of the job. The client subtracts the time spent waiting
     /// for a connection, or for space in the send queue.
     pub fn deadline(mut self, limit: Duration) -> Self {
-        self.request.deadline = Some(limit);
+        self.request.options.deadline = Some(limit);
         self
     }
 
@@ -138,25 +138,25 @@ impl Job {
     /// # }
     /// ```
     pub fn run_limit(mut self, limit: Duration) -> Self {
-        self.request.run_limit = Some(limit);
+        self.request.options.run_limit = Some(limit);
         self
     }
 
     /// Sets the priority.
     pub fn priority(mut self, priority: Priority) -> Self {
-        self.request.priority = priority;
+        self.request.options.priority = priority;
         self
     }
 
     /// Sets the cost of the job against a rate limit. The default is 1.
     pub fn cost(mut self, cost: u32) -> Self {
-        self.request.cost = cost;
+        self.request.options.cost = cost;
         self
     }
 
     /// Declares whether the job can safely run twice.
     pub fn idempotent(mut self, is_idempotent: bool) -> Self {
-        self.request.is_idempotent = is_idempotent;
+        self.request.options.is_idempotent = is_idempotent;
         self
     }
 

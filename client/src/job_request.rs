@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
-use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{JobOptions, Outcome, RejectReason, Verdict};
 
 use crate::reply::JobError;
 
@@ -61,13 +61,7 @@ pub(crate) struct JobRequest {
     pub(crate) source: Option<Source>,
     /// True if the result can stay in its memory file.
     pub(crate) maps_result: bool,
-    pub(crate) operation: String,
-    pub(crate) tenant: String,
-    pub(crate) deadline: Option<Duration>,
-    pub(crate) run_limit: Option<Duration>,
-    pub(crate) priority: Priority,
-    pub(crate) cost: u32,
-    pub(crate) is_idempotent: bool,
+    pub(crate) options: JobOptions<String>,
     pub(crate) traceparent: Option<String>,
 }
 
@@ -78,13 +72,7 @@ impl JobRequest {
             payload,
             source: None,
             maps_result: false,
-            operation: String::new(),
-            tenant: String::new(),
-            deadline: None,
-            run_limit: None,
-            priority: Priority::Normal,
-            cost: 1,
-            is_idempotent: false,
+            options: JobOptions::default(),
             traceparent: None,
         }
     }
@@ -123,10 +111,10 @@ impl JobRequest {
             let message = format!("the {what}'s name is longer than {bytes_max} bytes");
             Err(self.rejection(RejectReason::Invalid, message))
         };
-        if self.operation.len() > OPERATION_BYTES_MAX {
+        if self.options.operation.len() > OPERATION_BYTES_MAX {
             return name_too_long("operation", OPERATION_BYTES_MAX);
         }
-        if self.tenant.len() > TENANT_BYTES_MAX {
+        if self.options.tenant.len() > TENANT_BYTES_MAX {
             return name_too_long("tenant", TENANT_BYTES_MAX);
         }
         let traceparent = self.traceparent.as_deref().unwrap_or_default();
@@ -158,10 +146,10 @@ impl JobRequest {
             queued: Duration::ZERO,
             ran: Duration::ZERO,
             worker_pid: None,
-            retryable: verdict.is_retryable(self.is_idempotent),
+            retryable: verdict.is_retryable(self.options.is_idempotent),
             retry_after: None,
-            deadline: self.deadline.unwrap_or_default(),
-            run_limit: self.run_limit,
+            deadline: self.options.deadline.unwrap_or_default(),
+            run_limit: self.options.run_limit,
             status: None,
             report: None,
             verdict,

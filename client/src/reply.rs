@@ -115,7 +115,7 @@ pub enum JobError {
 
 impl JobError {
     /// Returns the error for a connection that was lost while the job was pending.
-    pub(crate) fn disconnected(executed: Executed, reason: &str) -> Self {
+    pub(crate) fn lost(executed: Executed, reason: &str) -> Self {
         let advice = match executed {
             Executed::No => "the job was not sent: send the job again",
             _ => "whether the job ran is unknown: send the job again only if a rerun is safe",

@@ -6,13 +6,13 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{Submit, capability, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, MEMORY_FILE_THRESHOLD_BYTES};
+use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{Executed, RejectReason};
 use tokio::sync::{Notify, mpsc};
@@ -156,7 +156,7 @@ impl Requests {
             let message = format!("the supervisor does not accept {payload_bytes} bytes of payload");
             return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
         }
-        if job.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
+        if job.options.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
             let message =
                 "the supervisor is too old: send the job without a run limit, or update the supervisor";
             return Err(SubmitError::Rejected(job.rejection(RejectReason::Invalid, message.into())));
@@ -164,7 +164,7 @@ impl Requests {
         let mut state = self.lock();
         state.check_space(queued_max)?;
         let mut lease = None;
-        if payload_bytes > MEMORY_FILE_THRESHOLD_BYTES && self.capabilities & capability::MEMORY_FILES != 0 {
+        if payload_bytes > INLINE_PAYLOAD_BYTES_MAX && self.capabilities & capability::MEMORY_FILES != 0 {
             lease = self.take_lease(&mut state, job, payload_bytes);
         }
         if lease.is_some() || job.source.is_some() {
@@ -212,16 +212,17 @@ impl Requests {
     /// Returns a free lease that fits the job. Otherwise asks the supervisor for a lease for later jobs.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
-        match state.leases.take((&job.bulkhead, &job.tenant), bytes, has_read_all) {
+        match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {
             LeaseSearch::Found(lease) => return Some(Box::new(lease)),
             LeaseSearch::TooSmall(lease) => state.push_empty(kind::LEASE_RETURNED, lease.number),
             LeaseSearch::MayBeRevoked => return None,
             LeaseSearch::None => {}
         }
-        let number = state.leases.request(&job.bulkhead, &job.tenant)?;
+        let number = state.leases.request(&job.bulkhead, &job.options.tenant)?;
         // Must be set before the lease can arrive.
         self.expects_files.store(true, Ordering::SeqCst);
-        let wanted = LeaseRequest { bulkhead: &job.bulkhead, tenant: &job.tenant, bytes: bytes as u64 };
+        let wanted =
+            LeaseRequest { bulkhead: &job.bulkhead, tenant: &job.options.tenant, bytes: bytes as u64 };
         let _ = state.push(kind::LEASE, number, &wanted, &[], Payload::NONE);
         None
     }
@@ -347,9 +348,7 @@ impl Requests {
         // Dropped after the lock is released.
         let mut replaced = None;
         self.lock().waiters.poll(number, cx, &mut replaced).map(|result| {
-            result.unwrap_or_else(|| {
-                Err(JobError::disconnected(Executed::Unknown, "the outcome was already taken"))
-            })
+            result.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "the outcome was already taken")))
         })
     }
 
@@ -381,11 +380,11 @@ impl Requests {
             self.transport.close();
         }
         self.space.notify_waiters();
-        let (_left, wakers) = self.lock().waiters.complete_all(|waiter| {
+        let (_left, wakers) = self.lock().waiters.finish_all(|waiter| {
             // The supervisor begins a job only after it has the complete frame.
             let is_unsent = waiter.is_some_and(|waiter| waiter.frame_end > sent_bytes);
             let executed = if is_unsent { Executed::No } else { Executed::Unknown };
-            Err(JobError::disconnected(executed, reason))
+            Err(JobError::lost(executed, reason))
         });
         wakers.into_iter().for_each(Waker::wake);
     }
@@ -469,17 +468,10 @@ impl State {
         lease_ref: Option<LeaseRef>,
         payload: Payload<'_>,
     ) -> Result<(), codec::CodecError> {
-        let submit = Submit {
-            bulkhead: &job.bulkhead,
-            operation: &job.operation,
-            tenant: &job.tenant,
-            deadline_us: job.deadline.map_or(0, |limit| micros(limit).max(1)),
-            priority: job.priority.code(),
-            idempotent: job.is_idempotent.into(),
-            cost: job.cost,
-        };
+        let submit = Submit::new(&job.bulkhead, &job.options);
         let trace = job.trace_extension();
-        let (lease_ref, limit) = (lease_ref.map(LeaseRef::to_bytes), job.run_limit.map(encode_run_limit));
+        let (lease_ref, limit) =
+            (lease_ref.map(LeaseRef::to_bytes), job.options.run_limit.map(encode_run_limit));
         let lease_ref = lease_ref.as_ref().map(|lease_ref| (tag::LEASE, &lease_ref[..]));
         let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
         let (mut given, mut count) = ([(0, &[][..]); 3], 0);
@@ -515,10 +507,7 @@ impl PendingOutcome {
     #[inline]
     pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<JobResult> {
         let Some(requests) = &self.requests else {
-            return Poll::Ready(Err(JobError::disconnected(
-                Executed::Unknown,
-                "the outcome was already taken",
-            )));
+            return Poll::Ready(Err(JobError::lost(Executed::Unknown, "the outcome was already taken")));
         };
         let result = requests.poll(self.number, cx);
         if result.is_ready() {
@@ -534,10 +523,6 @@ impl Drop for PendingOutcome {
             requests.abandon(self.number);
         }
     }
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -603,10 +588,16 @@ mod tests {
         let cx = &mut Context::from_waker(Waker::noop());
         let mut turns = [0; 2].map(|_| Box::pin(requests.space.notified()));
         assert!(turns.iter_mut().all(|turn| turn.as_mut().poll(cx).is_pending()));
-        assert!(positions[1..].iter_mut().all(|position| send(position).is_err()), "later submitters have to wait");
+        assert!(
+            positions[1..].iter_mut().all(|position| send(position).is_err()),
+            "later submitters have to wait"
+        );
         let mut pending: Vec<PendingOutcome> = Vec::new();
         for (at, mut position) in positions.into_iter().enumerate() {
-            assert!(at == 0 || turns[at - 1].as_mut().poll(cx).is_ready(), "the previous submitter has finished");
+            assert!(
+                at == 0 || turns[at - 1].as_mut().poll(cx).is_ready(),
+                "the previous submitter has finished"
+            );
             pending.extend(send(&mut position));
         }
         assert_eq!((pending.len(), requests.lock().queued_submitters), (3, 0));
@@ -617,7 +608,9 @@ mod tests {
     fn result_in_a_missing_file_leaves_no_caller_waiting() {
         let (requests, _there) = in_memory();
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
-        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else { panic!("the job was not sent") };
+        let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
+            panic!("the job was not sent")
+        };
         let lease_ref = LeaseRef { lease: 7, bytes: 1 }.to_bytes();
         let message = OutcomeMessage::from_verdict(&Verdict::Ok, "resize");
         let mut metadata = Vec::new();

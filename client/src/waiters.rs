@@ -91,7 +91,7 @@ impl Waiters {
         }
     }
 
-    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::complete`].
+    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::finish`].
     #[inline]
     pub(crate) fn take(&mut self, number: u64) -> Option<Waiter> {
         let state = &mut self.slot(number)?.state;
@@ -107,11 +107,7 @@ impl Waiters {
     /// Stores an outcome. Returns the waker of the waiting task, if any. If the handle is gone, returns the
     /// outcome as an error.
     #[inline]
-    pub(crate) fn complete(
-        &mut self,
-        number: u64,
-        result: JobResult,
-    ) -> Result<Option<Waker>, Box<JobResult>> {
+    pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {
             Some(slot) if matches!(slot.state, SlotState::Processing) => {
                 slot.state = SlotState::Done(result);
@@ -167,7 +163,7 @@ impl Waiters {
 
     /// Gives every waiting job an outcome. `result` gets `None` for a job whose outcome was being processed
     /// when the connection failed. Returns the unused waiters and the wakers.
-    pub(crate) fn complete_all(
+    pub(crate) fn finish_all(
         &mut self,
         result: impl Fn(Option<&Waiter>) -> JobResult,
     ) -> (Vec<Waiter>, Vec<Waker>) {
@@ -211,7 +207,7 @@ mod tests {
     }
 
     fn lost() -> JobResult {
-        Err(JobError::disconnected(bulkhead_shared::Executed::No, "test"))
+        Err(JobError::lost(bulkhead_shared::Executed::No, "test"))
     }
 
     #[test]
@@ -227,11 +223,11 @@ mod tests {
         assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
         assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
 
-        assert!(waiters.complete(number, lost()).is_err(), "the outcome was not taken");
+        assert!(waiters.finish(number, lost()).is_err(), "the outcome was not taken");
         assert!(waiters.take(number).is_some());
         assert!(waiters.take(number).is_none() && waiters.get(number).is_none());
         assert_eq!(waiters.waiting(), 1);
-        waiters.complete(number, lost()).unwrap().unwrap().wake();
+        waiters.finish(number, lost()).unwrap().unwrap().wake();
         assert_eq!(wakers.iter().map(|woken| woken.0.load(Ordering::SeqCst)).collect::<Vec<_>>(), [0, 1]);
         assert_eq!(waiters.waiting(), 0);
         assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(Some(lost())));
@@ -253,23 +249,23 @@ mod tests {
         // another request uses the slot.
         assert!(waiters.take(second).is_some());
         assert!(waiters.remove(second).unwrap().waiter.is_none());
-        assert!(waiters.complete(second, lost()).is_err());
+        assert!(waiters.finish(second, lost()).is_err());
         let third = waiters.insert(waiter(), None);
-        assert!(waiters.complete(second, lost()).is_err());
+        assert!(waiters.finish(second, lost()).is_err());
         assert!(waiters.get(third).is_some());
         assert_eq!(waiters.waiting(), 1);
     }
 
     #[test]
-    fn complete_all_keeps_earlier_results() {
+    fn finish_all_keeps_earlier_results() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();
         waiters.take(numbers[1]);
         let revoked = || Err(JobError::result_revoked());
-        waiters.complete(numbers[1], revoked()).unwrap();
+        waiters.finish(numbers[1], revoked()).unwrap();
         waiters.take(numbers[3]);
-        let (left, wakers) = waiters.complete_all(|_| lost());
+        let (left, wakers) = waiters.finish_all(|_| lost());
         assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 3, 0));
         let cx = Context::from_waker(&task);
         let result: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bincode::{BorrowDecode, Encode};
 
+use crate::JobOptions;
 use crate::flat::flat;
 use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 
@@ -112,6 +113,22 @@ pub struct Submit<'a> {
     pub idempotent: u8,
     /// Cost of the job against a rate limit; 0 counts as 1.
     pub cost: u32,
+}
+
+impl<'a> Submit<'a> {
+    /// Creates the message. A run limit is not part of the message, but an extension:
+    /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT).
+    pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
+        Self {
+            bulkhead,
+            operation: options.operation.as_ref(),
+            tenant: options.tenant.as_ref(),
+            deadline_us: options.deadline.map_or(0, |limit| micros(limit).max(1)),
+            priority: options.priority.code(),
+            idempotent: options.is_idempotent.into(),
+            cost: options.cost,
+        }
+    }
 }
 
 flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, idempotent: u8, cost: u32], []);

@@ -32,8 +32,8 @@ const SPARE_BYTES_MAX: usize = 32 * 1024;
 /// # Ok::<(), rustix::io::Errno>(())
 /// ```
 pub struct Endpoint {
-    directions: Arc<[Mutex<Direction>; 2]>,
-    /// Index of the incoming direction. The other direction is outgoing.
+    pipes: Arc<[Mutex<Pipe>; 2]>,
+    /// Index of the incoming pipe. The other pipe is outgoing.
     incoming_index: usize,
 }
 
@@ -44,7 +44,7 @@ impl std::fmt::Debug for Endpoint {
 }
 
 #[derive(Default)]
-struct Direction {
+struct Pipe {
     bytes: VecDeque<u8>,
     /// Total number of bytes read.
     read: u64,
@@ -55,14 +55,14 @@ struct Direction {
     is_closed: bool,
 }
 
-/// The reader or writer of one direction, with its waker.
+/// The reader or writer of one pipe, with its waker.
 #[derive(Default)]
 struct Side {
     waker: Option<Waker>,
     is_waiting: bool,
 }
 
-impl Direction {
+impl Pipe {
     fn free_bytes(&self) -> usize {
         UNREAD_BYTES_MAX.saturating_sub(self.bytes.len())
     }
@@ -94,60 +94,54 @@ fn wake(waker: Option<Waker>) {
 
 /// Creates two connected ends.
 pub fn pair() -> (Endpoint, Endpoint) {
-    let directions: Arc<[Mutex<Direction>; 2]> = Arc::default();
-    (
-        Endpoint { directions: directions.clone(), incoming_index: 0 },
-        Endpoint { directions, incoming_index: 1 },
-    )
+    let pipes: Arc<[Mutex<Pipe>; 2]> = Arc::default();
+    (Endpoint { pipes: pipes.clone(), incoming_index: 0 }, Endpoint { pipes, incoming_index: 1 })
 }
 
 impl Endpoint {
-    fn incoming(&self) -> MutexGuard<'_, Direction> {
-        self.directions[self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
+    fn incoming(&self) -> MutexGuard<'_, Pipe> {
+        self.pipes[self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn outgoing(&self) -> MutexGuard<'_, Direction> {
-        self.directions[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
+    fn outgoing(&self) -> MutexGuard<'_, Pipe> {
+        self.pipes[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
     /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
-        let mut direction = self.incoming();
-        if direction.bytes.is_empty() {
-            direction.reader.is_waiting = true;
-            return if direction.is_closed { Ok(0) } else { Err(Errno::AGAIN) };
+        let mut pipe = self.incoming();
+        if pipe.bytes.is_empty() {
+            pipe.reader.is_waiting = true;
+            return if pipe.is_closed { Ok(0) } else { Err(Errno::AGAIN) };
         }
-        let mut count = buffer.len().min(direction.bytes.len());
-        let read = direction.read;
-        if let Some(&(at, _)) = direction.files.front()
+        let mut count = buffer.len().min(pipe.bytes.len());
+        let read = pipe.read;
+        if let Some(&(at, _)) = pipe.files.front()
             && at < read + count as u64
         {
-            *files = direction.files.pop_front().map(|(_, files)| files).unwrap_or_default();
-            if let Some(&(next, _)) = direction.files.front() {
+            *files = pipe.files.pop_front().map(|(_, files)| files).unwrap_or_default();
+            if let Some(&(next, _)) = pipe.files.front() {
                 count = count.min((next - read) as usize);
             }
         }
-        let (first, second) = direction.bytes.as_slices();
+        let (first, second) = pipe.bytes.as_slices();
         let split = count.min(first.len());
         buffer[..split].copy_from_slice(&first[..split]);
         buffer[split..count].copy_from_slice(&second[..count - split]);
-        direction.read += count as u64;
-        if count == direction.bytes.len() {
-            direction.bytes.clear();
-            direction.bytes.shrink_to(SPARE_BYTES_MAX);
+        pipe.read += count as u64;
+        if count == pipe.bytes.len() {
+            pipe.bytes.clear();
+            pipe.bytes.shrink_to(SPARE_BYTES_MAX);
             // A reader that has read all bytes does not need another read to be woken.
-            direction.reader.is_waiting = true;
+            pipe.reader.is_waiting = true;
         } else {
-            direction.bytes.drain(..count);
+            pipe.bytes.drain(..count);
         }
         // Wakes the writer only when half the buffer is free, instead of for each read.
-        let writer = if direction.bytes.len() <= UNREAD_BYTES_MAX / 2 {
-            direction.writer.waker_if_waiting()
-        } else {
-            None
-        };
-        drop(direction);
+        let writer =
+            if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
+        drop(pipe);
         wake(writer);
         Ok(count)
     }
@@ -155,18 +149,18 @@ impl Endpoint {
     /// Writes as much as there is room for. Returns `AGAIN` if there is no room, and `PIPE` if the connection
     /// is closed.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
-        let mut direction = self.outgoing();
-        if direction.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.is_closed {
             return Err(Errno::PIPE);
         }
-        let count = bytes.len().min(direction.free_bytes());
+        let count = bytes.len().min(pipe.free_bytes());
         if count == 0 && !bytes.is_empty() {
-            direction.writer.is_waiting = true;
+            pipe.writer.is_waiting = true;
             return Err(Errno::AGAIN);
         }
-        direction.bytes.extend(&bytes[..count]);
-        let reader = direction.reader.waker_if_waiting();
-        drop(direction);
+        pipe.bytes.extend(&bytes[..count]);
+        let reader = pipe.reader.waker_if_waiting();
+        drop(pipe);
         wake(reader);
         Ok(count)
     }
@@ -174,18 +168,18 @@ impl Endpoint {
     /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
     /// room, or if too many writes with files are unread. This end is then not woken when there is room.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
-        let mut direction = self.outgoing();
-        if direction.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.is_closed {
             return Err(Errno::PIPE);
         }
-        if direction.free_bytes() < bytes.len() || direction.files.len() >= UNREAD_FILES_MAX {
+        if pipe.free_bytes() < bytes.len() || pipe.files.len() >= UNREAD_FILES_MAX {
             return Err(Errno::AGAIN);
         }
-        let at = direction.read + direction.bytes.len() as u64;
-        direction.files.push_back((at, files));
-        direction.bytes.extend(bytes);
-        let reader = direction.reader.waker_if_waiting();
-        drop(direction);
+        let at = pipe.read + pipe.bytes.len() as u64;
+        pipe.files.push_back((at, files));
+        pipe.bytes.extend(bytes);
+        let reader = pipe.reader.waker_if_waiting();
+        drop(pipe);
         wake(reader);
         Ok(())
     }
@@ -216,24 +210,24 @@ impl Endpoint {
 
     /// Ready when there is something to read, including the end.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut direction = self.incoming();
-        if !direction.bytes.is_empty() || direction.is_closed {
+        let mut pipe = self.incoming();
+        if !pipe.bytes.is_empty() || pipe.is_closed {
             return Poll::Ready(());
         }
-        let replaced = direction.reader.set_waker(context.waker());
-        drop(direction);
+        let replaced = pipe.reader.set_waker(context.waker());
+        drop(pipe);
         drop(replaced);
         Poll::Pending
     }
 
     /// Ready when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut direction = self.outgoing();
-        if direction.bytes.len() <= UNREAD_BYTES_MAX / 2 || direction.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 || pipe.is_closed {
             return Poll::Ready(());
         }
-        let replaced = direction.writer.set_waker(context.waker());
-        drop(direction);
+        let replaced = pipe.writer.set_waker(context.waker());
+        drop(pipe);
         drop(replaced);
         Poll::Pending
     }
@@ -241,16 +235,16 @@ impl Endpoint {
     /// Closes both directions. The other end can still read the remaining bytes.
     pub fn close(&self) {
         let mut wakers = Vec::new();
-        for (at, direction) in self.directions.iter().enumerate() {
-            let mut direction = direction.lock().unwrap_or_else(PoisonError::into_inner);
+        for (at, pipe) in self.pipes.iter().enumerate() {
+            let mut pipe = pipe.lock().unwrap_or_else(PoisonError::into_inner);
             if at == self.incoming_index {
-                direction.bytes = VecDeque::new();
-                direction.files.clear();
+                pipe.bytes = VecDeque::new();
+                pipe.files.clear();
             }
-            if !std::mem::replace(&mut direction.is_closed, true) {
+            if !std::mem::replace(&mut pipe.is_closed, true) {
                 // Wakes all registered wakers, because a data plane does not mark itself as waiting.
-                wakers.extend(direction.reader.waker.take());
-                wakers.extend(direction.writer.waker.take());
+                wakers.extend(pipe.reader.waker.take());
+                wakers.extend(pipe.writer.waker.take());
             }
         }
         wakers.into_iter().for_each(Waker::wake);
@@ -309,7 +303,10 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little memory");
+        assert!(
+            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
+            "an idle connection holds little memory"
+        );
     }
 
     #[test]

@@ -14,10 +14,6 @@ use bincode::{BorrowDecode, Encode};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-/// Size above which a payload or result goes into a memory file, in bytes. Smaller ones share buffers on the
-/// socket.
-pub const MEMORY_FILE_THRESHOLD_BYTES: usize = crate::limits::INLINE_PAYLOAD_BYTES_MAX;
-
 /// Number of files of a lease.
 pub const FILES_PER_LEASE: usize = 2;
 

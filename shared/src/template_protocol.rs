@@ -66,7 +66,7 @@ pub fn folder_name(worker: u64, secret: u128) -> String {
 }
 
 /// Returns the spawn number of the worker with this folder.
-pub fn worker_from_folder_name(name: &str) -> Option<u64> {
+pub fn parse_folder_name(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
 
@@ -199,7 +199,7 @@ mod tests {
         }
         assert_eq!(TemplateOrder::decode(b"F123"), None);
         assert_eq!(TemplateOrder::decode(&[b'G'; 25]), None);
-        assert_eq!(worker_from_folder_name(&folder_name(17, 5)), Some(17));
-        assert_eq!(worker_from_folder_name("x"), None);
+        assert_eq!(parse_folder_name(&folder_name(17, 5)), Some(17));
+        assert_eq!(parse_folder_name("x"), None);
     }
 }

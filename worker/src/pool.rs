@@ -35,7 +35,7 @@ use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
 use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, truncate};
-use bulkhead_shared::memory_files::{LeaseRef, MEMORY_FILE_THRESHOLD_BYTES, receive_with_files};
+use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
@@ -563,13 +563,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     fn send_reply(&self, number: u64, reply: Reply, loan: Option<&Loan>) -> bool {
         match reply {
-            Reply::Result(result) => self.send_result(number, result, None, loan),
-            Reply::Exited { status, error: None, output } => {
-                self.send_result(number, output, Some(status), loan)
-            }
-            Reply::Failed(error) => self.send_failure(number, &error, Vec::new(), None),
+            Reply::Result(result) => self.succeed(number, result, None, loan),
+            Reply::Exited { status, error: None, output } => self.succeed(number, output, Some(status), loan),
+            Reply::Failed(error) => self.fail(number, &error, Vec::new(), None),
             Reply::Exited { status, error: Some(error), output } => {
-                self.send_failure(number, &error, output, Some(status))
+                self.fail(number, &error, output, Some(status))
             }
             Reply::ProgramCrashed { process, signal, message } => {
                 let crashed = ProgramCrashed { signal, message: truncate(&message, MESSAGE_BYTES_MAX) };
@@ -581,18 +579,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Sends a result, with the exit status of the program that ran the job, if any.
-    fn send_result(&self, number: u64, result: Vec<u8>, status: Option<i32>, loan: Option<&Loan>) -> bool {
+    fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, loan: Option<&Loan>) -> bool {
         let most = self.welcome.result_bytes_max;
         if result.len() as u64 > most {
             let message = format!("the result has {} bytes; max_result is {most}", result.len());
-            return self.send_failure(
-                number,
-                &HandlerError::new(RESULT_TOO_LARGE, message),
-                Vec::new(),
-                status,
-            );
+            return self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message), Vec::new(), status);
         }
-        let is_large = result.len() > MEMORY_FILE_THRESHOLD_BYTES || result.is_empty();
+        let is_large = result.len() > INLINE_PAYLOAD_BYTES_MAX || result.is_empty();
         let loan = loan.filter(|loan| is_large || loan.is_in_place());
         let lease_ref = loan.and_then(|loan| loan.result(&result)).filter(|lease_ref| lease_ref.bytes > 0);
         let payload = if lease_ref.is_some() { Payload::NONE } else { Payload::Owned(result) };
@@ -605,13 +598,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Sends an error, with the output and the exit status of the program that ran the job, if any.
-    fn send_failure(
-        &self,
-        number: u64,
-        error: &HandlerError,
-        mut output: Vec<u8>,
-        status: Option<i32>,
-    ) -> bool {
+    fn fail(&self, number: u64, error: &HandlerError, mut output: Vec<u8>, status: Option<i32>) -> bool {
         output.truncate(INLINE_PAYLOAD_BYTES_MAX);
         let status = status.map(i32::to_le_bytes);
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
@@ -652,10 +639,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
             loop {
                 match batch.next() {
                     Ok(Some(Item::Frame { header, metadata, payload })) => {
-                        state.handle_frame(header, metadata, || payload.to_vec(), now);
+                        state.receive(header, metadata, || payload.to_vec(), now);
                     }
                     Ok(Some(Item::Large { header, metadata, payload })) => {
-                        state.handle_frame(header, &metadata, || payload, now);
+                        state.receive(header, &metadata, || payload, now);
                     }
                     Ok(Some(Item::Announced { header, .. })) => {
                         batch.accept(pool.take(header.payload_length()));
@@ -831,13 +818,7 @@ impl State {
     }
 
     /// Handles a frame received at `now`.
-    fn handle_frame(
-        &mut self,
-        header: Header,
-        metadata: &[u8],
-        payload: impl FnOnce() -> Vec<u8>,
-        now: Instant,
-    ) {
+    fn receive(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
             kind::JOB => {
                 let Ok((job, extensions)) =

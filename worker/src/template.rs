@@ -54,6 +54,10 @@ fn in_step(step: &'static str) -> impl Fn(Errno) -> StepError {
     move |errno| (step, errno)
 }
 
+fn fork_failed(worker: u64, errno: Errno, step: &str) -> TemplateMessage<'_> {
+    TemplateMessage::ForkFailed { worker, errno: errno.raw_os_error(), step }
+}
+
 impl Template {
     /// Reads the rules that the keeper left on standard input.
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
@@ -105,11 +109,7 @@ impl Template {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // If the message cannot be sent, the keeper is gone.
-                        let _ = self.send(TemplateMessage::ForkFailed {
-                            worker,
-                            errno: errno.raw_os_error(),
-                            step,
-                        });
+                        let _ = self.send(fork_failed(worker, errno, step));
                         // SAFETY: ends the process. `_exit` runs no exit handlers that the template
                         // registered.
                         unsafe { libc::_exit(1) }
@@ -118,11 +118,7 @@ impl Template {
                     return self.replace_socket(&link).map_err(failed);
                 }
                 Ok(pid) => self.send(TemplateMessage::Forked { worker, pid }).map_err(failed)?,
-                Err(errno) => {
-                    let message =
-                        TemplateMessage::ForkFailed { worker, errno: errno.raw_os_error(), step: "" };
-                    self.send(message).map_err(failed)?;
-                }
+                Err(errno) => self.send(fork_failed(worker, errno, "")).map_err(failed)?,
             }
         }
     }
@@ -177,10 +173,7 @@ impl Template {
             match descriptors.try_into() {
                 Ok(descriptors) => return Ok(((worker, secret), descriptors)),
                 // This process may have reached its limit of open descriptors.
-                Err(_) => {
-                    let errno = Errno::MFILE.raw_os_error();
-                    self.send(TemplateMessage::ForkFailed { worker, errno, step: "descriptors" })?;
-                }
+                Err(_) => self.send(fork_failed(worker, Errno::MFILE, "descriptors"))?,
             }
         }
     }

@@ -62,7 +62,7 @@ impl<'r> Frames<'r> {
         let Some(mut waiter) = state.waiters.take(number) else { return Ok(()) };
         let bulkhead = std::mem::take(&mut waiter.bulkhead);
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
-            let result = state.waiters.complete(number, job_result(&message, bulkhead, &extensions, payload));
+            let result = state.waiters.finish(number, job_result(&message, bulkhead, &extensions, payload));
             self.requests.notify_if_idle(state);
             if let Ok(waker) = result {
                 self.wakers.extend(waker);
@@ -73,7 +73,7 @@ impl<'r> Frames<'r> {
         self.state = None;
         let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());
-        let result = state.waiters.complete(number, result);
+        let result = state.waiters.finish(number, result);
         self.requests.notify_if_idle(state);
         match result {
             Ok(waker) => self.wakers.extend(waker),
@@ -129,10 +129,8 @@ impl Requests {
             kind::LEASED => {
                 let lease_ref = decode::<LeaseRef>(metadata)?;
                 let is_usable = state.leases.receive(header.number, lease_ref) == Some(true);
-                state.push_empty(
-                    if is_usable { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED },
-                    lease_ref.lease,
-                );
+                let reply = if is_usable { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED };
+                state.push_empty(reply, lease_ref.lease);
             }
             kind::LEASE_REFUSED => state.leases.refused(header.number),
             _ => {

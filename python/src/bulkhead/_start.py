@@ -10,25 +10,17 @@ from . import __version__, _link, _serve, _stdio, _template
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any, NoReturn, Protocol, TypeVar
+    from typing import Any, NoReturn, TypeVar
 
     from ._context import Handler
 
     T = TypeVar("T")
 
-    class StatusReceiver(Protocol):
-        """The receiver of status texts and of requests for time."""
-
-        def report_status(self, text: str) -> None: ...
-
-        def extend_start(self, seconds: float) -> None: ...
-
-
 #: Exit code of a program that was not started by a supervisor.
 USAGE = 2
 
 #: Receivers during a start: this worker, or this template.
-receivers: list[StatusReceiver] = []
+receivers: list[_serve.Server | _template.TemplateStart] = []
 
 
 def run(

@@ -19,8 +19,8 @@ use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::TENANT_BYTES_MAX;
-use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest, MEMORY_FILE_THRESHOLD_BYTES};
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 use foldhash::quality::RandomState;
@@ -570,7 +570,7 @@ impl DataPlane {
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
             return Err(invalid("this lease is for another bulkhead or tenant"));
         }
-        if payload > 0 || named.bytes > lease.bytes || named.bytes <= MEMORY_FILE_THRESHOLD_BYTES as u64 {
+        if payload > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
             return Err(invalid("the payload is not in the file of the lease, or too small for a file"));
         }
         Ok(named)

@@ -200,12 +200,7 @@ impl Host {
 
     /// Reads the program's output file. Must be called when no process of the program is left. Does not
     /// follow symbolic links, and does not block on a FIFO.
-    fn read_output_file(
-        &self,
-        name: &str,
-        folder: Option<&Folder>,
-        most: u64,
-    ) -> Result<Vec<u8>, HandlerError> {
+    fn file_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
                 "no_output",
@@ -254,10 +249,7 @@ impl Host {
     fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
-        let must_kill = !matches!(
-            exchanged,
-            Ok(Execution { end: ExecutionEnd::Exited | ExecutionEnd::Incomplete(_), .. })
-        );
+        let must_kill = !matches!(exchanged, Ok(Run { end: Ending::Exited | Ending::Incomplete(_), .. }));
         if must_kill {
             // Kills only this process. The cleanup below kills its descendants.
             program.kill();
@@ -285,17 +277,17 @@ impl Host {
         payload: &[u8],
         folder: Option<&Folder>,
         ctx: &Ctx<Self>,
-    ) -> io::Result<Execution> {
+    ) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
         // Without a payload, standard input is closed immediately.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
-        let mut run = Execution {
+        let mut run = Run {
             stdout: program.stdout.take(),
             stderr: program.stderr.take(),
             output: Vec::new(),
             tail: Vec::new(),
-            end: ExecutionEnd::Exited,
+            end: Ending::Exited,
         };
         let most = ctx.result_bytes_max();
         let mut until: Option<Instant> = None;
@@ -322,7 +314,7 @@ impl Host {
                 run.stderr = None;
             }
             if run.output.len() as u64 > most {
-                run.end = ExecutionEnd::TooLarge;
+                run.end = Ending::TooLarge;
                 return Ok(run);
             }
             if has_ended {
@@ -338,7 +330,7 @@ impl Host {
                 return Ok(run);
             }
             if is_cancelled {
-                run.end = ExecutionEnd::Cancelled;
+                run.end = Ending::Cancelled;
                 return Ok(run);
             }
             if until.is_some_and(|until| Instant::now() >= until) {
@@ -351,26 +343,19 @@ impl Host {
                 };
                 let holders = result.map(|result| self.orphans.holders(program.id(), &result));
                 if run.stdout.is_some() || holders.as_ref().is_some_and(|holders| !holders.is_empty()) {
-                    run.end = ExecutionEnd::Incomplete(holders.unwrap_or_default());
+                    run.end = Ending::Incomplete(holders.unwrap_or_default());
                 }
                 return Ok(run);
             }
         }
     }
 
-    fn reply(
-        &self,
-        run: Execution,
-        process: u32,
-        status: ExitStatus,
-        folder: Option<&Folder>,
-        most: u64,
-    ) -> Reply {
+    fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
-        if let ExecutionEnd::Cancelled = run.end {
+        if let Ending::Cancelled = run.end {
             return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
         }
-        if let ExecutionEnd::TooLarge = run.end {
+        if let Ending::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
             return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
         }
@@ -388,13 +373,13 @@ impl Host {
             let error = if self.plan.caller.contains(&status) { error.caller() } else { error };
             return failed(error, run.output);
         }
-        if let ExecutionEnd::Incomplete(holders) = &run.end {
+        if let Ending::Incomplete(holders) = &run.end {
             let output = self.plan.output.as_deref();
-            let written = output.and_then(|name| self.read_output_file(name, folder, most).ok());
+            let written = output.and_then(|name| self.file_output(name, folder, most).ok());
             let error = incomplete(output, holders, self.plan.output_grace);
             return failed(error, written.unwrap_or(run.output));
         }
-        match self.plan.output.as_deref().map(|name| self.read_output_file(name, folder, most)) {
+        match self.plan.output.as_deref().map(|name| self.file_output(name, folder, most)) {
             None => Reply::Exited { status, error: None, output: run.output },
             Some(Ok(output)) => Reply::Exited { status, error: None, output },
             Some(Err(mut error)) => {
@@ -427,7 +412,7 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
     HandlerError::new("output_incomplete", message)
 }
 
-enum ExecutionEnd {
+enum Ending {
     Exited,
     /// The program exited, and these processes held its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
@@ -436,19 +421,19 @@ enum ExecutionEnd {
 }
 
 /// The output of a program, and the reason why reading stopped.
-struct Execution {
+struct Run {
     stdout: Option<PipeReader>,
     stderr: Option<PipeReader>,
     output: Vec<u8>,
     tail: Vec<u8>,
-    end: ExecutionEnd,
+    end: Ending,
 }
 
-impl Execution {
+impl Run {
     /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
     /// is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
-        if !matches!(self.end, ExecutionEnd::Exited | ExecutionEnd::Incomplete(_)) {
+        if !matches!(self.end, Ending::Exited | Ending::Incomplete(_)) {
             return;
         }
         let held =
@@ -466,7 +451,7 @@ impl Execution {
             }
         }
         if self.output.len() as u64 > most {
-            self.end = ExecutionEnd::TooLarge;
+            self.end = Ending::TooLarge;
         }
     }
 

@@ -75,7 +75,7 @@ pub(super) fn run(path: &str, entry: &str) -> ExitCode {
     Server::new().init(move |_| load(&path, &entry)).handler(call).serve()
 }
 
-fn library_error(message: String) -> HandlerError {
+fn failed(message: String) -> HandlerError {
     HandlerError::new("library", message)
 }
 
@@ -86,29 +86,28 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     // SAFETY: this process exists only to run the library, including its initialisers.
     let library = unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let detail = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-        library_error(format!("failed to load {path}: {detail}"))
+        failed(format!("failed to load {path}: {detail}"))
     })?;
     let library = std::mem::ManuallyDrop::new(library);
     // SAFETY: the header declares the marker with this type. A library without the marker is rejected before
     // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
-        library_error(format!(
+        failed(format!(
             "{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into the library once"
         ))
     })?;
     // SAFETY: `dlsym` found the object, which is a `const uint32_t`.
     let version = unsafe { **version };
     if version != ABI_VERSION {
-        return Err(library_error(format!(
+        return Err(failed(format!(
             "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: \
              rebuild the library"
         )));
     }
-    let symbol =
-        CString::new(entry).map_err(|_| library_error("the name of `entry` contains a NUL byte".into()))?;
+    let symbol = CString::new(entry).map_err(|_| failed("the name of `entry` contains a NUL byte".into()))?;
     // SAFETY: the header declares the entry with this signature.
     let handle = unsafe { library.get::<Handle>(symbol.as_bytes_with_nul()) }
-        .map_err(|_| library_error(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
+        .map_err(|_| failed(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
     // SAFETY: the header declares the function with this signature.
     if let Ok(init) = unsafe { library.get::<Init>(b"bulkhead_init\0") } {
         let mut message = [0_u8; INIT_MESSAGE_BYTES];
@@ -117,7 +116,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
         if code != 0 {
             let end = message.iter().position(|&b| b == 0).unwrap_or(message.len());
             let text = String::from_utf8_lossy(&message[..end]);
-            return Err(library_error(format!("bulkhead_init of {path} returned {code}: {text}")));
+            return Err(failed(format!("bulkhead_init of {path} returned {code}: {text}")));
         }
     }
     Ok(Loaded { handle: *handle, _library: library })
@@ -125,7 +124,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
 
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     let text =
-        |name: &str| CString::new(name).map_err(|_| library_error("a name contains a NUL byte".into()).caller());
+        |name: &str| CString::new(name).map_err(|_| failed("a name contains a NUL byte".into()).caller());
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
     let call = Call {
         ctx,

@@ -22,7 +22,7 @@ use bulkhead_shared::limits::{
     TENANT_BYTES_MAX, truncate,
 };
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{CrashReason, JobId, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, JobId, JobOptions, Outcome, Priority, RejectReason, Verdict};
 use futures_util::stream::{self, StreamExt};
 use serde_json::{Map, Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -80,11 +80,11 @@ pub(super) async fn submit(
         {
             Ok(response) => response,
             Err(Cut::Slow) => {
-                count(asked.priority, RejectReason::Invalid);
+                count(asked.options.priority, RejectReason::Invalid);
                 slow(&name)
             }
             Err(Cut::Overloaded(sentence)) => {
-                count(asked.priority, RejectReason::Overloaded);
+                count(asked.options.priority, RejectReason::Overloaded);
                 refused(&name, RejectReason::Overloaded, sentence)
             }
             // The request did not become a job, and the sender is usually gone.
@@ -126,20 +126,14 @@ enum Cut {
 /// Parsed headers of a job request.
 #[derive(Default)]
 struct Asked<'h> {
-    operation: &'h str,
-    tenant: &'h str,
-    deadline: Option<Duration>,
-    run_limit: Option<Duration>,
-    priority: Priority,
-    cost: u32,
-    is_idempotent: bool,
+    options: JobOptions<&'h str>,
     traceparent: Option<Traceparent>,
 }
 
 impl<'h> Asked<'h> {
     /// Parses the headers. The error is a message for the client.
     fn read(headers: &'h HeaderMap) -> Result<Self, String> {
-        let mut asked = Self { cost: 1, ..Self::default() };
+        let mut asked = Self::default();
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
@@ -160,14 +154,14 @@ impl<'h> Asked<'h> {
     fn take(&mut self, name: &str, value: &'h str) -> Result<(), String> {
         let number = || format!("'{}' is no number that makes sense", truncate(value, 32).escape_debug());
         match name {
-            "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
-            "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
-            "bulkhead-priority" => self.priority = truncate(value, 32).parse()?,
-            "bulkhead-deadline-ms" => self.deadline = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-run-limit-ms" => self.run_limit = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-cost" => self.cost = value.parse().map_err(|_| number())?,
+            "bulkhead-operation" => self.options.operation = text(value, OPERATION_BYTES_MAX)?,
+            "bulkhead-tenant" => self.options.tenant = text(value, TENANT_BYTES_MAX)?,
+            "bulkhead-priority" => self.options.priority = truncate(value, 32).parse()?,
+            "bulkhead-deadline-ms" => self.options.deadline = Some(millis(value).ok_or_else(number)?),
+            "bulkhead-run-limit-ms" => self.options.run_limit = Some(millis(value).ok_or_else(number)?),
+            "bulkhead-cost" => self.options.cost = value.parse().map_err(|_| number())?,
             "bulkhead-idempotent" => {
-                self.is_idempotent = match value {
+                self.options.is_idempotent = match value {
                     "true" | "1" => true,
                     "false" | "0" => false,
                     _ => return Err("write true or false".into()),
@@ -176,18 +170,6 @@ impl<'h> Asked<'h> {
             _ => return Err("there is no such header; see the documentation of jobs over HTTP".into()),
         }
         Ok(())
-    }
-
-    fn message<'m>(&'m self, bulkhead: &'m str) -> Submit<'m> {
-        Submit {
-            bulkhead,
-            operation: self.operation,
-            tenant: self.tenant,
-            deadline_us: self.deadline.map_or(0, |limit| limit.as_micros() as u64),
-            priority: self.priority.code(),
-            idempotent: self.is_idempotent.into(),
-            cost: self.cost,
-        }
     }
 }
 
@@ -473,13 +455,13 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
     let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
         *announced;
-    let run_limit = asked.run_limit.map(encode_run_limit);
+    let run_limit = asked.options.run_limit.map(encode_run_limit);
     let trace = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
-    let message = asked.message(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1));
+    let message = Submit::new(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1), &asked.options);
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Cut::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
     let length = u32::try_from(metadata as u64 + payload).map_err(|_| Cut::Broken)?;
@@ -674,12 +656,12 @@ mod tests {
         let asked = Asked::read(&headers)?;
         Ok(format!(
             "{} {} {:?} {} {} {} {:?}",
-            asked.operation,
-            asked.tenant,
-            asked.deadline,
-            asked.priority,
-            asked.cost,
-            asked.is_idempotent,
+            asked.options.operation,
+            asked.options.tenant,
+            asked.options.deadline,
+            asked.options.priority,
+            asked.options.cost,
+            asked.options.is_idempotent,
             asked.traceparent
         ))
     }

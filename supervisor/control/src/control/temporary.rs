@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::folder;
-use bulkhead_shared::template_protocol::worker_from_folder_name;
+use bulkhead_shared::template_protocol::parse_folder_name;
 use rustix::fs::{AtFlags, Dir, FileType, Mode};
 use rustix::io::Errno;
 
@@ -87,7 +87,7 @@ fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
     let named = entries.flatten().filter_map(|entry| {
         let name = entry.file_name().to_str().ok()?;
-        Some((worker_from_folder_name(name)?, path.join(name)))
+        Some((parse_folder_name(name)?, path.join(name)))
     });
     let named: Vec<_> = named.take(WORKERS_MAX + 1).collect();
     if named.len() > WORKERS_MAX { Vec::new() } else { named }
@@ -114,9 +114,7 @@ fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
         if [c".", c".."].contains(&name) {
             continue;
         }
-        if without_workers
-            && depth == 1
-            && name.to_str().is_ok_and(|name| worker_from_folder_name(name).is_some())
+        if without_workers && depth == 1 && name.to_str().is_ok_and(|name| parse_folder_name(name).is_some())
         {
             continue;
         }
