@@ -330,7 +330,9 @@ impl EventLoop {
         let (worker, process) = (child.worker, child.process);
         let Some(template) = &mut child.template else { return true };
         let message = match word {
-            TemplateMessage::Started { worker } => return sender != process && self.register_worker(pid, worker, sender),
+            TemplateMessage::Started { worker } => {
+                return sender != process && self.register_worker(pid, worker, sender);
+            }
             TemplateMessage::ForkFailed { worker, errno, step } => {
                 if let Some(fork) = template.take_fork(worker) {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
